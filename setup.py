@@ -1,0 +1,66 @@
+"""Package metadata; the settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+EXTRAS = {
+    # cupy compiles csrc/ when a kernel is first used: NVRTC is the compiler, and the runtime
+    # package holds the headers cuda_fp16.h and cuda_bf16.h.
+    "cuda12": ["cupy-cuda12x>=13.3", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
+    "cuda13": ["cupy-cuda13x>=13.6", "nvidia-cuda-nvrtc==13.*", "nvidia-cuda-runtime==13.*"],
+    "examples": ["rich>=13", "scikit-learn>=1.4"],
+}
+EXTRAS["test"] = [
+    *EXTRAS["examples"],
+    "expecttest",
+    "hypothesis>=6.100",
+    "mypy>=1.15",
+    "pytest>=8",
+    "pytest-randomly>=3.15",
+    "pytest-xdist>=3.5",
+    "ruff>=0.9",
+    "setuptools>=64",
+    "wheel",
+]
+
+
+def version() -> str:
+    """Return ``__version__`` of the package without importing it."""
+    text = (ROOT / "amp_patch" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('amp_patch/__init__.py must have a line __version__ = "..."')
+    return match.group(1)
+
+
+setup(
+    name="amp_patch",
+    version=version(),
+    description="Mixed precision training for PyTorch by one line of code, levels O0 to O5",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.10",
+    install_requires=["torch>=2.6", "wrapt>=1.16"],
+    extras_require=EXTRAS,
+    # csrc/ stands at the top of the repository and inside the package once installed
+    packages=[*find_packages(include=["amp_patch", "amp_patch.*"]), "amp_patch.csrc"],
+    package_dir={"amp_patch.csrc": "csrc"},
+    package_data={"amp_patch": ["py.typed"], "amp_patch.csrc": ["*.cu", "*.cuh"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
