@@ -10,21 +10,20 @@ ROOT = Path(__file__).parent
 EXTRAS = {
     # cupy compiles csrc/ when a kernel is first used: NVRTC is the compiler, and the runtime
     # package holds the headers cuda_fp16.h and cuda_bf16.h.
-    "cuda12": ["cupy-cuda12x>=13.3", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
-    "cuda13": ["cupy-cuda13x>=13.6", "nvidia-cuda-nvrtc==13.*", "nvidia-cuda-runtime==13.*"],
+    "cuda12": ["cupy-cuda12x>=14", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
+    "cuda13": ["cupy-cuda13x>=14", "nvidia-cuda-nvrtc==13.*", "nvidia-cuda-runtime==13.*"],
     "examples": ["rich>=13", "scikit-learn>=1.4"],
 }
 EXTRAS["test"] = [
     *EXTRAS["examples"],
-    "expecttest",
+    "expecttest>=0.2",
     "hypothesis>=6.100",
     "mypy>=1.15",
     "pytest>=8",
     "pytest-randomly>=3.15",
     "pytest-xdist>=3.5",
     "ruff>=0.9",
-    "setuptools>=64",
-    "wheel",
+    "setuptools>=70.1",
 ]
 
 
