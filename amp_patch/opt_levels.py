@@ -245,7 +245,8 @@ def _check_patch_torch_functions(level: OptLevel, value: object) -> bool:
         casting = "O4" if level.half_dtype is torch.bfloat16 else "O1"
         raise RuntimeError(
             "patch_torch_functions is True only at opt_level='O1' and 'O4'; "
-            f"got True at opt_level='{level.name}'. Call amp.initialize(..., opt_level='{casting}')."
+            f"got True at opt_level='{level.name}'. "
+            f"Call amp.initialize(..., opt_level='{casting}')."
         )
     return wanted
 

@@ -1,0 +1,364 @@
+"""The loss scale and the rule that moves it; knows no gradient, optimizer, model or device."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any, Final, Literal, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a loss scale starts and moves; every scale is a factor without a unit.
+
+    Attributes:
+        dynamic: whether the scale moves at all.
+        init_scale: the first scale.
+        growth_factor: multiplies the scale after `growth_interval` finite backward passes; > 1.
+        backoff_factor: multiplies the scale on overflow; above 0 and below 1.
+        growth_interval: finite backward passes in a row after which the scale grows; >= 1.
+        hysteresis: overflows since the last growth from which on the scale backs off; >= 1.
+        min_loss_scale: the floor: the rule never lowers the scale below it.
+        max_loss_scale: the cap: the rule never raises the scale above it.
+
+    Scales lie between 2**-126 and 2**126, so that they and their inverses are normal float32.
+
+    Raises:
+        ValueError: a value is outside its range, or the floor is above the cap.
+    """
+
+    dynamic: bool = True
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_loss_scale: float = 2.0**-24
+    max_loss_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        for name, (holds, words, example) in _LIMITS.items():
+            value = getattr(self, name)
+            if not holds(value):
+                keyword = "loss_scale" if name == "init_scale" else name
+                raise ValueError(
+                    f"{keyword} must be {words}; got {value!r}. "
+                    f"Call amp.initialize(..., {keyword}={example})."
+                )
+        low, high = self.min_loss_scale, self.max_loss_scale
+        if low > high:
+            raise ValueError(
+                f"min_loss_scale must not be above max_loss_scale; got {low!r} and {high!r}. "
+                f"Call amp.initialize(..., min_loss_scale={high!r}, max_loss_scale={low!r})."
+            )
+
+    @classmethod
+    def resolve(
+        cls,
+        loss_scale: float | Literal["dynamic"],
+        *,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        hysteresis: int | None = None,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = None,
+    ) -> ScaleRule:
+        """Build the rule from `amp.initialize`'s keywords, of which None means the default.
+
+        A dynamic scale starts at 2**16, or at the floor or cap nearest to it. A static one is
+        `loss_scale` itself; the other keywords are checked there, and have no effect.
+
+        Raises:
+            ValueError: as the class.
+        """
+        keywords = {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+        }
+        given: dict[str, Any] = {name: x for name, x in keywords.items() if x is not None}
+        rule = cls(**given)
+        if loss_scale != "dynamic":
+            return replace(rule, dynamic=False, init_scale=loss_scale)
+        start = max(rule.min_loss_scale, min(rule.max_loss_scale, rule.init_scale))
+        return replace(rule, init_scale=start)
+
+
+@dataclass(eq=False)
+class LossScaler:
+    """The scale of one loss, moved once per backward pass by `update`.
+
+    The rule::
+
+        on overflow:                                   # any gradient is inf or NaN
+            unskipped = 0                              # and the step is skipped
+            if hysteresis_left > 1:
+                hysteresis_left -= 1                   # tolerated: the scale is held
+            else:
+                scale = max(min_loss_scale, scale * backoff_factor)
+        otherwise:
+            unskipped += 1
+            if unskipped >= growth_interval:
+                scale = min(max_loss_scale, scale * growth_factor)
+                unskipped = 0
+                hysteresis_left = hysteresis
+        a static scale only counts: unskipped = 0 on overflow, unskipped += 1 otherwise
+
+    Growth and back-off are apex.amp's. The hysteresis is that of Megatron-LM's DynamicGradScaler
+    (megatron/core/optimizer/grad_scaler.py): once it is used up every overflow backs off, until a
+    growth restores it. apex's update_scale_hysteresis kernel differs: there, a single finite pass
+    restores it. A scale loaded from beyond the floor or the cap is kept, and moves back only in
+    the direction of the event: no overflow ever raises it, and no growth lowers it. Products are
+    rounded to float32, as torch's `_amp_update_scale_` stores them.
+
+    Attributes:
+        rule: the rule followed.
+        scale: the factor by which the loss is multiplied; never 0.
+        unskipped: finite backward passes since the last overflow, growth, or start.
+        hysteresis_left: overflows up to and including the next one that backs off; >= 1.
+        skipped: whether the last update told to skip the step.
+        reduced: whether the last update lowered the scale.
+        overflows_at_floor: overflows in a row that met a dynamic scale already at the floor.
+    """
+
+    rule: ScaleRule
+    scale: float = field(init=False)
+    unskipped: int = field(init=False, default=0)
+    hysteresis_left: int = field(init=False)
+    skipped: bool = field(init=False, default=False)
+    reduced: bool = field(init=False, default=False)
+    overflows_at_floor: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.scale = float(self.rule.init_scale)
+        self.hysteresis_left = self.rule.hysteresis
+
+    def loss_scale(self) -> float:
+        """Return the factor by which the next loss is multiplied."""
+        return self.scale
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether two overflows in a row met the floor, so that skipping more steps is vain."""
+        return self.overflows_at_floor >= 2
+
+    def update(self, overflow: bool) -> bool:
+        """Move the scale after one backward pass; return whether its step must be skipped."""
+        before = self.scale
+        self.skipped = bool(overflow)
+        if self.skipped:
+            self._after_overflow()
+        else:
+            self._after_finite()
+        self.reduced = self.scale < before
+        return self.skipped
+
+    def skip_message(self, loss_id: int) -> str:
+        """Return apex's line about the step just skipped; it says 'keeping' if the scale held."""
+        change = "reducing loss scale to" if self.reduced else "keeping loss scale at"
+        return f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change} {self.scale}"
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return apex's two entries, and 'hysteresis' where the rule's is above 1.
+
+        `skipped`, `reduced` and `overflows_at_floor` tell of the pass just made; a loaded scaler
+        starts without them.
+        """
+        state: dict[str, float | int] = {"loss_scale": self.scale, "unskipped": self.unskipped}
+        if self.rule.hysteresis > 1:
+            state["hysteresis"] = self.hysteresis_left
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the scale and the count from an entry of `amp.state_dict()` or a GradScaler's state.
+
+        Numbers may be 0-dim tensors. The rule stays as `amp.initialize` set it: GradScaler's
+        factors and interval are not read, and a static scale stays (logged where the saved one
+        differs). A dynamic scale is taken even from beyond the floor or the cap. Where 'hysteresis'
+        is missing, it starts afresh.
+
+        Raises:
+            TypeError: state is not a mapping.
+            ValueError: an entry is missing, or is not a number in its range.
+        """
+        self._restore(_parse_state(state))
+
+    def _after_overflow(self) -> None:
+        self.unskipped = 0
+        if not self.rule.dynamic:
+            return
+        floor = self.rule.min_loss_scale
+        self.overflows_at_floor = self.overflows_at_floor + 1 if self.scale <= floor else 0
+        if self.hysteresis_left > 1:
+            self.hysteresis_left -= 1
+            return
+        lowered = max(floor, _to_float32(self.scale * self.rule.backoff_factor))
+        self.scale = min(self.scale, lowered)
+
+    def _after_finite(self) -> None:
+        self.unskipped += 1
+        self.overflows_at_floor = 0
+        # Not ==: a count saved under a longer interval would never meet a shorter one.
+        if not self.rule.dynamic or self.unskipped < self.rule.growth_interval:
+            return
+        self.unskipped = 0
+        self.hysteresis_left = self.rule.hysteresis
+        cap = self.rule.max_loss_scale
+        raised = min(cap, _to_float32(self.scale * self.rule.growth_factor))
+        self.scale = max(self.scale, raised)
+
+    def _restore(self, saved: _SavedState) -> None:
+        if self.rule.dynamic:
+            self.scale = saved.scale
+        elif saved.scale != self.scale:
+            logger.warning(
+                "The loss scale is static and stays %s; the saved %s is not taken. Call "
+                "amp.initialize(..., loss_scale='dynamic') to go on from it.",
+                self.scale,
+                saved.scale,
+            )
+        self.unskipped = saved.unskipped
+        full = self.rule.hysteresis
+        self.hysteresis_left = full if saved.hysteresis is None else min(saved.hysteresis, full)
+        self.skipped = self.reduced = False
+        self.overflows_at_floor = 0
+
+
+def state_dict(scalers: Sequence[LossScaler]) -> OrderedDict[str, dict[str, float | int]]:
+    """Return the scalers' states as apex saves them: 'loss_scaler0', 'loss_scaler1', ..."""
+    return OrderedDict(
+        (f"loss_scaler{loss_id}", scaler.state_dict()) for loss_id, scaler in enumerate(scalers)
+    )
+
+
+def load_state_dict(scalers: Sequence[LossScaler], state: Mapping[str, Any]) -> None:
+    """Load what `state_dict` or apex saved, or one torch.amp.GradScaler's state into every scaler.
+
+    Entries are matched by position, as apex does. Where there are more or fewer of them than
+    scalers, apex's warnings are printed, and the rest is left alone. All entries are checked
+    before any scaler changes.
+
+    Raises:
+        RuntimeError: a key is not a loss scaler's.
+        TypeError, ValueError: as `LossScaler.load_state_dict`.
+    """
+    entries = [state] * len(scalers) if _is_grad_scaler_state(state) else _scaler_entries(state)
+    saved = [_parse_state(entry) for entry in entries[: len(scalers)]]
+    if len(entries) != len(scalers):
+        print(
+            f"Warning: state_dict contains {len(entries)} entries, "
+            f"while {len(scalers)} loss_scalers are used"
+        )
+    for loss_id in range(len(scalers), len(entries)):
+        print(f"Skipping loss_scaler[{loss_id}], since num_losses was set to {len(scalers)}")
+    for scaler, one in zip(scalers, saved, strict=False):
+        scaler._restore(one)
+
+
+class _SavedState(NamedTuple):
+    scale: float
+    unskipped: int
+    hysteresis: int | None
+
+
+def _is_grad_scaler_state(state: Mapping[str, Any]) -> bool:
+    return "scale" in state and "_growth_tracker" in state
+
+
+def _scaler_entries(state: Mapping[str, Any]) -> list[Any]:
+    unexpected = [key for key in state if "loss_scaler" not in str(key)]
+    if unexpected:
+        keys = ", ".join(f'"{key}"' for key in unexpected)
+        raise RuntimeError(
+            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. Keys must "
+            "be 'loss_scaler0', 'loss_scaler1', ...; call amp.load_state_dict() with what "
+            "amp.state_dict() or GradScaler.state_dict() returned."
+        )
+    return list(state.values())
+
+
+def _parse_state(state: Mapping[str, Any]) -> _SavedState:
+    rule = (
+        "a loss scaler's state must be a dict with 'loss_scale' and 'unskipped', or GradScaler's "
+        "with 'scale' and '_growth_tracker'"
+    )
+    mend = "Call amp.load_state_dict() with what amp.state_dict() returned."
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{rule}; got an object of type {type(state).__name__}. {mend}")
+    names = ("scale", "_growth_tracker") if "scale" in state else ("loss_scale", "unskipped")
+    if any(name not in state for name in names):
+        raise ValueError(f"{rule}; got the keys {list(state)}. {mend}")
+    scale = _saved_number(state, names[0], _is_scale, _SCALE_WORDS)
+    unskipped = _saved_number(state, names[1], _is_whole_from_0, "a whole number of at least 0")
+    left = None
+    if "hysteresis" in state:
+        left = int(_saved_number(state, "hysteresis", _is_whole_from_1, _COUNT_WORDS))
+    return _SavedState(scale, int(unskipped), left)
+
+
+def _saved_number(
+    state: Mapping[str, Any], name: str, holds: Callable[[Any], bool], words: str
+) -> float:
+    try:
+        number = float(state[name])
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if holds(number):
+        return number
+    raise ValueError(
+        f"a saved {name!r} must be {words}; got {state[name]!r}. "
+        "Correct that entry, then call amp.load_state_dict() again."
+    )
+
+
+def _to_float32(value: float) -> float:
+    return ctypes.c_float(value).value
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_scale(value: Any) -> bool:
+    return _is_real(value) and 2.0**-126 <= value <= 2.0**126
+
+
+def _is_growth(value: Any) -> bool:
+    return _is_real(value) and 1 < value <= 2.0**126
+
+
+def _is_backoff(value: Any) -> bool:
+    return _is_real(value) and 2.0**-126 <= value < 1
+
+
+def _is_whole_from_0(value: Any) -> bool:
+    return _is_real(value) and value >= 0 and value % 1 == 0
+
+
+def _is_whole_from_1(value: Any) -> bool:
+    return _is_whole_from_0(value) and value >= 1
+
+
+_SCALE_WORDS: Final = "a number from 2**-126 to 2**126"
+_COUNT_WORDS: Final = "a whole number of at least 1"
+# Each field of a rule that holds a number: its check, the check in words, and a value that passes.
+_LIMITS: Final[Mapping[str, tuple[Callable[[Any], bool], str, float]]] = {
+    "init_scale": (_is_scale, f"'dynamic' or {_SCALE_WORDS}", 128.0),
+    "growth_factor": (_is_growth, "above 1 and at most 2**126", 2.0),
+    "backoff_factor": (_is_backoff, "from 2**-126 to below 1", 0.5),
+    "growth_interval": (_is_whole_from_1, _COUNT_WORDS, 2000),
+    "hysteresis": (_is_whole_from_1, _COUNT_WORDS, 2),
+    "min_loss_scale": (_is_scale, _SCALE_WORDS, 2.0**-24),
+    "max_loss_scale": (_is_scale, _SCALE_WORDS, 2.0**24),
+}
