@@ -1,0 +1,511 @@
+"""Owns the data of O1 and O4: which torch attributes are patched and how their arguments are cast.
+
+It must not know how a cast is made, when casts are active or how an attribute is replaced.
+
+The five lists are those of torch's CUDA autocast (ATen/autocast_mode.h, torch 2.13), written with
+the operators' names; they hold on every device. `targets()` says on which public attributes of
+the running torch each of them is reached.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import pkgutil
+
+import torch
+import torch.nn.functional
+
+HALF = (
+    "_convolution",
+    "_scaled_dot_product_flash_attention",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "addbmm",
+    "addmm",
+    "addmv",
+    "addr",
+    "baddbmm",
+    "bmm",
+    "chain_matmul",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_tbc",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "convolution",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "einsum",
+    "gru_cell",
+    "linalg_multi_dot",
+    "linalg_vecdot",
+    "linear",
+    "lstm_cell",
+    "matmul",
+    "mm",
+    "mv",
+    "prelu",
+    "rnn_relu_cell",
+    "rnn_tanh_cell",
+    "scaled_dot_product_attention",
+)
+
+FLOAT = (
+    "_upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "acos",
+    "asin",
+    "binary_cross_entropy_with_logits",
+    "cdist",
+    "cosh",
+    "cosine_embedding_loss",
+    "cosine_similarity",
+    "dist",
+    "erfinv",
+    "exp",
+    "expm1",
+    "frobenius_norm",
+    "group_norm",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "layer_norm",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logsumexp",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "native_layer_norm",
+    "nll_loss",
+    "nll_loss2d",
+    "nuclear_norm",
+    "pdist",
+    "poisson_nll_loss",
+    "pow",
+    "reciprocal",
+    "renorm",
+    "rms_norm",
+    "rsqrt",
+    "sinh",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "softplus",
+    "tan",
+    "triplet_margin_loss",
+    "upsample_bicubic2d",
+    "upsample_bilinear2d",
+    "upsample_linear1d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_trilinear3d",
+)
+
+FLOAT_DTYPE = (
+    "cumprod",
+    "cumsum",
+    "linalg_matrix_norm",
+    "linalg_vector_norm",
+    "log_softmax",
+    "norm",
+    "prod",
+    "softmax",
+    "sum",
+)
+
+PROMOTE = (
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "scatter_add",
+    "tensordot",
+    "vdot",
+)
+
+BANNED = ("binary_cross_entropy",)
+
+# Operators that run listed ones inside C++, where no patch of the inner name reaches them, and
+# other names of listed operators.
+COMPOSITES = {
+    "arccos": "float",
+    "arcsin": "float",
+    "arctan2": "promote",
+    "cross_entropy": "float",
+    "cross_entropy_loss": "float",
+    "cumulative_trapezoid": "float",
+    "grid_sample": "promote",
+    "gru": "half",
+    "inner": "promote",
+    "linalg_matmul": "half",
+    "linalg_norm": "float_dtype",
+    "lstm": "half",
+    "nll_loss_nd": "float",
+    "pairwise_distance": "float",
+    "rnn_relu": "half",
+    "rnn_tanh": "half",
+    "special_erfinv": "float",
+    "special_expm1": "float",
+    "special_log1p": "float",
+    "special_log_softmax": "float_dtype",
+    "special_logsumexp": "float",
+    "special_softmax": "float_dtype",
+    "square": "float",
+    "sum_to_size": "float",
+    "trapezoid": "float",
+    "trapz": "float",
+}
+
+# Operators in none of the lists whose forward or backward has no float16 or no bfloat16 kernel on
+# the CPU; a test probes the running torch for them.
+NO_HALF_ON_CPU = frozenset(
+    {
+        "avg_pool3d",
+        "cholesky",
+        "cholesky_inverse",
+        "cholesky_solve",
+        "complex",
+        "ctc_loss",
+        "det",
+        "fft_fft",
+        "fft_fft2",
+        "fft_fftn",
+        "fft_hfft",
+        "fft_hfft2",
+        "fft_hfftn",
+        "fft_ifft",
+        "fft_ifft2",
+        "fft_ifftn",
+        "fft_ihfft",
+        "fft_ihfft2",
+        "fft_ihfftn",
+        "fft_irfft",
+        "fft_irfft2",
+        "fft_irfftn",
+        "fft_rfft",
+        "fft_rfft2",
+        "fft_rfftn",
+        "geqrf",
+        "histogram",
+        "histogramdd",
+        "inverse",
+        "linalg_cholesky",
+        "linalg_cholesky_ex",
+        "linalg_cond",
+        "linalg_det",
+        "linalg_eig",
+        "linalg_eigh",
+        "linalg_eigvals",
+        "linalg_eigvalsh",
+        "linalg_householder_product",
+        "linalg_inv",
+        "linalg_inv_ex",
+        "linalg_ldl_factor",
+        "linalg_ldl_factor_ex",
+        "linalg_ldl_solve",
+        "linalg_lstsq",
+        "linalg_lu",
+        "linalg_lu_factor",
+        "linalg_lu_factor_ex",
+        "linalg_lu_solve",
+        "linalg_matrix_power",
+        "linalg_matrix_rank",
+        "linalg_pinv",
+        "linalg_qr",
+        "linalg_slogdet",
+        "linalg_solve",
+        "linalg_solve_ex",
+        "linalg_solve_triangular",
+        "linalg_svd",
+        "linalg_svdvals",
+        "linalg_tensorinv",
+        "linalg_tensorsolve",
+        "linalg_vander",
+        "logdet",
+        "lu",
+        "lu_solve",
+        "matrix_power",
+        "nanquantile",
+        "orgqr",
+        "ormqr",
+        "pinverse",
+        "polar",
+        "qr",
+        "quantile",
+        "rrelu",
+        "slogdet",
+        "special_airy_ai",
+        "special_bessel_j0",
+        "special_bessel_j1",
+        "special_bessel_y0",
+        "special_bessel_y1",
+        "special_chebyshev_polynomial_t",
+        "special_chebyshev_polynomial_u",
+        "special_chebyshev_polynomial_v",
+        "special_chebyshev_polynomial_w",
+        "special_erfcx",
+        "special_hermite_polynomial_h",
+        "special_hermite_polynomial_he",
+        "special_i1",
+        "special_i1e",
+        "special_laguerre_polynomial_l",
+        "special_legendre_polynomial_p",
+        "special_log_ndtr",
+        "special_modified_bessel_i0",
+        "special_modified_bessel_i1",
+        "special_modified_bessel_k0",
+        "special_modified_bessel_k1",
+        "special_ndtri",
+        "special_scaled_modified_bessel_k0",
+        "special_scaled_modified_bessel_k1",
+        "special_shifted_chebyshev_polynomial_t",
+        "special_shifted_chebyshev_polynomial_u",
+        "special_shifted_chebyshev_polynomial_v",
+        "special_shifted_chebyshev_polynomial_w",
+        "special_spherical_bessel_j0",
+        "special_zeta",
+        "stft",
+        "svd",
+        "triangular_solve",
+        "view_as_complex",
+    }
+)
+
+# What differs from torch's CUDA autocast, and why.
+DIFFERENCES = {
+    "corrcoef": "stays float32: autocast halves only the product inside, and with it the result",
+    "cov": "stays float32: autocast halves only the product inside, and with it the result",
+    "linalg_matrix_power": "stays float32: a negative power inverts, which has no half kernel",
+    "matrix_power": "stays float32: a negative power inverts, which has no half kernel",
+}
+
+# The operator behind each operator method of Tensor; in-place ones are never wrapped.
+OPERATORS = {
+    "__abs__": "abs",
+    "__add__": "add",
+    "__eq__": "eq",
+    "__floordiv__": "floor_divide",
+    "__ge__": "ge",
+    "__gt__": "gt",
+    "__le__": "le",
+    "__lt__": "lt",
+    "__matmul__": "matmul",
+    "__mod__": "remainder",
+    "__mul__": "mul",
+    "__ne__": "ne",
+    "__neg__": "neg",
+    "__pow__": "pow",
+    "__radd__": "add",
+    "__rdiv__": "reciprocal",
+    "__rfloordiv__": "floor_divide",
+    "__rmatmul__": "matmul",
+    "__rmod__": "remainder",
+    "__rmul__": "mul",
+    "__rpow__": "pow",
+    "__rsub__": "sub",
+    "__rtruediv__": "reciprocal",
+    "__sub__": "sub",
+    "__truediv__": "div",
+}
+
+# Where users reach an operator, and what the place puts before its name in the operator's name.
+SURFACES = {
+    "torch": "",
+    "torch.functional": "",
+    "torch.Tensor": "",
+    "torch.nn.functional": "",
+    "torch._C._nn": "",
+    "torch.fft": "fft_",
+    "torch.linalg": "linalg_",
+    "torch.special": "special_",
+}
+
+# torch's RNN modules call these through torch._VF, which answers to every name of torch.
+_VF_NAMES = (
+    "gru",
+    "gru_cell",
+    "lstm",
+    "lstm_cell",
+    "rnn_relu",
+    "rnn_relu_cell",
+    "rnn_tanh",
+    "rnn_tanh_cell",
+)
+
+# No operator, or one whose arguments' dtype is its result's: conversions, factories, lookups.
+_REGION_EXCLUDED = frozenset(
+    {
+        "bernoulli",
+        "binomial",
+        "chalf",
+        "clone",
+        "dequantize",
+        "embedding",
+        "embedding_bag",
+        "linspace",
+        "logspace",
+        "multinomial",
+        "normal",
+        "poisson",
+        "resize",
+        "resize_as",
+        "type_as",
+        "view_as_complex",
+    }
+)
+_REGION_EXCLUDED_STARTS = ("cudnn_", "fbgemm_", "miopen_", "mkldnn_", "new_", "quantize", "to_")
+_REGION_EXCLUDED_ENDS = ("_like", "_copy", "_tensor", "_")
+
+
+
+
+def rules() -> dict[str, str]:
+    """Return the rule of every operator that has one, by the operator's name."""
+    return {
+        **dict.fromkeys(NO_HALF_ON_CPU, "float_on_cpu"),
+        **COMPOSITES,
+        **dict.fromkeys(HALF, "half"),
+        **dict.fromkeys(FLOAT, "float"),
+        **dict.fromkeys(FLOAT_DTYPE, "float_dtype"),
+        **dict.fromkeys(PROMOTE, "promote"),
+        **dict.fromkeys(BANNED, "banned"),
+    }
+
+
+def targets() -> dict[str, str]:
+    """Return the rule of every attribute to patch, by dotted path, for the running torch.
+
+    The rules, for floating arguments that are not float64, also inside nested containers:
+    'half' casts them to the level's half dtype; 'float' to float32; 'float_dtype' as 'float',
+    but only where the call gives no dtype; 'promote' to the widest, where they are mixed;
+    'float_on_cpu' half ones on the CPU to float32; 'banned' refuses half ones, on the CPU it is
+    'float_on_cpu'.
+    """
+    return {path: rule for op, rule in rules().items() for path in _paths(op)}
+
+
+def region_targets() -> list[str]:
+    """Return the dotted path of every function whose arguments a precision region casts.
+
+    Beside `targets()` these are the functions that compute new tensors from tensors by the
+    schemas of the running torch: no in-place functions, views, factories or conversions.
+    """
+    found = set(targets())
+    for path, owner, prefix in _surfaces():
+        found.update(f"{path}.{name}" for name in dir(owner) if _computes(prefix + name))
+    found.update(f"torch.Tensor.{name}" for name in OPERATORS if hasattr(torch.Tensor, name))
+    return sorted(found)
+
+
+def user_rule_targets(name: str) -> list[str]:
+    """Return the dotted paths that a user's rule for `name` means.
+
+    Args:
+        name: a dotted path, which means itself, or the bare name of a torch function, which
+            means every public place where torch has it.
+
+    Raises:
+        ValueError: nothing has this name, or it is a function that works in place.
+    """
+    if name.endswith("_") and not name.endswith("__"):
+        raise ValueError(
+            "rules must name functions that return their result; got the in-place "
+            f"{name!r}: name {name.rstrip('_')!r} and call that."
+        )
+    paths = _dotted_path(name) if "." in name else _bare_name_paths(name)
+    if not paths:
+        raise ValueError(
+            "rules must name functions of torch, by a bare name ('softmax') or a dotted path "
+            f"('torch.nn.functional.softmax'); got {name!r}{_suggestion(name)}."
+        )
+    return paths
+
+
+@functools.cache
+def _surfaces() -> list[tuple[str, object, str]]:
+    """Return path, object and operator-name prefix of each surface of the running torch."""
+    return [(path, pkgutil.resolve_name(path), prefix) for path, prefix in SURFACES.items()]
+
+
+def _paths(op: str) -> list[str]:
+    """Return every dotted path at which the running torch offers the operator."""
+    paths = [
+        f"{path}.{op.removeprefix(prefix)}"
+        for path, owner, prefix in _surfaces()
+        if op.startswith(prefix) and _is_function(getattr(owner, op.removeprefix(prefix), None))
+    ]
+    paths += [
+        f"torch.Tensor.{method}"
+        for method, operator in OPERATORS.items()
+        if operator == op and hasattr(torch.Tensor, method)
+    ]
+    if op in _VF_NAMES:
+        paths.append(f"torch._VF.{op}")
+    return paths
+
+
+def _bare_name_paths(name: str) -> list[str]:
+    """Return the paths of the operator and of every function with this very name."""
+    named = [
+        f"{path}.{name}" for path, owner, _ in _surfaces() if _is_function(getattr(owner, name, None))
+    ]
+    return list(dict.fromkeys(named + _paths(name)))
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _dotted_path(path: str) -> list[str]:
+    """Return the path alone when it leads to something callable, else nothing."""
+    try:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        return []
+    return [path] if _is_function(found) else []
+
+
+def _suggestion(name: str) -> str:
+    """Return the existing names close to `name` as the end of an error message."""
+    known = {
+        f"{path}.{attribute}" if "." in name else attribute
+        for path, owner, _ in _surfaces()
+        for attribute in dir(owner)
+        if not attribute.endswith("_") and _is_function(getattr(owner, attribute, None))
+    }
+    close = difflib.get_close_matches(name, sorted(known), n=3)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _computes(op: str) -> bool:
+    """Tell whether the operator makes a new tensor from tensors, by its schemas."""
+    if op in _REGION_EXCLUDED or op.endswith(_REGION_EXCLUDED_ENDS):
+        return False
+    if op.startswith(_REGION_EXCLUDED_STARTS):
+        return False
+    return any(map(_schema_computes, torch._C._jit_get_schemas_for_operator(f"aten::{op}")))
+
+
+def _schema_computes(schema: torch._C.FunctionSchema) -> bool:
+    """Tell whether one overload takes a tensor, writes to none and returns no view."""
+    takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    returned = [result for result in schema.returns if "Tensor" in str(result.type)]
+    aliases = [value.alias_info for value in (*schema.arguments, *returned)]
+    writes = any(alias is not None and alias.is_write for alias in aliases)
+    views = any(result.alias_info is not None for result in returned)
+    return takes and bool(returned) and not writes and not views
