@@ -1,0 +1,66 @@
+"""Fixtures for all tests: torch left as it was found, devices, seeds, hypothesis's settings."""
+
+import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+# before torch is imported, and inherited by the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+import torch_snapshot
+
+pytest_plugins = ["pytester"]
+
+hypothesis.settings.register_profile(
+    "amp_patch", max_examples=100, deadline=None, derandomize=False, print_blob=True
+)
+hypothesis.settings.load_profile("amp_patch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(autouse=True)
+def torch_left_unpatched() -> Iterator[None]:
+    """Fail a test after which torch is not, object for object, what it was before; then mend it."""
+    before = torch_snapshot.take()
+    yield
+    left_patched = torch_snapshot.differences(before)
+    if amp := sys.modules.get("amp_patch.amp"):
+        amp.deactivate()
+    torch_snapshot.restore(before)
+    if left_patched:
+        pytest.fail(f"the test left torch patched: {', '.join(left_patched)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Seed torch alike for each test (pytest-randomly seeds ``random`` and numpy)."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def amp() -> Iterator[ModuleType]:
+    """Give ``amp_patch.amp``, and deactivate it at the end of the test, also when that fails."""
+    from amp_patch import amp
+
+    yield amp
+    amp.deactivate()
+
+
+@pytest.fixture(
+    scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=str
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Run the test on the CPU, and on a CUDA device where there is one."""
+    return torch.device(request.param)

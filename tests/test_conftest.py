@@ -1,0 +1,73 @@
+"""The fixtures of conftest.py do fail what they are there to fail."""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+LEAKS = {
+    "torch.sin = lambda x: x": "torch.sin",
+    "torch.Tensor.add = lambda *a: a": "Tensor.add",
+    "torch.Tensor.__pow__ = lambda *a: a": "Tensor.__pow__",
+    "bound_name = lambda *a: a": "test_leaks.bound_name",
+    "register_optimizer_step_post_hook(print)": "a global hook of torch.optim or torch.nn",
+    "torch.backends.mha.set_fastpath_enabled(False)": "torch.backends.mha.set_fastpath_enabled",
+}
+
+
+@pytest.fixture
+def run_tests(pytester: pytest.Pytester):
+    """Run a test file under this project's conftest, in a process of its own."""
+    for name in ("conftest.py", "torch_snapshot.py"):
+        pytester.path.joinpath(name).write_text((TESTS / name).read_text())
+    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device\n")
+
+    def run(**sources: str) -> pytest.RunResult:
+        pytester.makepyfile(**sources)
+        return pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:cacheprovider")
+
+    return run
+
+
+def test_a_test_that_leaves_torch_patched_fails_and_the_next_finds_it_mended(run_tests) -> None:
+    header = """\
+import torch
+from torch.nn.functional import linear as bound_name
+from torch.optim.optimizer import register_optimizer_step_post_hook
+"""
+    tests = [
+        f"def test_{i}():\n    global bound_name\n    {leak}\n" for i, leak in enumerate(LEAKS)
+    ]
+    result = run_tests(test_leaks="\n".join([header, *tests]))
+    result.assert_outcomes(passed=len(LEAKS), errors=len(LEAKS))
+    left_patched = [line for line in result.outlines if line.startswith("the test left torch")]
+    assert left_patched == [f"the test left torch patched: {name}" for name in LEAKS.values()]
+
+
+def test_a_test_that_patches_nothing_passes_and_properties_draw_a_hundred(run_tests) -> None:
+    result = run_tests(
+        test_nothing_patched="""
+        import torch
+        from hypothesis import given, strategies as st
+
+        drawn = []
+
+        def test_training(device):
+            model = torch.nn.Linear(2, 2).to(device)
+            optimizer = torch.optim.Adam(model.parameters())
+            x = torch.zeros(1, 2, device=device)
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+            optimizer.step()
+            torch.compile(model, backend="eager")(x)
+
+        @given(st.integers())
+        def test_property(number):
+            drawn.append(number)
+
+        def test_enough():
+            assert len(drawn) >= 100
+        """
+    )
+    outcomes = result.parseoutcomes()
+    assert outcomes.pop("passed") + outcomes.pop("skipped", 0) == 4
+    assert not outcomes

@@ -1,0 +1,149 @@
+"""What torch looks like unpatched: the identity of everything that a patch could replace.
+
+It knows nothing of amp_patch's own rules, so that a target missing there cannot hide here: whole
+namespaces are compared, not lists of names.
+"""
+
+import sys
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo.mutation_guard
+import torch.backends.mha
+import torch.optim.optimizer as torch_optimizer
+import torch.utils.checkpoint
+
+# torch patches itself too: importing dynamo, as the building of any optimizer does, replaces
+# torch.manual_seed, and the first compilation replaces nn.Module.__init__
+torch._dynamo.mutation_guard.install_generation_tagging_init()
+
+NAMESPACES = (
+    torch,
+    torch._C._nn,
+    torch._VF,
+    torch.autograd,
+    torch.backends.mha,
+    torch.fft,
+    torch.func,
+    torch.linalg,
+    torch.nn.functional,
+    torch.nn.init,
+    torch.nn.modules.activation,
+    torch.nn.modules.rnn,
+    torch.nn.modules.transformer,
+    torch.nn.utils,
+    torch_optimizer,
+    torch.special,
+    torch.utils.checkpoint,
+)
+CLASSES = (
+    torch.Tensor,
+    torch.autograd.Function,
+    torch.nn.GRU,
+    torch.nn.LSTM,
+    torch.nn.Module,
+    torch.nn.MultiheadAttention,
+    torch.nn.Parameter,
+    torch.nn.RNN,
+    torch.nn.RNNBase,
+    torch.nn.TransformerEncoder,
+    torch.nn.TransformerEncoderLayer,
+    torch.optim.Optimizer,
+)
+GLOBAL_HOOKS = (
+    torch_optimizer._global_optimizer_pre_hooks,
+    torch_optimizer._global_optimizer_post_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+)
+ABSENT = object()
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The attributes seen, by owner, and the names that other modules bound to them."""
+
+    attributes: dict[Any, dict[str, Any]]
+    bound_names: dict[tuple[str, str], Any]
+    hooks: tuple[tuple[Any, ...], ...]
+    fast_path: bool
+
+
+def take() -> Snapshot:
+    """Record what stands now in torch, and where other modules have bound its functions."""
+    attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
+    return Snapshot(
+        attributes=attributes,
+        bound_names=_bound_names(attributes),
+        hooks=_hooks(),
+        fast_path=torch.backends.mha.get_fastpath_enabled(),
+    )
+
+
+def differences(before: Snapshot) -> list[str]:
+    """Name everything that is not what it was when ``before`` was taken, by identity."""
+    changed = [f"{owner.__name__}.{name}" for owner, name, _ in _changed_attributes(before)]
+    changed += [f"{module}.{name}" for module, name, _ in _changed_bound_names(before)]
+    if before.hooks != _hooks():
+        changed.append("a global hook of torch.optim or torch.nn")
+    if before.fast_path != torch.backends.mha.get_fastpath_enabled():
+        changed.append("torch.backends.mha.set_fastpath_enabled")
+    return changed
+
+
+def restore(before: Snapshot) -> None:
+    """Put the attributes and bound names back, so that one leak does not fail the next tests."""
+    for owner, name, value in _changed_attributes(before):
+        if value is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    for module, name, value in _changed_bound_names(before):
+        setattr(sys.modules[module], name, value)
+    torch.backends.mha.set_fastpath_enabled(before.fast_path)
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    # a module's counters and flags change in normal use, its functions and classes do not
+    return {name: value for name, value in vars(owner).items() if callable(value)}
+
+
+def _changed_attributes(before: Snapshot) -> list[tuple[Any, str, Any]]:
+    changed = []
+    for owner, old in before.attributes.items():
+        new = vars(owner)
+        changed += [(owner, name, old[name]) for name in old if new.get(name) is not old[name]]
+        if owner in CLASSES:  # modules load submodules and functions lazily, classes do not
+            changed += [(owner, name, ABSENT) for name in _attributes(owner).keys() - old.keys()]
+    return changed
+
+
+def _bound_names(attributes: dict[Any, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    originals = {
+        id(value)
+        for names in attributes.values()
+        for value in names.values()
+        if isinstance(value, FUNCTIONS)
+    }
+    return {
+        (module_name, name): value
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] != "torch" and isinstance(module, type(sys))
+        for name, value in list(vars(module).items())
+        if id(value) in originals
+    }
+
+
+def _changed_bound_names(before: Snapshot) -> list[tuple[str, str, Any]]:
+    return [
+        (module, name, value)
+        for (module, name), value in before.bound_names.items()
+        if module in sys.modules and vars(sys.modules[module]).get(name) is not value
+    ]
+
+
+def _hooks() -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(hooks.values()) for hooks in GLOBAL_HOOKS)
