@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Final, Literal, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class ScaleRule:
                     f"{keyword} must be {words}; got {value!r}. "
                     f"Call amp.initialize(..., {keyword}={example})."
                 )
+            # A numpy number would reach the checkpoint, which torch.load() then refuses.
+            object.__setattr__(self, name, type(example)(value))
         low, high = self.min_loss_scale, self.max_loss_scale
         if low > high:
             raise ValueError(
