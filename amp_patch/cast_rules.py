@@ -372,8 +372,6 @@ _REGION_EXCLUDED_STARTS = ("cudnn_", "fbgemm_", "miopen_", "mkldnn_", "new_", "q
 _REGION_EXCLUDED_ENDS = ("_like", "_copy", "_tensor", "_")
 
 
-
-
 def rules() -> dict[str, str]:
     """Return the rule of every operator that has one, by the operator's name."""
     return {
@@ -462,7 +460,9 @@ def _paths(op: str) -> list[str]:
 def _bare_name_paths(name: str) -> list[str]:
     """Return the paths of the operator and of every function with this very name."""
     named = [
-        f"{path}.{name}" for path, owner, _ in _surfaces() if _is_function(getattr(owner, name, None))
+        f"{path}.{name}"
+        for path, owner, _ in _surfaces()
+        if _is_function(getattr(owner, name, None))
     ]
     return list(dict.fromkeys(named + _paths(name)))
 

@@ -1,0 +1,99 @@
+"""Which half dtype the patched functions of this thread cast to right now.
+
+Knows nothing of functions, models or caches. Three things decide, the first that speaks wins:
+a region or ``disable_casts`` around the call, the model whose forward runs, the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+#: The value of a cast dtype that means: casts are off, everything runs as it comes in.
+OFF = torch.float32
+
+
+class Saved(NamedTuple):
+    """One thread's mode, to be handed back to `CastMode.restore`."""
+
+    level: torch.dtype | None
+    off: bool
+    region: Any
+
+
+class ProcessMode:
+    """What holds where neither a model nor a region says otherwise.
+
+    Attributes:
+        dtype: half dtype of the casts of O1/O4, or `OFF`.
+        region_dtype: half dtype of a ``half_region`` outside every model's forward.
+        devices: device types ("cpu", "cuda") whose tensors are cast.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Casts off, no device."""
+        self.dtype = OFF
+        self.region_dtype: torch.dtype | None = None
+        self.devices: frozenset[str] = frozenset()
+
+
+class CastMode(threading.local):
+    """The calling thread's mode.
+
+    Every attribute is set on the instance from the start: torch.compile guards on the keys of
+    the thread's dictionary, and a key that appears while a function is traced fails them.
+
+    Attributes:
+        dtype: what the wrappers read; None stands for the process's dtype.
+        level: what the model says whose forward runs in this thread; None outside of models.
+        off: True inside ``disable_casts``, a region or an optimizer's step.
+        region: the innermost active region, or None.
+        region_dtype: half dtype of a region in the running model's forward, None outside.
+        in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
+        models: models whose forward runs, innermost last, with the mode around them.
+    """
+
+    def __init__(self) -> None:
+        self.dtype: torch.dtype | None = None
+        self.level: torch.dtype | None = None
+        self.off = False
+        self.region: Any = None
+        self.region_dtype: torch.dtype | None = None
+        self.in_checkpoint = False
+        self.models: list[tuple[int, torch.dtype | None, torch.dtype | None]] = []
+
+    def save(self) -> Saved:
+        """Return what `restore` needs."""
+        return Saved(self.level, self.off, self.region)
+
+    def restore(self, saved: Saved) -> None:
+        """Set level, off and region, and from them what the wrappers read."""
+        self.level, self.off, self.region = saved
+        self.dtype = OFF if self.off else self.level
+
+    def switch_off(self, region: Any = None) -> Saved:
+        """Turn the wrappers' casts off, in favour of ``region`` if one is given."""
+        saved = self.save()
+        self.restore(Saved(self.level, True, region))
+        return saved
+
+    def enter_model(self, key: int, level: torch.dtype, region_dtype: torch.dtype) -> None:
+        """A model's forward begins: its level decides, unless casts are off around it."""
+        self.models.append((key, self.level, self.region_dtype))
+        self.region_dtype = region_dtype
+        self.restore(Saved(level, self.off, self.region))
+
+    def leave_model(self, key: int) -> None:
+        """A model's forward ended or raised; without effect if it never began."""
+        if self.models and self.models[-1][0] == key:
+            _, level, self.region_dtype = self.models.pop()
+            self.restore(Saved(level, self.off, self.region))
+
+
+process = ProcessMode()
+mode = CastMode()

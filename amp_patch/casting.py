@@ -1,0 +1,241 @@
+"""Wraps torch's functions so that they cast their arguments (O1, O4).
+
+Knows the rules (`cast_rules`), the mode of the thread (`cast_mode`) and where casts of weights
+are kept (`weight_cache`); knows nothing of optimizers, scales or levels.
+
+A wrapper is a plain closure: torch.compile traces into one, and passes over a proxy object.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import cast_rules
+from .cast_mode import OFF, mode, process
+from .containers import map_tensors
+from .patching import Patches, as_if_defined_at, resolve
+from .weight_cache import WeightCache
+
+Function = Callable[..., Any]
+HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, *HALVES)
+_CONTAINERS = (list, tuple, dict)
+
+
+def to_float(value: Any) -> Any:
+    """Return ``value`` with half tensors, also in containers, cast to fp32."""
+    if isinstance(value, Tensor):
+        if value.dtype in HALVES and value.device.type in process.devices:
+            return value.float()
+        return value
+    if isinstance(value, _CONTAINERS):
+        return map_tensors(to_float, value)
+    return value
+
+
+def float_on_cpu(value: Any) -> Any:
+    """Return ``value`` with half tensors on the CPU cast to fp32."""
+    if isinstance(value, Tensor):
+        return to_float(value) if value.device.type == "cpu" else value
+    if isinstance(value, _CONTAINERS):
+        return map_tensors(float_on_cpu, value)
+    return value
+
+
+class Casts:
+    """Makes the wrappers; holds the cache that their casts of weights go through."""
+
+    def __init__(self, cache: WeightCache) -> None:
+        self._cache = cache
+        self._rules: dict[str, Callable[[Function], Function]] = {
+            "half": functools.partial(self._casting, None),
+            "bfloat16": functools.partial(self._casting, torch.bfloat16),
+            "float": functools.partial(_mapping, to_float),
+            "float_on_cpu": functools.partial(_mapping, float_on_cpu),
+            "float_dtype": _setting_dtype,
+            "promote": _promoting,
+            "banned": _banned,
+        }
+
+    def install(self, patches: Patches, rules: Mapping[str, str]) -> None:
+        """Patch every function of `cast_rules.targets`, changed by the user's ``rules``.
+
+        Args:
+            patches: records what is replaced.
+            rules: dotted path -> rule; ``"off"`` leaves the function as it is.
+        """
+        # torch._dynamo keeps tables of torch's functions from its import on: they must hold the
+        # originals. Building any optimizer has imported it already.
+        import torch._dynamo  # noqa: F401
+
+        bindings: dict[int, tuple[Any, Any]] = {}
+        for path, rule in {**cast_rules.targets(), **rules}.items():
+            if rule == "off":
+                continue
+            owner, name, original = resolve(path)
+            if id(original) not in bindings:
+                wrapper = self.wrap(original, rule)
+                as_if_defined_at(wrapper, path)
+                bindings[id(original)] = (original, wrapper)
+            patches.replace(owner, name, bindings[id(original)][1])
+        patches.replace_bindings(bindings)
+
+    def wrap(self, function: Function, rule: str) -> Function:
+        """Return ``function`` with its arguments cast by ``rule`` while casts are on."""
+        return self._rules[rule](function)
+
+    def to_half(self, value: Any, dtype: torch.dtype) -> Any:
+        """Return ``value`` with floating tensors, also in containers, cast to ``dtype``.
+
+        Weights come from the cache. float64, complex and integer tensors, and tensors on other
+        devices than the models', stay as they are.
+        """
+        if type(value) is nn.Parameter:
+            return self._cache.cast(value, dtype)
+        if isinstance(value, Tensor):
+            found = value.dtype
+            if found is dtype or found not in _FLOATS or value.device.type not in process.devices:
+                return value
+            return value.to(dtype)
+        if isinstance(value, _CONTAINERS):
+            return map_tensors(lambda tensor: self.to_half(tensor, dtype), value)
+        return value
+
+    def _casting(self, fixed: torch.dtype | None, original: Function) -> Function:
+        to_half = self.to_half
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            dtype = mode.dtype or process.dtype
+            if dtype is OFF or _untouched(kwargs):
+                return original(*args, **kwargs)
+            dtype = fixed or dtype
+            if kwargs:
+                kwargs = {key: to_half(value, dtype) for key, value in kwargs.items()}
+            return original(*[to_half(value, dtype) for value in args], **kwargs)
+
+        return wrapper
+
+
+def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
+    """Wrap a function of which every argument goes through ``cast``."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+            return original(*args, **kwargs)
+        if kwargs:
+            kwargs = {key: cast(value) for key, value in kwargs.items()}
+        return original(*[cast(value) for value in args], **kwargs)
+
+    return wrapper
+
+
+def _setting_dtype(original: Function) -> Function:
+    """Wrap a function that takes ``dtype=``: fp32 unless the caller says otherwise.
+
+    Saves the separate cast where torch fuses it (softmax on CUDA reads half and writes fp32).
+    """
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+            return original(*args, **kwargs)
+        asked = kwargs.get("dtype") or next((a for a in args if isinstance(a, torch.dtype)), None)
+        if asked is not None or not _holds_half((*args, *kwargs.values())):
+            return original(*args, **kwargs)
+        if None in [a for a in args if not isinstance(a, Tensor)] or not args:
+            # A positional None may stand for the dtype: setting it again would be refused.
+            kwargs = {key: to_float(value) for key, value in kwargs.items()}
+            return original(*[to_float(value) for value in args], **kwargs)
+        return original(*args, **{**kwargs, "dtype": torch.float32})
+
+    return wrapper
+
+
+def _promoting(original: Function) -> Function:
+    """Wrap a function that takes one dtype only: mixed arguments become fp32."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+            return original(*args, **kwargs)
+        if len(set(_dtypes((args, kwargs)))) > 1:
+            args = tuple(to_float(value) for value in args)
+            kwargs = {key: to_float(value) for key, value in kwargs.items()}
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _banned(original: Function) -> Function:
+    """Wrap a function that is unsafe on half input: refused on CUDA as torch.amp refuses it."""
+    in_float = _mapping(float_on_cpu, original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
+        if on and any(_is_half(t) and t.device.type != "cpu" for t in _tensors((args, kwargs))):
+            raise RuntimeError(
+                f"{original.__name__} must not get half tensors on a GPU: their gradients "
+                "overflow; got one while the casts of amp.initialize() are on. Use "
+                "binary_cross_entropy_with_logits without the sigmoid before it, or call it "
+                "with .float() tensors."
+            )
+        return in_float(*args, **kwargs)
+
+    return wrapper
+
+
+def _untouched(kwargs: dict[str, Any]) -> bool:
+    """True for a call that casts must leave alone.
+
+    Writing to ``out=`` cannot be redirected. And torch's own decompositions (of torch.compile
+    and export) call the patched functions from inside the dispatcher, below autograd, where
+    each dtype is what the operator's definition says.
+    """
+    if kwargs and kwargs.get("out") is not None:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return _below_autograd(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+
+
+_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
+def _is_half(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in HALVES
+        and value.device.type in process.devices
+    )
+
+
+def _holds_half(values: tuple[Any, ...]) -> bool:
+    return any(_is_half(value) for value in values)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [
+        tensor.dtype
+        for tensor in _tensors(value)
+        if tensor.dtype in _FLOATS and tensor.device.type in process.devices
+    ]

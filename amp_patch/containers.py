@@ -1,0 +1,86 @@
+"""Applies a function to every tensor in nested containers; knows nothing of precision."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+_LEAVES = (str, bytes, int, float, complex, type(None), torch.Size, torch.dtype, torch.device)
+
+
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    value: Any,
+    other: Callable[[Any], Any] = lambda item: item,
+) -> Any:
+    """Return ``value`` with ``function`` applied to each tensor in it, ``other`` to other leaves.
+
+    Lists, tuples, named tuples, mappings (also subclasses such as ``OrderedDict`` or a model's
+    output object), dataclasses and ``PackedSequence`` keep their type. The caller's containers
+    are never changed: where no tensor changed the same object is returned, else a new one.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, PackedSequence):
+        data = function(value.data)
+        return value if data is value.data else PackedSequence(data, *value[1:])
+    if isinstance(value, (list, tuple)):
+        return _map_sequence(function, value, other)
+    if isinstance(value, Mapping):
+        return _map_mapping(function, value, other)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(function, value, other)
+    return other(value)
+
+
+def _map_sequence(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
+    items = [map_tensors(function, item, other) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(items)
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = items
+        return new
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return type(value)(items)
+
+
+def _map_mapping(
+    function: Callable[..., Any], value: Mapping[Any, Any], other: Callable[..., Any]
+) -> Any:
+    items = {key: map_tensors(function, item, other) for key, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return items
+    new = copy.copy(value)
+    for key, item in changed.items():
+        new[key] = item
+    return new
+
+
+def _map_dataclass(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        old = getattr(value, field.name, None)
+        new = map_tensors(function, old, other)
+        if new is not old:
+            changed[field.name] = new
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, item in changed.items():
+        # A frozen dataclass refuses setattr; the copy is ours until it is returned.
+        object.__setattr__(result, name, item)
+    return result

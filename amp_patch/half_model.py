@@ -1,0 +1,145 @@
+"""Stores a model in half precision and casts what goes in and comes out (O0, O2, O3, O5).
+
+Knows nothing of optimizers or masters: `convert` hands back the fp32 storage it replaced.
+What stays on a model are hooks, not a replaced forward: they follow copies, replicas and pickles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .cast_mode import OFF, mode
+from .containers import map_tensors
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCasts:
+    """The hooks around one model's forward.
+
+    Args:
+        level: what the patched functions do inside: a half dtype (O1, O4), or `OFF`.
+        region_dtype: half dtype of a ``half_region`` inside.
+        inputs: dtype that floating inputs are cast to; None leaves them.
+        outputs: dtype that floating outputs are cast to; None leaves them.
+        observe: called with the model at the start of its forward; must be picklable.
+    """
+
+    level: torch.dtype
+    region_dtype: torch.dtype
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    observe: Callable[[nn.Module], None] | None = None
+
+    def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook."""
+        mode.enter_model(id(model), self.level, self.region_dtype)
+        if self.observe is not None and not torch.compiler.is_compiling():
+            self.observe(model)
+        if self.inputs is None:
+            return None
+        return cast_floats(args, self.inputs), cast_floats(kwargs, self.inputs)
+
+    def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """Forward hook; also called when the forward raised."""
+        mode.leave_model(id(model))
+        return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the hooks on ``model``, in place of those of an earlier level."""
+        detach(model)
+        model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the hooks that `ForwardCasts.attach` put on ``model``."""
+    for hooks, flags in (
+        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
+        (
+            model._forward_hooks,
+            (model._forward_hooks_with_kwargs, model._forward_hooks_always_called),
+        ),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), ForwardCasts):
+                del hooks[key]
+                for flag in flags:
+                    flag.pop(key, None)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors to ``dtype``; float64, complex and integers stay.
+
+    Containers keep their type (see `containers.map_tensors`). An object that is none but has a
+    method ``to`` (a batch of the user's own) is asked to convert itself, as apex did.
+    """
+    return map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.dtype in _FLOATS else tensor,
+        value,
+        other=lambda item: _convert_itself(item, dtype),
+    )
+
+
+def _convert_itself(item: Any, dtype: torch.dtype) -> Any:
+    if isinstance(item, nn.Module) or not callable(getattr(item, "to", None)):
+        return item
+    return item.to(dtype)
+
+
+def convert(
+    model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
+) -> dict[nn.Parameter, Tensor]:
+    """Store the fp32 parameters and buffers of ``model`` as ``dtype``, in the same objects.
+
+    Args:
+        model: its float64, complex and integer tensors are left alone.
+        dtype: float16 or bfloat16.
+        keep_batchnorm_fp32: leave batch norms (also those without weights) in fp32.
+
+    Returns:
+        The fp32 tensor that each converted parameter held, its old storage and not a copy, with
+        the parameter's gradient if it had one.
+    """
+    kept = keep_batchnorm_fp32
+    originals: dict[nn.Parameter, Tensor] = {}
+    for module in model.modules():
+        if kept and isinstance(module, _BatchNorm):
+            continue
+        for param in module._parameters.values():
+            if param is not None and param.dtype is torch.float32:
+                original = param.data
+                original.grad, param.grad = param.grad, None
+                originals[param] = original
+                param.data = original.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is torch.float32:
+                module._buffers[name] = buffer.to(dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return originals
+
+
+def restore(model: nn.Module, dtype: torch.dtype, originals: Mapping[nn.Parameter, Tensor]) -> None:
+    """Undo `convert`: parameters hold their fp32 tensors again, the rest is cast up."""
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and param.dtype is dtype:
+                grad = param.grad
+                param.data = originals.get(param, param.data).float()
+                param.grad = None if grad is None else grad.float()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is dtype:
+                module._buffers[name] = buffer.float()
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+__all__ = ["OFF", "ForwardCasts", "cast_floats", "convert", "detach", "restore"]

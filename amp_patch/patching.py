@@ -1,0 +1,116 @@
+"""Replaces attributes of foreign objects and puts them back; knows nothing of precision.
+
+Every function or method of torch, of a module or of an optimizer that amp_patch replaces is
+replaced here, recorded at that moment, and restored in reverse order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from wrapt import resolve_path
+
+_ABSENT = object()
+
+
+def resolve(path: str) -> tuple[object, str, Any]:
+    """Find ``"torch.nn.functional.linear"``: the owner, the attribute's name, what is there now.
+
+    Raises:
+        AttributeError, ImportError: nothing stands at ``path``.
+    """
+    module, attribute = split_path(path)
+    owner, name, value = resolve_path(module, attribute)
+    return owner, name, value
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Split a dotted path into the module to import and the attribute path inside it."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:end])
+        if module in sys.modules:
+            return module, ".".join(parts[end:])
+    return parts[0], ".".join(parts[1:])
+
+
+class Patches:
+    """A stack of attribute replacements.
+
+    ``undo`` restores in reverse order, so an attribute replaced twice ends as it began. What an
+    object inherits (``torch.Tensor.matmul`` stands on a base class) is restored by deleting the
+    replacement, for assigning the original would shadow the base class for good.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._originals: dict[int, tuple[Any, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._undo)
+
+    def replace(self, owner: Any, name: str, new: Any) -> None:
+        """Set ``owner.name`` to ``new`` and record how to restore it."""
+        old = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, new)
+        self._undo.append((owner, name, old, new))
+
+    def replace_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
+        """Replace module globals bound to an original, outside torch.
+
+        ``from torch.nn.functional import linear`` at the top of a user's file is such a binding.
+
+        Args:
+            replacements: ``id(original) -> (original, replacement)``.
+        """
+        self._originals.update((id(new), (new, old)) for old, new in replacements.values())
+        for module, name, new in _bindings(replacements):
+            self.replace(module, name, new)
+
+    def undo(self) -> None:
+        """Restore everything in reverse order; what others replaced since then is left alone."""
+        for module, name, original in _bindings(self._originals):
+            setattr(module, name, original)
+        self._originals.clear()
+        while self._undo:
+            owner, name, old, new = self._undo.pop()
+            if vars(owner).get(name, _ABSENT) is not new:
+                continue
+            if old is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+
+def _bindings(replacements: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield ``(module, name, replacement)`` for each global outside torch bound to a key."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in ("torch", __package__):
+            continue
+        if not isinstance(module, types.ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            found = replacements.get(id(value))
+            if found is not None and found[0] is value:
+                yield module, name, found[1]
+
+
+@contextlib.contextmanager
+def undo_on_error(patches: Patches) -> Iterator[None]:
+    """Undo ``patches`` when the body raises, so that nothing is left half-patched."""
+    try:
+        yield
+    except BaseException:
+        patches.undo()
+        raise
+
+
+def as_if_defined_at(function: Callable[..., Any], path: str) -> None:
+    """Give a replacement the place it is found at, so that pickling it by reference works."""
+    module, qualname = split_path(path)
+    function.__module__ = module
+    function.__qualname__ = qualname

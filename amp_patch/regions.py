@@ -1,0 +1,102 @@
+"""Local precision: everything in one dtype inside a ``with``, at every level.
+
+Knows which functions compute (`cast_rules.region_targets`) and the mode of the thread; knows
+nothing of patches, for a region acts through torch's own function modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import cast_rules
+from .cast_mode import mode, process
+from .containers import map_tensors
+from .patching import resolve
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Region(TorchFunctionMode):
+    """Casts the floating arguments of every computing function to one dtype.
+
+    Acts only while it is the innermost region of its thread: an outer region sees the calls of
+    an inner one, and ``disable_casts`` inside a region turns it off.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if mode.region is not self or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        original = inspect.unwrap(func)
+        dtype = self.dtype
+        if original in _cpu_float_functions() and _on_cpu((args, kwargs)):
+            dtype = torch.float32
+        elif original not in _computing_functions():
+            return func(*args, **kwargs)
+        args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def region(half: bool) -> Iterator[None]:
+    """Run the body in the level's half dtype, or in fp32; nothing happens before initialize."""
+    half_dtype = mode.region_dtype or process.region_dtype
+    if half_dtype is None:
+        yield
+        return
+    inner = Region(half_dtype if half else torch.float32)
+    saved = mode.switch_off(region=inner)
+    try:
+        with inner:
+            yield
+    finally:
+        mode.restore(saved)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    found = tensor.dtype
+    if found is dtype or found not in _FLOATS or tensor.device.type not in process.devices:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _on_cpu(value: Any) -> bool:
+    found: list[bool] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor.device.type == "cpu")
+        return tensor
+
+    map_tensors(note, value)
+    return any(found)
+
+
+@functools.cache
+def _computing_functions() -> frozenset[Any]:
+    return frozenset(inspect.unwrap(resolve(path)[2]) for path in cast_rules.region_targets())
+
+
+@functools.cache
+def _cpu_float_functions() -> frozenset[Any]:
+    """Functions with no half kernel on the CPU: a half region runs them in fp32 there."""
+    rules = cast_rules.targets()
+    paths = [path for path, rule in rules.items() if rule in ("float_on_cpu", "banned")]
+    return frozenset(inspect.unwrap(resolve(path)[2]) for path in paths)

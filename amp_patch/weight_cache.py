@@ -1,0 +1,285 @@
+"""Half copies of fp32 parameters that live from one iteration to the next (O1, O4).
+
+Knows nothing of the patched functions that ask for them. A copy keeps its place in the autograd
+graph when its data is refreshed, so after the first iteration all copies are brought up to date
+by one multi-tensor call and no weight is cast in a forward.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels
+from .cast_mode import mode, process
+
+_PLAIN_REFERENCES = 2  # the entry's, and the argument of sys.getrefcount
+
+
+class _Group:
+    """The parameters of one model: they go stale and are refreshed together."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = weakref.ref(root)
+        self.stale = True
+        self.training = root.training
+        self.entries: dict[int, _Entry] = {}
+
+
+class _Entry:
+    """A parameter, its cast, and what must still hold for the cast to be right."""
+
+    __slots__ = ("cast", "group", "param", "pointer", "version")
+
+    def __init__(self, param: nn.Parameter, cast: Tensor, group: _Group) -> None:
+        self.param = param
+        self.cast = cast
+        self.group = group
+        self.version = param._version
+        self.pointer = param.data_ptr()
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """True while the parameter is the storage this was cast from, in this dtype."""
+        param = self.param
+        return (
+            self.cast.dtype is dtype
+            and self.pointer == param.data_ptr()
+            and self.cast.requires_grad == param.requires_grad
+        )
+
+    def held(self) -> bool:
+        """True while a graph, a view or a caller holds the cast.
+
+        A graph that saved the cast before a step must see the old values in its backward.
+        Linear layers save an alias of the storage, convolutions the tensor itself.
+        """
+        cast = self.cast
+        storage = cast.untyped_storage()._cdata
+        return (
+            cast._use_count() > 1
+            or torch._C._storage_Use_Count(storage) > 2
+            or sys.getrefcount(cast) > _PLAIN_REFERENCES + 1
+        )
+
+
+class _Owner:
+    """The module that a parameter is registered on; weak, so that a dropped model is freed."""
+
+    __slots__ = ("group", "module", "name")
+
+    def __init__(self, module: weakref.ref[nn.Module], name: str, group: _Group) -> None:
+        self.module = module
+        self.name = name
+        self.group = group
+
+    def owns(self, param: nn.Parameter) -> bool:
+        module = self.module()
+        return module is not None and module._parameters.get(self.name) is param
+
+
+class WeightCache:
+    """Casts each parameter of the known models once; refreshes all casts of a model in one call.
+
+    A cast is handed out again only while nothing can have changed its parameter: the version
+    counter, the storage, ``requires_grad`` and the registration on its module are compared.
+    What moves none of these (fused optimizers, writes through ``.data``) is covered by
+    `mark_stale` at the end of every step. A cast holds its parameter through its graph node, so
+    entries go when the module that owns the parameter goes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all models and casts."""
+        with self._lock:
+            self._groups: dict[int, _Group] = {}
+            self._entries: dict[int, _Entry] = {}
+            self._owners: dict[int, _Owner] = {}
+            self._watched: dict[int, weakref.ref[nn.Module]] = {}
+            self._foreign: dict[int, weakref.ref[nn.Parameter]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def mark_stale(self) -> None:
+        """Weights may have changed: the next use of a model's weights refreshes its casts."""
+        for group in list(self._groups.values()):
+            group.stale = True
+
+    def observe(self, model: nn.Module) -> None:
+        """Call at the start of a model's forward: a copy of a model becomes known, too.
+
+        A change between training and evaluation makes its casts stale: weights are swapped
+        there (for their moving average, say) through ``.data``, which leaves no trace.
+        """
+        group = self._groups.get(id(model))
+        if group is None or group.root() is not model:
+            group = self.add_model(model)
+        if group.training != model.training:
+            group.training = model.training
+            group.stale = True
+
+    def add_model(self, model: nn.Module) -> _Group:
+        """Cache casts of this model's parameters from now on."""
+        with self._lock:
+            dead = [key for key, group in self._groups.items() if group.root() is None]
+            for key in dead:
+                del self._groups[key]
+            group = self._groups.get(id(model)) or _Group(model)
+            self._groups[id(model)] = group
+            self._scan(group)
+            return group
+
+    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Return ``param`` in ``dtype``: the cached cast where it is right, else a new one.
+
+        Differentiable. Without grad (except in a checkpoint's own forward, which is repeated
+        with grad) the weight is read as it is now.
+        """
+        if torch.compiler.is_compiling():
+            return param.to(dtype) if _castable(param) else param
+        entry = self._entries.get(id(param))
+        if (
+            entry is not None
+            and entry.param is param
+            and not entry.group.stale
+            and entry.version == param._version
+            and (torch.is_grad_enabled() or mode.in_checkpoint)
+            and entry.fits(dtype)
+        ):
+            return entry.cast
+        return self._cast_anew(param, dtype)
+
+    def _cast_anew(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        if not _castable(param):
+            return param
+        if not _may_keep(param):
+            return param.to(dtype)
+        with self._lock:
+            group = self._group_of(param)
+            if group is None:
+                return param.to(dtype)
+            if group.stale:
+                self._refresh(group)
+            entry = group.entries.get(id(param))
+            if entry is not None and entry.version == param._version and entry.fits(dtype):
+                return entry.cast
+            return self._keep(param, dtype, group)
+
+    def _keep(self, param: nn.Parameter, dtype: torch.dtype, group: _Group) -> Tensor:
+        with torch.enable_grad():
+            cast = param.to(dtype)
+        # A mode or a transform may hand out something else than a plain tensor, and a cast of a
+        # released storage has no address to compare.
+        if type(cast) is Tensor and param.data_ptr() != 0:
+            entry = _Entry(param, cast, group)
+            group.entries[id(param)] = self._entries[id(param)] = entry
+        return cast
+
+    def _refresh(self, group: _Group) -> None:
+        """Bring the casts of a group up to date in one call; drop those that must be made anew."""
+        kept = []
+        for key, entry in list(group.entries.items()):
+            if self._usable(entry) and not entry.held():
+                kept.append(entry)
+            else:
+                group.entries.pop(key, None)
+                self._entries.pop(key, None)
+        del entry
+        kernels.cast([entry.param for entry in kept], [entry.cast for entry in kept])
+        for entry in kept:
+            entry.version = entry.param._version
+        group.stale = False
+
+    def _usable(self, entry: _Entry) -> bool:
+        owner = self._owners.get(id(entry.param))
+        return owner is not None and owner.owns(entry.param) and entry.fits(entry.cast.dtype)
+
+    def _group_of(self, param: nn.Parameter) -> _Group | None:
+        """Find the model that owns ``param``, looking through the models anew after a miss."""
+        owner = self._owners.get(id(param))
+        if owner is not None and owner.owns(param):
+            return owner.group
+        foreign = self._foreign.get(id(param))
+        if foreign is not None and foreign() is param:
+            return None
+        for group in list(self._groups.values()):
+            self._scan(group)
+        owner = self._owners.get(id(param))
+        if owner is not None and owner.owns(param):
+            return owner.group
+        self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
+        self._foreign[id(param)] = weakref.ref(param)
+        return None
+
+    def _scan(self, group: _Group) -> None:
+        root = group.root()
+        for module, name, param in _registered(root) if root is not None else ():
+            owner = self._owners.get(id(param))
+            if owner is None or not owner.owns(param):
+                self._drop(id(param))
+                self._owners[id(param)] = _Owner(self._watch(module), name, group)
+
+    def _watch(self, module: nn.Module) -> weakref.ref[nn.Module]:
+        """Return a weak reference that drops the casts of ``module``'s parameters with it."""
+        known = self._watched.get(id(module))
+        if known is not None and known() is module:
+            return known
+        key = id(module)
+        cache = weakref.ref(self)
+
+        def forget(reference: weakref.ref[nn.Module]) -> None:
+            alive = cache()
+            if alive is not None:
+                alive._forget(key, reference)
+
+        self._watched[key] = weakref.ref(module, forget)
+        return self._watched[key]
+
+    def _forget(self, key: int, reference: weakref.ref[nn.Module]) -> None:
+        with self._lock:
+            if self._watched.get(key) is reference:
+                del self._watched[key]
+            for param_id, owner in list(self._owners.items()):
+                if owner.module is reference:
+                    del self._owners[param_id]
+                    self._drop(param_id)
+
+    def _drop(self, param_id: int) -> None:
+        entry = self._entries.pop(param_id, None)
+        if entry is not None:
+            entry.group.entries.pop(param_id, None)
+
+
+def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if type(param) is nn.Parameter:
+                yield module, name, param
+
+
+def _castable(param: Tensor) -> bool:
+    return param.dtype is torch.float32 and param.device.type in process.devices
+
+
+def _may_keep(param: nn.Parameter) -> bool:
+    """True where a cast made now may be used later: with grad, and on real tensors."""
+    if not (torch.is_grad_enabled() or mode.in_checkpoint) or torch.is_inference_mode_enabled():
+        return False
+    if param.is_inference() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(torch._C._get_dispatch_mode(key) is None for key in _TRACING_MODES)
+
+
+_TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
