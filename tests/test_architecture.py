@@ -24,6 +24,7 @@ LAYERS = {
     "casting": 2,
     "half_model": 2,
     "master_weights": 2,
+    "regions": 1,
     "weight_cache": 1,
     "__init__": 0,
     "cast_mode": 0,
@@ -35,6 +36,8 @@ LAYERS = {
     "patching": 0,
 }
 MAX_FUNCTION_LINES = 60
+# cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not
+LATE_IMPORTS = {"cupy", "torch._dynamo"}
 
 # What any module may set on an object that is not its own: a tensor's data and gradient, and the
 # metadata of a function just made.
@@ -73,12 +76,14 @@ def star_imports(tree: ast.Module) -> list[str]:
 
 
 def late_imports(tree: ast.Module) -> list[str]:
-    """Imports inside functions; only the optional cupy may be imported there."""
+    """Imports inside functions, which are for what must not be imported with the package."""
     return [
         ast.unparse(node)
         for function in functions(tree)
         for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom) and imported_root(node) != "cupy"
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and imported_name(node) not in LATE_IMPORTS
+        and imported_name(node).partition(".")[0] not in LATE_IMPORTS
     ]
 
 
@@ -86,13 +91,13 @@ def cupy_imports(tree: ast.Module) -> list[str]:
     return [
         ast.unparse(node)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom) and imported_root(node) == "cupy"
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and imported_name(node).partition(".")[0] == "cupy"
     ]
 
 
-def imported_root(node: ast.Import | ast.ImportFrom) -> str:
-    name = node.names[0].name if isinstance(node, ast.Import) else str(node.module)
-    return name.partition(".")[0]
+def imported_name(node: ast.Import | ast.ImportFrom) -> str:
+    return node.names[0].name if isinstance(node, ast.Import) else str(node.module)
 
 
 def global_statements(tree: ast.Module) -> list[str]:
@@ -329,6 +334,8 @@ def test_every_rule_can_fail(rule: Rule, snippet: str) -> None:
     ("rule", "snippet"),
     [
         (late_imports, "import torch\ndef f():\n    import cupy"),
+        (late_imports, "def f():\n    from cupy.cuda import nvrtc"),
+        (late_imports, "def f():\n    import torch._dynamo"),
         (foreign_assignments, "class C:\n    def f(self):\n        self.x = 1"),
         (foreign_assignments, "object.__setattr__(self, 'x', 1)"),
         (foreign_assignments, "new = copy.copy(old)\nsetattr(new, 'x', 1)"),
