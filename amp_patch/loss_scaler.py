@@ -314,7 +314,7 @@ def _saved_number(
 ) -> float:
     try:
         number = float(state[name])
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if holds(number):
         return number

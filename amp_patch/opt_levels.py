@@ -280,7 +280,7 @@ def _check_loss_scale(level: OptLevel, value: Any) -> float | Literal["dynamic"]
     try:
         # A bool is a slip for 'dynamic', although float() would read it as 1.0 or 0.0.
         scale = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except (TypeError, ValueError, OverflowError):
         scale = math.nan
     if math.isfinite(scale) and scale > 0:
         return scale

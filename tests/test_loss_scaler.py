@@ -114,7 +114,12 @@ COUNT = "a whole number of at least 1"
 NAN, INF = float("nan"), float("inf")
 BAD_RULES: list[tuple[str, str, str, list[object]]] = [
     ("growth_factor", "above 1 and at most 2**126", "2.0", [1, 1.0, 0.5, -2.0, NAN, INF, "2"]),
-    ("backoff_factor", "from 2**-126 to below 1", "0.5", [0, 1.0, 2.0, -0.5, NAN, INF, True]),
+    (
+        "backoff_factor",
+        "from 2**-126 to below 1",
+        "0.5",
+        [0, 1.0, 2.0, -0.5, NAN, INF, True, 2.0**-127],
+    ),
     ("growth_interval", COUNT, "2000", [0, -1, 1.5, NAN, INF, True, "10"]),
     ("hysteresis", COUNT, "2", [0, -1, 1.5, NAN, INF, True]),
     ("min_loss_scale", SCALE, str(2.0**-24), [0, -1.0, NAN, INF, 2.0**-127, True]),
@@ -357,6 +362,14 @@ def test_floor_counts_overflows_that_hysteresis_would_tolerate() -> None:
     assert scaler_after(rule, events_of("xx")).exhausted
 
 
+def test_scale_set_by_hand_starts_the_count_at_the_floor_again() -> None:
+    scaler = scaler_after(ScaleRule(init_scale=1.0, min_loss_scale=1.0), events_of("x"))
+    scaler.scale = 2.0  # scripts written for apex do so
+    for exhausted in (False, False, True):
+        scaler.update(True)
+        assert scaler.exhausted is exhausted
+
+
 # --- messages ---
 
 
@@ -530,7 +543,10 @@ def test_state_of_another_shape_is_refused(state: Any, error: type[Exception], g
 @pytest.mark.parametrize(
     ("entry", "words", "value"),
     [
-        *(("loss_scale", SCALE, v) for v in (0.0, -1.0, NAN, INF, "much", None, torch.ones(2))),
+        *(
+            ("loss_scale", SCALE, v)
+            for v in (0.0, -1.0, NAN, INF, "much", None, torch.ones(2), 10**400)
+        ),
         *(("unskipped", "a whole number of at least 0", v) for v in (-1, 0.5, NAN, INF, "x")),
         *(("hysteresis", COUNT, v) for v in (0, 1.5, None)),
     ],
@@ -612,6 +628,16 @@ def test_other_number_of_entries_warns_as_apex(
     load_state_dict(scalers, {f"loss_scaler{k}": entry(2.0 ** (3 + k)) for k in range(entries)})
     assert scales_of(scalers) == scales
     assert capsys.readouterr().out == printed
+
+
+def test_entry_beyond_the_scalers_is_skipped_unread() -> None:
+    scalers = scalers_at(1.0)
+    load_state_dict(scalers, {"loss_scaler0": entry(2.0), "loss_scaler1": entry(0.0)})
+    assert scales_of(scalers) == [2.0]
+
+
+def test_scalers_in_the_same_state_are_still_two() -> None:
+    assert len(set(scalers_at(1.0, 1.0))) == 2
 
 
 def test_grad_scaler_state_loads_into_every_scaler(capsys: pytest.CaptureFixture[str]) -> None:
