@@ -112,17 +112,11 @@ def test_the_level_table_says_what_the_levels_are(option: str) -> None:
 
 
 def rules_table() -> str:
-    lists = {
-        "half": cast_rules.HALF,
-        "float": cast_rules.FLOAT,
-        "float, dtype": cast_rules.FLOAT_DTYPE,
-        "promote": cast_rules.PROMOTE,
-        "float on the CPU": sorted(cast_rules.NO_HALF_ON_CPU),
-        "banned": cast_rules.BANNED,
-    }
-    rows = [
-        f"| {rule} | {' '.join(f'`{name}`' for name in names)} |" for rule, names in lists.items()
-    ]
+    by_rule: dict[str, list[str]] = {}
+    for operator, rule in sorted(cast_rules.rules().items()):
+        if not operator.startswith("_"):
+            by_rule.setdefault(rule, []).append(f"`{operator}`")
+    rows = [f"| *{rule}* | {' '.join(names)} |" for rule, names in sorted(by_rule.items())]
     return "\n".join(["| rule | operators |", "|---|---|", *rows, ""])
 
 
