@@ -156,6 +156,7 @@ COMPOSITES = {
     "linalg_norm": "float_dtype",
     "lstm": "half",
     "nll_loss_nd": "float",
+    "norm_except_dim": "float",
     "pairwise_distance": "float",
     "rnn_relu": "half",
     "rnn_tanh": "half",
@@ -175,6 +176,7 @@ COMPOSITES = {
 # the CPU; a test probes the running torch for them.
 NO_HALF_ON_CPU = frozenset(
     {
+        "_upsample_lanczos2d_aa",
         "avg_pool3d",
         "cholesky",
         "cholesky_inverse",
@@ -236,6 +238,7 @@ NO_HALF_ON_CPU = frozenset(
         "linalg_tensorinv",
         "linalg_tensorsolve",
         "linalg_vander",
+        "lobpcg",
         "logdet",
         "lu",
         "lu_solve",
@@ -286,12 +289,22 @@ NO_HALF_ON_CPU = frozenset(
     }
 )
 
-# What differs from torch's CUDA autocast, and why.
+# What differs from torch's CUDA autocast, and why. A composite's rule casts once, before all of it,
+# where autocast casts inside C++: results have the same dtype, and steps between may be in float32.
 DIFFERENCES = {
-    "corrcoef": "stays float32: autocast halves only the product inside, and with it the result",
-    "cov": "stays float32: autocast halves only the product inside, and with it the result",
-    "linalg_matrix_power": "stays float32: a negative power inverts, which has no half kernel",
-    "matrix_power": "stays float32: a negative power inverts, which has no half kernel",
+    "corrcoef": "stays float32; autocast halves only the product inside, and with it the result",
+    "cov": "stays float32; autocast halves only the product inside, and with it the result",
+    "cross_entropy": "its log_softmax is float32 too; autocast's has the input's dtype",
+    "cumulative_trapezoid": "its differences are float32 too; autocast's are half",
+    "inner": "a number as a tensor counts as well; autocast lets the other operand's dtype rule",
+    "linalg_matrix_power": "stays float32; a negative power inverts, which has no half kernel",
+    "linear_cross_entropy": "as cross_entropy, which it calls",
+    "matrix_power": "stays float32; a negative power inverts, which has no half kernel",
+    "pairwise_distance": "its differences are float32 too; autocast's are half",
+    "sum_to_size": "always float32; autocast leaves the dtype where nothing is to be summed",
+    "trapezoid": "its differences are float32 too; autocast's are half",
+    "trapz": "its differences are float32 too; autocast's are half",
+    "triplet_margin_with_distance_loss": "as pairwise_distance, which it calls",
 }
 
 # The operator behind each operator method of Tensor; in-place ones are never wrapped.

@@ -1,0 +1,201 @@
+"""Torch's own CUDA autocast, run on fake CUDA tensors, and the same calls under a plain patch.
+
+It knows the names of the rules and nothing of how amp_patch casts: what the rules mean is written
+here a second time, as simply as possible. Samples are those of torch's operator database.
+"""
+
+import contextlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal import common_utils
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# torch's test utilities forbid any later change of torch.backends' flags in the whole process
+setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+
+__all__ = ["AutocastTestLists", "op_db"]
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+CASTABLE = (torch.float32, *HALF_DTYPES)
+# their results are other dtypes or other views of the same values, and casts are not compared
+UNCOMPARED = {"aten::_to_copy", "aten::clone", "aten::constant_pad_nd", "prim::device"}
+
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+Call = Callable[..., Any]
+
+
+@dataclass
+class Outcome:
+    """What a call returned, by dtypes, and the kernels it ran with the dtypes of their results."""
+
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    kernels: list[tuple[str, tuple[torch.dtype, ...]]] = field(default_factory=list)
+    error: str = ""
+
+
+class Casts:
+    """The reference reading of the rules: patches that cast while `active` is set."""
+
+    def __init__(self, half_dtype: torch.dtype = torch.float16) -> None:
+        self.active = False
+        self.half_dtype = half_dtype
+
+    @contextlib.contextmanager
+    def patched(self, targets: dict[str, str]) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            for path, rule in targets.items():
+                owner_path, name = path.rsplit(".", 1)
+                owner = pkgutil.resolve_name(owner_path)
+                original = getattr(owner, name)
+                own = name in vars(owner)
+                undo.callback(
+                    *((setattr, owner, name, original) if own else (delattr, owner, name))
+                )
+                setattr(owner, name, self.wrap(original, rule))
+            yield
+
+    def wrap(self, function: Call, rule: str) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.active and kwargs.get("out") is None:
+                args, kwargs = self.cast(rule, args, kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    def cast(self, rule: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        found = [value for value in _pytree.tree_leaves((args, kwargs)) if castable(value)]
+        if rule == "banned" and any(value.is_cuda for value in found):
+            raise RuntimeError("banned under casts")
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        on_cpu = any(value.device.type == "cpu" and value.dtype in HALF_DTYPES for value in found)
+        dtype = {
+            "half": self.half_dtype,
+            "float": torch.float32,
+            "float_dtype": None if given else torch.float32,
+            "promote": torch.float32 if len({value.dtype for value in found}) > 1 else None,
+            "float_on_cpu": torch.float32 if on_cpu else None,
+            "banned": torch.float32 if on_cpu else None,
+        }[rule]
+        if dtype is None:
+            return args, kwargs
+        return _pytree.tree_map_only(
+            torch.Tensor,
+            lambda value: value.to(dtype) if castable(value) else value,
+            (args, kwargs),
+        )
+
+
+class KernelLog(TorchDispatchMode):
+    """Records each kernel that makes new values; casts are off while torch is inside a kernel."""
+
+    def __init__(self, casts: Casts, outcome: Outcome) -> None:
+        super().__init__()
+        self.casts = casts
+        self.outcome = outcome
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        active, self.casts.active = self.casts.active, False
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            self.casts.active = active
+        name = func._schema.name
+        view = any(value.alias_info is not None for value in func._schema.returns)
+        if name not in UNCOMPARED and not view:
+            self.outcome.kernels.append((name, tuple(dtypes_of(result, floating=True))))
+        return result
+
+
+def castable(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in CASTABLE
+
+
+def dtypes_of(tree: Any, floating: bool = False) -> list[torch.dtype]:
+    tensors = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf.dtype for leaf in tensors if leaf.is_floating_point() or not floating]
+
+
+def observe(casts: Casts, function: Call, args: Any, kwargs: Any, *, autocast: bool) -> Outcome:
+    """Run a call on fake CUDA tensors, under torch's autocast or under the active patches."""
+    outcome = Outcome()
+    torch.set_autocast_enabled("cuda", autocast)
+    torch.set_autocast_dtype("cuda", torch.float16)
+    casts.active = not autocast
+    try:
+        with KernelLog(casts, outcome):
+            outcome.dtypes = dtypes_of(function(*args, **kwargs))
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    finally:
+        casts.active = False
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+    return outcome
+
+
+def fake_cuda(tree: Any, floating: tuple[torch.dtype, ...]) -> Any:
+    """Copy a tree's tensors as fake CUDA ones; floating ones take the given dtypes in turn."""
+    seen = 0
+
+    def convert(value: Any) -> Any:
+        nonlocal seen
+        if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
+            return torch.device("cuda")
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return value
+        dtype = value.dtype
+        if value.is_floating_point():
+            dtype = floating[seen % len(floating)]
+            seen += 1
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="cuda")
+
+    return _pytree.tree_map(convert, tree)
+
+
+def observe_both(
+    casts: Casts, path: str, args: Any, kwargs: Any, floating: tuple[torch.dtype, ...]
+) -> tuple[Outcome, Outcome]:
+    """Observe the function at `path` under torch's autocast and under the patches."""
+    with FAKE_MODE:
+        cuda_args, cuda_kwargs = fake_cuda((args, kwargs), floating)
+        function = pkgutil.resolve_name(path)
+        return (
+            observe(casts, function, cuda_args, cuda_kwargs, autocast=True),
+            observe(casts, function, cuda_args, cuda_kwargs, autocast=False),
+        )
+
+
+def operator_name(name: str) -> str:
+    """Return the operator's name as the rules have it: linalg_inv, layer_norm."""
+    return name.removeprefix("nn.functional.").replace(".", "_")
+
+
+def spellings(op: OpInfo) -> Iterator[tuple[str, str]]:
+    """Yield the operator name and dotted path of each public spelling of a database entry."""
+    for name in (op.name, *(alias.name for alias in op.aliases)):
+        for path in (f"torch.{name}", f"torch.Tensor.{name}"):
+            with contextlib.suppress(AttributeError, ImportError):
+                pkgutil.resolve_name(path)
+                yield operator_name(name), path
+
+
+def samples(op: OpInfo, count: int, *, requires_grad: bool = False) -> list[SampleInput]:
+    """Return up to `count` float32 samples, evenly spaced over those that torch has."""
+    try:
+        # without a GPU each seeding queues one more call for the time when CUDA starts
+        with mock.patch.object(common_utils, "set_rng_seed"):
+            found = list(op.sample_inputs("cpu", torch.float32, requires_grad=requires_grad))
+    except Exception:
+        return []
+    return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
