@@ -58,8 +58,7 @@ class GradCheck:
         """Return ``(index, "inf" | "NaN" | "inf and NaN")`` of each gradient that is not finite."""
         found = []
         for index, grad in enumerate(self.grads):
-            values = _values(grad)
-            kinds = [name for name, test in _TESTS if test(values).any()]
+            kinds = [name for name, test in _TESTS if test(values(grad)).any()]
             if kinds:
                 found.append((index, " and ".join(kinds)))
         return found
@@ -79,15 +78,18 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
     dtype (a half gradient received as fp32). The inverse is rounded once, from float64.
 
     Args:
-        sources: gradients of any floating or complex dtype, dense, on any devices.
+        sources: gradients of any floating or complex dtype, on any devices; a sparse one and its
+            target hold their entries in the same order.
         targets: where they go; fp32 targets keep what fp16 would flush to zero.
         scale: the loss scale, above 0.
     """
-    pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if s is not t]
+    pairs = [
+        (values(s), values(t)) for s, t in zip(sources, targets, strict=True) if s is not t
+    ]
     if pairs:
         cast([s for s, _ in pairs], [t for _, t in pairs])
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    for group in _grouped([_values(t) for t in targets], lambda t: (t.device, t.dtype)):
+    for group in _grouped([values(t) for t in targets], lambda t: (t.device, t.dtype)):
         device = group[0].device
         if device not in flags:
             flags[device] = (
@@ -166,7 +168,7 @@ def _to_host(flags: list[Tensor]) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def _values(tensor: Tensor) -> Tensor:
+def values(tensor: Tensor) -> Tensor:
     """Return the dense real tensor that holds a gradient's numbers."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()

@@ -6,9 +6,9 @@ replaced here, recorded at that moment, and restored in reverse order.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -47,7 +47,8 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any, Any]] = []
+        # Owners are held weakly: a patched optimizer that the user drops must go.
+        self._undo: list[tuple[weakref.ref[Any], str, Any, Any]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
@@ -57,7 +58,7 @@ class Patches:
         """Set ``owner.name`` to ``new`` and record how to restore it."""
         old = vars(owner).get(name, _ABSENT)
         setattr(owner, name, new)
-        self._undo.append((owner, name, old, new))
+        self._undo.append((weakref.ref(owner), name, old, new))
 
     def replace_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
         """Replace module globals bound to an original, outside torch.
@@ -77,8 +78,9 @@ class Patches:
             setattr(module, name, original)
         self._originals.clear()
         while self._undo:
-            owner, name, old, new = self._undo.pop()
-            if vars(owner).get(name, _ABSENT) is not new:
+            reference, name, old, new = self._undo.pop()
+            owner = reference()
+            if owner is None or vars(owner).get(name, _ABSENT) is not new:
                 continue
             if old is _ABSENT:
                 delattr(owner, name)
@@ -99,18 +101,17 @@ def _bindings(replacements: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any
                 yield module, name, found[1]
 
 
-@contextlib.contextmanager
-def undo_on_error(patches: Patches) -> Iterator[None]:
-    """Undo ``patches`` when the body raises, so that nothing is left half-patched."""
-    try:
-        yield
-    except BaseException:
-        patches.undo()
-        raise
-
-
 def as_if_defined_at(function: Callable[..., Any], path: str) -> None:
     """Give a replacement the place it is found at, so that pickling it by reference works."""
     module, qualname = split_path(path)
     function.__module__ = module
     function.__qualname__ = qualname
+
+
+def bind(function: Callable[..., Any], owner: object) -> types.MethodType:
+    """Bind a function as a method of ``owner`` without keeping ``owner`` alive.
+
+    Learning-rate schedulers read ``optimizer.step.__func__``, so a plain function will not do;
+    a method bound to the object itself, stored on it, is a cycle that only the collector ends.
+    """
+    return types.MethodType(function, weakref.proxy(owner))

@@ -1,0 +1,255 @@
+"""What an optimizer does around its own step: skips it, steps masters, publishes them.
+
+Knows one optimizer, its gradients and masters; nothing of models, levels or how scales move.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from .cast_mode import mode
+from .gradients import Gradients, Pair
+from .master_weights import FP32Store, MasterWeights
+from .patching import Patches, bind
+
+
+class Unsettled(Protocol):
+    """A check of gradients whose result nobody has asked for yet (``delay_overflow_check``)."""
+
+    def settle(self) -> None:
+        """Move the loss scale and tell every optimizer concerned whether to skip."""
+
+
+class _SkippedInClosure(Exception):
+    """Ends a step from inside its closure."""
+
+
+class OptimizerStep:
+    """One optimizer as `amp.initialize` left it.
+
+    Args:
+        optimizer: held weakly; ``step``, ``zero_grad`` and ``add_param_group`` are replaced.
+        store: where the masters' fp32 values come from; None for levels without masters.
+        scalers: the index of the loss scaler that each loss_id of this optimizer uses.
+        announce: gets the message of each skipped step.
+
+    Attributes:
+        skip_message: why the next step must be skipped, or None.
+        skipped: True when the last call of ``step`` was skipped.
+        scaling: True inside a ``scale_loss`` of this optimizer.
+        unsettled: checks to settle before the next step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: FP32Store | None,
+        scalers: dict[int, int],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._announce = announce
+        self._patches = Patches()
+        self.gradients = Gradients()
+        self.masters = None if store is None else MasterWeights(optimizer, store)
+        self.scalers = scalers
+        self.skip_message: str | None = None
+        self.skipped = False
+        self.scaling = False
+        self.unsettled: list[Unsettled] = []
+        self._patch(optimizer, "step", self._step)
+        if self.masters is not None:
+            self._patch(optimizer, "zero_grad", self._zero_grad)
+            self._patch(optimizer, "add_param_group", self._add_param_group)
+
+    def pairs(self) -> list[Pair]:
+        """Return ``(parameter, stepped tensor)`` for all the optimizer holds, in its order."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return []
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        if self.masters is None:
+            return [(param, param) for param in stepped]
+        return [(self.masters.param_of(param), param) for param in stepped]
+
+    def settle(self) -> None:
+        """Finish the checks that ``delay_overflow_check`` left open."""
+        while self.unsettled:
+            self.unsettled.pop(0).settle()
+
+    def refuse_delayed(self, caller: str) -> None:
+        """Raise if gradients are still scaled.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        if self.gradients.are_delayed(self.pairs()):
+            raise RuntimeError(
+                f"{caller} needs unscaled gradients; the last scale_loss(..., "
+                "delay_unscale=True) left them scaled. Leave delay_unscale out in the last "
+                "scale_loss() before it, or clear them with optimizer.zero_grad()."
+            )
+
+    def release(self) -> None:
+        """Undo all of it: the optimizer steps its own parameters again, state kept."""
+        if self.masters is not None:
+            self.masters.release()
+        self._patches.undo()
+
+    def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of the optimizer by ``method(original, *args)``."""
+        own = vars(optimizer).get(name)
+        inherited = getattr(type(optimizer), name)
+        reference = self._optimizer
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) if own else inherited(reference(), *args, **kwargs)
+
+        # wraps() also hands on the mark by which LR schedulers know a step they have seen.
+        @functools.wraps(own or inherited)
+        def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return method(original, *args, **kwargs)
+
+        self._patches.replace(optimizer, name, bind(replacement, optimizer))
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        self.refuse_delayed("optimizer.step()")
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            return self._step_with_closure(original, closure, args[1:], kwargs)
+        if self.skip_message is not None:
+            return self._skip(self.skip_message)
+        if self.masters is not None:
+            self.masters.reconcile()
+        return self._run(original, *args, **kwargs)
+
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        saved = mode.switch_off()
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            mode.restore(saved)
+            if self.masters is not None:
+                self.masters.publish()
+        self._finish(skipped=False)
+        return result
+
+    def _skip(self, message: str) -> None:
+        self._announce(message)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            # A scheduler that steps next must not warn that the optimizer was never stepped.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._finish(skipped=True)
+
+    def _finish(self, skipped: bool) -> None:
+        self.skipped = skipped
+        self.skip_message = None
+        if self.masters is not None:
+            self.masters.clear_grads()
+        self.gradients.forget()
+
+    def _step_with_closure(
+        self,
+        original: Callable[..., Any],
+        closure: Callable[[], Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step with a closure, which may run any number of times.
+
+        torch's optimizers evaluate it before they change anything; for any other the state is
+        copied first, for the case that a later evaluation is not finite.
+        """
+        outside = mode.save()
+        if self.masters is not None:
+            self.masters.reconcile()
+        before = None if self._evaluates_first() else self._snapshot()
+        kwargs.pop("closure", None)
+
+        def evaluate() -> Any:
+            if self.masters is not None:
+                self.masters.publish()
+            inside = mode.save()
+            mode.restore(outside)
+            try:
+                loss = closure()
+            finally:
+                mode.restore(inside)
+            self._require_finite(loss)
+            return loss
+
+        try:
+            return self._run(original, evaluate, *args, **kwargs)
+        except _SkippedInClosure as skipped:
+            if before is not None:
+                self._restore(before)
+            return self._skip(str(skipped))
+
+    def _require_finite(self, loss: Any) -> None:
+        self.settle()
+        self.refuse_delayed("optimizer.step(closure)")
+        if self.skip_message is not None:
+            raise _SkippedInClosure(self.skip_message)
+        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss.detach()).all()):
+            raise _SkippedInClosure(
+                "Gradient overflow.  Skipping step, the closure returned a loss that is not finite"
+            )
+
+    def _evaluates_first(self) -> bool:
+        return type(self._optimizer()).__module__.startswith("torch.optim.")
+
+    def _snapshot(self) -> tuple[list[Tensor], Any]:
+        optimizer = self._optimizer()
+        values = [stepped.detach().clone() for _, stepped in self.pairs()]
+        state = {} if optimizer is None else optimizer.state
+        return values, {param: copy.deepcopy(entry) for param, entry in state.items()}
+
+    @torch.no_grad()
+    def _restore(self, before: tuple[list[Tensor], Any]) -> None:
+        values, state = before
+        for (_, stepped), value in zip(self.pairs(), values, strict=True):
+            stepped.copy_(value)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        if self.masters is not None:
+            self.masters.publish()
+
+    def _zero_grad(self, original: Callable[..., Any], set_to_none: bool = True) -> None:
+        original(set_to_none=set_to_none)
+        if self.masters is not None:
+            self.masters.zero_param_grads(set_to_none)
+        self.gradients.forget()
+
+    def _add_param_group(self, original: Callable[..., Any], param_group: dict[str, Any]) -> None:
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if self.masters is not None and isinstance(params, (Tensor, list, tuple)):
+            given = [params] if isinstance(params, Tensor) else list(params)
+            if all(isinstance(param, Tensor) for param in given):
+                param_group["params"] = self.masters.replace(given)
+        original(param_group)
+
+
+def refuse_unsteppable(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that mixed precision cannot step.
+
+    Raises:
+        TypeError: LBFGS, whose line search compares losses of different scales and steps.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "optimizers must evaluate their loss before they step; got LBFGS, whose line search "
+            "evaluates it between steps, where a skipped step cannot be undone. Train with LBFGS "
+            "in float32, or pass amp.initialize() another optimizer."
+        )
