@@ -19,11 +19,13 @@ CORE = sorted(PACKAGE.glob("*.py"))
 
 # A module imports from lower layers only; modules of one layer never import each other.
 LAYERS = {
-    "amp": 4,
-    "session": 3,
+    "amp": 5,
+    "session": 4,
+    "optimizer_step": 3,
     "casting": 2,
     "half_model": 2,
     "master_weights": 2,
+    "gradients": 1,
     "regions": 1,
     "weight_cache": 1,
     "__init__": 0,
