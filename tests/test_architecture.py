@@ -41,9 +41,10 @@ MAX_FUNCTION_LINES = 60
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not
 LATE_IMPORTS = {"cupy", "torch._dynamo"}
 
-# What any module may set on an object that is not its own: a tensor's data and gradient, and the
-# metadata of a function just made.
-FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad"}
+# What any module may set on an object that is not its own: a tensor's data and gradient, the flag
+# that tells schedulers of a step, and the metadata of a function just made.
+FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
+MAKERS = ("copy.copy(", "nn.Parameter(")
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__"}
 
 Rule = Callable[[ast.Module], list[str]]
@@ -110,50 +111,57 @@ def foreign_assignments(tree: ast.Module) -> list[str]:
     """Assignments to attributes of objects that the module does not own.
 
     An attribute counts as the package's own where some class of it declares the name, and a
-    variable does where it holds a copy just made; a foreign attribute of such a name would be
+    variable does where it holds an object just made; a foreign attribute of such a name would be
     missed, everything else is caught.
     """
-    copies = {
+    made = {
         target.id
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("copy.copy(")
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(MAKERS)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
     return [
         ast.unparse(node)
         for node in ast.walk(tree)
-        if is_foreign_setattr(node, copies) or is_namespace_write(node) or is_foreign_target(node)
+        if is_foreign_setattr(node, made)
+        or is_namespace_write(node, made)
+        or is_foreign_target(node)
     ]
 
 
-def is_foreign_setattr(node: ast.AST, copies: set[str]) -> bool:
+def is_foreign_setattr(node: ast.AST, made: set[str]) -> bool:
     """``setattr(model, ...)``, ``delattr(...)``, ``object.__setattr__(...)`` and the like."""
     return (
         isinstance(node, ast.Call)
         and last_name(node.func) in {"setattr", "delattr", "__setattr__", "__delattr__"}
         and bool(node.args)
         and not is_self(node.args[0])
-        and last_name(node.args[0]) not in copies
+        and last_name(node.args[0]) not in made
     )
 
 
-def is_namespace_write(node: ast.AST) -> bool:
+def is_namespace_write(node: ast.AST, made: set[str]) -> bool:
     """``vars(torch)["sin"] = ...``, ``torch.__dict__.update(...)`` and the like."""
     if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        return is_namespace(node.value)
+        return is_namespace(node.value, made)
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in {"clear", "pop", "setdefault", "update"}
-        and is_namespace(node.func.value)
+        and is_namespace(node.func.value, made)
     )
 
 
-def is_namespace(node: ast.expr) -> bool:
-    if isinstance(node, ast.Call):
-        return last_name(node.func) == "vars" and not is_self(node.args[0])
-    return isinstance(node, ast.Attribute) and node.attr == "__dict__" and not is_self(node.value)
+def is_namespace(node: ast.expr, made: set[str]) -> bool:
+    """``vars(x)`` or ``x.__dict__`` of an object that is neither self nor just made."""
+    if isinstance(node, ast.Call) and last_name(node.func) == "vars" and node.args:
+        owner = node.args[0]
+    elif isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        owner = node.value
+    else:
+        return False
+    return not is_self(owner) and last_name(owner) not in made
 
 
 def is_foreign_target(node: ast.AST) -> bool:
@@ -341,6 +349,7 @@ def test_every_rule_can_fail(rule: Rule, snippet: str) -> None:
         (foreign_assignments, "class C:\n    def f(self):\n        self.x = 1"),
         (foreign_assignments, "object.__setattr__(self, 'x', 1)"),
         (foreign_assignments, "new = copy.copy(old)\nsetattr(new, 'x', 1)"),
+        (foreign_assignments, "new = nn.Parameter(x)\nvars(new).update(vars(old))"),
         (foreign_assignments, "p.grad = None"),
         (foreign_assignments, "wrapper.__name__ = 'sin'"),
         (foreign_assignments, "vars(self)['x'] = 1"),
