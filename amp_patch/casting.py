@@ -9,7 +9,7 @@ A wrapper is a plain closure: torch.compile traces into one, and passes over a p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,28 +62,50 @@ class Casts:
             "banned": _banned,
         }
 
-    def install(self, patches: Patches, rules: Mapping[str, str]) -> None:
-        """Patch every function of `cast_rules.targets`, changed by the user's ``rules``.
+    def install(
+        self,
+        patches: Patches,
+        rules: Mapping[str, str],
+        registered: Iterable[tuple[Any, str, str]],
+    ) -> None:
+        """Patch every function of `cast_rules.targets`, changed by what the user asked for.
 
         Args:
             patches: records what is replaced.
             rules: dotted path -> rule; ``"off"`` leaves the function as it is.
+            registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
         """
         # torch._dynamo keeps tables of torch's functions from its import on: they must hold the
         # originals. Building any optimizer has imported it already.
         import torch._dynamo  # noqa: F401
 
         bindings: dict[int, tuple[Any, Any]] = {}
+        for module, name, rule in registered:
+            self._replace(patches, bindings, (module, name, vars(module)[name]), rule)
         for path, rule in {**cast_rules.targets(), **rules}.items():
-            if rule == "off":
-                continue
-            owner, name, original = resolve(path)
-            if id(original) not in bindings:
-                wrapper = self.wrap(original, rule)
-                as_if_defined_at(wrapper, path)
-                bindings[id(original)] = (original, wrapper)
-            patches.replace(owner, name, bindings[id(original)][1])
+            if rule != "off":
+                self._replace(patches, bindings, resolve(path), rule, path)
         patches.replace_bindings(bindings)
+
+    def _replace(
+        self,
+        patches: Patches,
+        bindings: dict[int, tuple[Any, Any]],
+        target: tuple[Any, str, Any],
+        rule: str,
+        path: str | None = None,
+    ) -> None:
+        """Patch one attribute; one function found in several places gets one wrapper."""
+        owner, name, original = target
+        known = {id(wrapper) for _, wrapper in bindings.values()}
+        if id(original) in known:
+            return
+        if id(original) not in bindings:
+            wrapper = self.wrap(original, rule)
+            if path is not None:
+                as_if_defined_at(wrapper, path)
+            bindings[id(original)] = (original, wrapper)
+        patches.replace(owner, name, bindings[id(original)][1])
 
     def wrap(self, function: Function, rule: str) -> Function:
         """Return ``function`` with its arguments cast by ``rule`` while casts are on."""

@@ -24,26 +24,29 @@ class Gradients:
     ``set_aside`` before a backward, then ``receive`` (unscale what it wrote and add what was
     there), or ``delay`` (leave it scaled for the next backward to add to), or ``put_back``.
     Each takes ``(parameter, stepped tensor)`` for everything the optimizer holds at that moment.
+
+    Attributes:
+        delayed_scale: the scale of gradients left scaled, None where there are none.
     """
 
     def __init__(self) -> None:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._delayed_scale: float | None = None
+        self.delayed_scale: float | None = None
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
     def are_delayed(self, pairs: Sequence[Pair]) -> bool:
         """True while gradients are still multiplied by a loss scale."""
-        if self._delayed_scale is not None and all(p.grad is None for p, _ in pairs):
+        if self.delayed_scale is not None and all(p.grad is None for p, _ in pairs):
             self.forget()  # the user dropped them: model.zero_grad(), p.grad = None
-        return self._delayed_scale is not None
+        return self.delayed_scale is not None
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: nothing is delayed or set aside any more."""
         self._aside.clear()
         self._received.clear()
         self._delayed_versions.clear()
-        self._delayed_scale = None
+        self.delayed_scale = None
 
     def set_aside(self, pairs: Sequence[Pair], scale: float) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
@@ -64,7 +67,7 @@ class Gradients:
 
     def delay(self, scale: float) -> None:
         """Leave what the backward wrote scaled."""
-        self._delayed_scale = scale
+        self.delayed_scale = scale
         self._delayed_versions.clear()
 
     def put_back(self, pairs: Sequence[Pair]) -> None:
@@ -73,10 +76,10 @@ class Gradients:
         What it added to delayed gradients cannot be taken away again: where it wrote to any,
         all delayed gradients go.
         """
-        if self._delayed_scale is not None:
+        if self.delayed_scale is not None:
             if all(_unchanged(*noted) for noted in self._delayed_versions):
                 return
-            self._delayed_scale = None
+            self.delayed_scale = None
         for param, _ in pairs:
             param.grad = None
         for param, grad in self._aside:
@@ -94,7 +97,7 @@ class Gradients:
         targets = [g if p is s else _like_master(g, s) for p, s, g in written]
         check = kernels.unscale(sources, targets, scale)
         self._add_earlier(written, targets)
-        self._delayed_scale = None
+        self.delayed_scale = None
         return check, [param for param, _, _ in written]
 
     @torch.no_grad()
@@ -129,11 +132,11 @@ class Gradients:
 
     @torch.no_grad()
     def _rescale_delayed(self, pairs: Sequence[Pair], scale: float) -> None:
-        old = self._delayed_scale
+        old = self.delayed_scale
         if old is not None and scale != old:
             grads = [kernels.values(p.grad) for p, _ in pairs if p.grad is not None]
             torch._foreach_mul_(grads, scale / old)
-            self._delayed_scale = scale
+            self.delayed_scale = scale
         self._delayed_versions = [
             (param, param.grad, 0 if param.grad is None else param.grad._version)
             for param, _ in pairs

@@ -7,14 +7,14 @@ What stays on a model are hooks, not a replaced forward: they follow copies, rep
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .cast_mode import OFF, mode
+from .cast_mode import mode
 from .containers import map_tensors
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,7 +25,7 @@ class ForwardCasts:
     """The hooks around one model's forward.
 
     Args:
-        level: what the patched functions do inside: a half dtype (O1, O4), or `OFF`.
+        level: what the patched functions do inside: a half dtype (O1, O4), or `cast_mode.OFF`.
         region_dtype: half dtype of a ``half_region`` inside.
         inputs: dtype that floating inputs are cast to; None leaves them.
         outputs: dtype that floating outputs are cast to; None leaves them.
@@ -127,13 +127,13 @@ def convert(
     return originals
 
 
-def restore(model: nn.Module, dtype: torch.dtype, originals: Mapping[nn.Parameter, Tensor]) -> None:
-    """Undo `convert`: parameters hold their fp32 tensors again, the rest is cast up."""
+def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tensor]) -> None:
+    """Undo `convert`: parameters hold what ``exact`` says of them, the rest is cast up."""
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None and param.dtype is dtype:
-                grad = param.grad
-                param.data = originals.get(param, param.data).float()
+                grad, param.grad = param.grad, None
+                param.data = exact(param)
                 param.grad = None if grad is None else grad.float()
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype is dtype:
@@ -141,5 +141,3 @@ def restore(model: nn.Module, dtype: torch.dtype, originals: Mapping[nn.Paramete
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
-
-__all__ = ["OFF", "ForwardCasts", "cast_floats", "convert", "detach", "restore"]

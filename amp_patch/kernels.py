@@ -117,6 +117,30 @@ def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
+def clip_by_norm(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients in place so that their total norm is at most ``max_norm``.
+
+    The norm is taken in fp32 also of half gradients, whose squares would overflow.
+
+    Returns:
+        The total norm before, 0-dim fp32 (float64 if a gradient is), on the first device.
+    """
+    if not grads:
+        return torch.zeros(())
+    dense = [values(grad) for grad in grads]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_norm_dtype(g)) for g in dense]
+    total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for group in _grouped(dense, lambda g: (g.device, g.dtype)):
+        torch._foreach_mul_(group, factor.to(group[0].device, group[0].dtype))
+    return total
+
+
+def _norm_dtype(grad: Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype is torch.float64 else torch.float32
+
+
+@torch.no_grad()
 def differing(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> list[int]:
     """Return where ``copies[i]`` is not ``sources[i]`` cast to the copy's dtype.
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from .cast_mode import mode
 from .gradients import Gradients, Pair
+from .kernels import GradCheck
 from .master_weights import FP32Store, MasterWeights
 from .patching import Patches, bind
 
@@ -66,8 +67,8 @@ class OptimizerStep:
         self.scaling = False
         self.unsettled: list[Unsettled] = []
         self._patch(optimizer, "step", self._step)
+        self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
-            self._patch(optimizer, "zero_grad", self._zero_grad)
             self._patch(optimizer, "add_param_group", self._add_param_group)
 
     def pairs(self) -> list[Pair]:
@@ -80,6 +81,43 @@ class OptimizerStep:
             return [(param, param) for param in stepped]
         return [(self.masters.param_of(param), param) for param in stepped]
 
+    @property
+    def takes_grads_as_they_are(self) -> bool:
+        """True where a scale of 1 leaves nothing to do: no masters, nothing delayed."""
+        return self.masters is None and self.gradients.delayed_scale is None
+
+    def begin_backward(self, scale: float) -> None:
+        """Make room for the gradients of a loss multiplied by ``scale``."""
+        self.gradients.set_aside(self.pairs(), scale)
+        self.scaling = True
+
+    def end_backward(self, scale: float, delay: bool) -> tuple[GradCheck, list[Tensor]] | None:
+        """Receive the gradients, unscaled and checked; with ``delay`` leave them as they are."""
+        self.scaling = False
+        if delay:
+            self.gradients.delay(scale)
+            return None
+        return self.gradients.receive(self.pairs(), scale)
+
+    def abandon_backward(self) -> None:
+        """The body of ``scale_loss`` raised: the gradients are as before it."""
+        self.scaling = False
+        self.gradients.put_back(self.pairs())
+
+    def refuse_nested(self) -> None:
+        """Raise inside a ``scale_loss`` of the same optimizer.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        if self.scaling:
+            raise RuntimeError(
+                "scale_loss() blocks of one optimizer must follow each other, for both would "
+                "unscale the same gradients; got one inside another. Add the losses and scale "
+                "the sum, or leave the first block before the second (delay_unscale=True keeps "
+                "its gradients)."
+            )
+
     def settle(self) -> None:
         """Finish the checks that ``delay_overflow_check`` left open."""
         while self.unsettled:
@@ -91,6 +129,8 @@ class OptimizerStep:
         Raises:
             RuntimeError: as said.
         """
+        if self.gradients.delayed_scale is None:
+            return
         if self.gradients.are_delayed(self.pairs()):
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
@@ -231,6 +271,7 @@ class OptimizerStep:
         if self.masters is not None:
             self.masters.zero_param_grads(set_to_none)
         self.gradients.forget()
+        self.skip_message = None  # what overflowed is gone; the step need not be skipped
 
     def _add_param_group(self, original: Callable[..., Any], param_group: dict[str, Any]) -> None:
         params = param_group.get("params") if isinstance(param_group, dict) else None
@@ -239,17 +280,3 @@ class OptimizerStep:
             if all(isinstance(param, Tensor) for param in given):
                 param_group["params"] = self.masters.replace(given)
         original(param_group)
-
-
-def refuse_unsteppable(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that mixed precision cannot step.
-
-    Raises:
-        TypeError: LBFGS, whose line search compares losses of different scales and steps.
-    """
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            "optimizers must evaluate their loss before they step; got LBFGS, whose line search "
-            "evaluates it between steps, where a skipped step cannot be undone. Train with LBFGS "
-            "in float32, or pass amp.initialize() another optimizer."
-        )

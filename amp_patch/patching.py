@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from wrapt import resolve_path
+from wrapt import register_post_import_hook, resolve_path
 
 _ABSENT = object()
 
@@ -115,3 +115,8 @@ def bind(function: Callable[..., Any], owner: object) -> types.MethodType:
     a method bound to the object itself, stored on it, is a cycle that only the collector ends.
     """
     return types.MethodType(function, weakref.proxy(owner))
+
+
+def when_imported(module: str, action: Callable[[types.ModuleType], None]) -> None:
+    """Call ``action(module)`` now if the named module is imported, else as soon as it is."""
+    register_post_import_hook(action, module)

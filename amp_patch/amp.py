@@ -1,0 +1,381 @@
+"""The functions that users call; each is a few lines over the session.
+
+Signatures, defaults and order of apex.amp (NVIDIA); what is new is keyword-only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import arguments, kernels, loss_scaler, opt_levels, regions
+from .cast_mode import mode
+from .loss_scaler import ScaleRule
+from .patching import when_imported
+from .scaled_loss import ScaledLoss
+from .session import parameters_of, print_level, session
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = [
+    "bfloat16_function",
+    "clip_grad_norm_",
+    "deactivate",
+    "disable_casts",
+    "float_function",
+    "float_region",
+    "half_function",
+    "half_region",
+    "initialize",
+    "load_state_dict",
+    "loss_scale",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+    "step_was_skipped",
+]
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | Literal[False] | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    growth_factor: float | None = None,
+    backoff_factor: float | None = None,
+    growth_interval: int | None = None,
+    hysteresis: int | None = None,
+    rules: Mapping[str, str] | None = None,
+) -> Any:
+    """Prepare models and optimizers for mixed precision, in place.
+
+    May be called again: for further models and optimizers, or at another level.
+
+    Args:
+        models: a `torch.nn.Module` in fp32, or a list or tuple of them.
+        optimizers: None, a `torch.optim.Optimizer`, or a list or tuple of them.
+        enabled: False makes this call and every later one without effect.
+        opt_level: "O0" to "O5".
+        cast_model_type: dtype to store and feed the models in; False leaves them alone.
+        patch_torch_functions: whether torch's functions cast; decided by the level.
+        keep_batchnorm_fp32: whether batch norms stay in fp32 (O0, O2, O3, O5).
+        master_weights: whether the optimizer steps fp32 copies (O0, O2, O3, O5).
+        loss_scale: "dynamic" or a fixed factor of the loss.
+        cast_model_outputs: dtype of floating outputs; fp32 where the model is cast.
+        num_losses: how many loss_ids `scale_loss` gets for these optimizers.
+        verbosity: 0 silences what is printed.
+        min_loss_scale: floor of a dynamic scale; None stands for 2**-24.
+        max_loss_scale: cap of a dynamic scale.
+        growth_factor: multiplies the scale after ``growth_interval`` finite backward passes (2).
+        backoff_factor: multiplies the scale at an overflow (0.5).
+        growth_interval: finite backward passes in a row until the scale grows (2000).
+        hysteresis: overflows tolerated before the scale backs off, itself included (1).
+        rules: function -> "half", "float", "promote", "bfloat16" or "off", for O1 and O4: the bare
+            name of a torch function ("softmax"), or a dotted path.
+
+    Returns:
+        ``(models, optimizers)``, each as it came in: one, a list or a tuple. Only the models where
+        ``optimizers`` is None.
+
+    Raises:
+        TypeError: models, optimizers or opt_level of a wrong type; LBFGS.
+        RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
+            optimizer passed before.
+        ValueError: a scale, factor, count or rule out of range.
+    """
+    session.verbosity = verbosity
+    result = models if optimizers is None else (models, optimizers)
+    if not enabled:
+        session.disable(arguments.optimizers_of(optimizers))
+        return result
+    level = opt_levels.resolve(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+    )
+    scale_rule = ScaleRule.resolve(
+        level.loss_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        hysteresis=hysteresis,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+    )
+    session.initialize(
+        arguments.models_of(models),
+        arguments.optimizers_of(optimizers),
+        level,
+        scale_rule,
+        arguments.count_of(num_losses),
+        arguments.rules_of(rules, level.name, level.casts_functions),
+    )
+    if verbosity > 0:
+        print_level(level)
+    return result
+
+
+def deactivate() -> None:
+    """Restore everything patched. Models and optimizers stay usable, in fp32.
+
+    At O2, O3 and O5 the same Parameter objects hold fp32 values again (the masters' where there
+    are any) and the optimizer steps them, its state kept. Without effect before `initialize`.
+    """
+    session.deactivate()
+
+
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[Tensor]:
+    """Scale a loss for its backward; on exit unscale and check the gradients it wrote.
+
+    ``with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()``
+
+    Args:
+        loss: tensor of any shape and floating dtype.
+        optimizers: one, or a list or tuple: those whose gradients this backward writes.
+        loss_id: which loss scaler, below ``num_losses``.
+        model: not used; apex has it.
+        delay_unscale: leave the gradients scaled, for further backward passes to add to. The last
+            `scale_loss` before the step leaves it out.
+        delay_overflow_check: unscale, but look at the flags only when the step (or the next
+            `scale_loss` of the optimizer) comes.
+
+    Returns:
+        A context manager that yields ``loss * scale`` in fp32 (a float64 loss stays float64).
+
+    Raises:
+        RuntimeError: `initialize` was not called with these optimizers, or a block inside another
+            of the same optimizer.
+        TypeError: loss is not a tensor.
+        IndexError: no such loss_id.
+        FloatingPointError: from the exit, when two steps in a row overflow at the floor.
+    """
+    steps = session.steps_of(optimizers, "with amp.scale_loss()")
+    if steps is None:
+        return contextlib.nullcontext(loss)
+    scaler_id = session.scaler_of(steps[0], loss_id)
+    return ScaledLoss(
+        arguments.loss_of(loss),
+        steps,
+        session.scalers[scaler_id],
+        scaler_id,
+        session.cache,
+        session.name_of,
+        delay_unscale,
+        delay_overflow_check,
+    )
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Iterate over what the optimizer steps: fp32 masters at O2 and O5, else the parameters.
+
+    In the order of its ``param_groups``. What is written to a master until the next step is
+    rounded into the model's parameter.
+    """
+    step = session.find_step(optimizer)
+    if step is not None and step.masters is not None:
+        step.masters.expose()
+    return parameters_of(optimizer)
+
+
+def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+    """Clip the unscaled gradients of an optimizer to a total norm, in place.
+
+    Between `scale_loss` and the step. After an overflow the gradients are not finite, and the
+    step is skipped.
+
+    Args:
+        optimizer: as `initialize` returned it, or any other.
+        max_norm: the largest norm allowed, in units of the unscaled gradients.
+        norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
+
+    Returns:
+        The total norm before clipping, 0-dim fp32 (float64 for float64 gradients).
+
+    Raises:
+        RuntimeError: the gradients are still scaled (``delay_unscale``).
+    """
+    step = session.find_step(optimizer)
+    if step is not None:
+        step.refuse_delayed("amp.clip_grad_norm_()")
+    grads = [param.grad for param in parameters_of(optimizer) if param.grad is not None]
+    return kernels.clip_by_norm(grads, float(max_norm), float(norm_type))
+
+
+def step_was_skipped(optimizer: Optimizer) -> bool:
+    """Return whether the last ``optimizer.step()`` was skipped after an overflow.
+
+    Raises:
+        RuntimeError: `initialize` was not called with this optimizer.
+    """
+    steps = session.steps_of(optimizer, "amp.step_was_skipped()")
+    return steps is not None and steps[0].skipped
+
+
+def loss_scale(loss_id: int = 0) -> float:
+    """Return the factor that a loss is multiplied by; 1.0 where amp is disabled.
+
+    Args:
+        loss_id: position in the list of this process's loss scalers.
+
+    Raises:
+        RuntimeError: `initialize` was not called.
+        IndexError: no such loss_id.
+    """
+    if session.is_off("amp.loss_scale()"):
+        return 1.0
+    session.settle()
+    return session.scalers[session.check_scaler(loss_id)].loss_scale()
+
+
+def state_dict(
+    destination: OrderedDict[str, dict[str, Any]] | None = None,
+) -> OrderedDict[str, dict[str, Any]]:
+    """Return the state of the loss scalers, in apex's format.
+
+    Args:
+        destination: filled and returned if given.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``, with ``"hysteresis"``
+        where that is above 1; empty where amp is disabled.
+
+    Raises:
+        RuntimeError: `initialize` was not called.
+    """
+    result = OrderedDict() if destination is None else destination
+    if not session.is_off("amp.state_dict()"):
+        session.settle()
+        result.update(loss_scaler.state_dict(session.scalers))
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Set the loss scalers from `state_dict`, apex's, or a `torch.amp.GradScaler`'s.
+
+    Raises:
+        RuntimeError: `initialize` was not called, or a key that is no loss scaler's.
+        TypeError, ValueError: an entry that holds no scale.
+    """
+    if not session.is_off("amp.load_state_dict()"):
+        session.settle()
+        loss_scaler.load_state_dict(session.scalers, state_dict)
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Switch the casts of O1/O4 off for this thread; also a decorator. May be nested."""
+    saved = mode.switch_off()
+    try:
+        yield
+    finally:
+        mode.restore(saved)
+
+
+def half_region() -> contextlib.AbstractContextManager[None]:
+    """Compute in the level's half dtype (fp16 at O0) inside the block, at every level.
+
+    For this thread; may be nested, the innermost region decides; also a decorator. Functions
+    without a half kernel on the CPU run in fp32 there.
+    """
+    return regions.region(half=True)
+
+
+def float_region() -> contextlib.AbstractContextManager[None]:
+    """Compute in fp32 inside the block, at every level; see `half_region`."""
+    return regions.region(half=False)
+
+
+def half_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 its floating arguments come in the level's half dtype."""
+    return cast(F, session.casts.wrap(fn, "half"))
+
+
+def float_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 its half arguments come in fp32."""
+    return cast(F, session.casts.wrap(fn, "float"))
+
+
+def promote_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 arguments of mixed floating dtypes come in fp32."""
+    return cast(F, session.casts.wrap(fn, "promote"))
+
+
+def bfloat16_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 its floating arguments come in bfloat16."""
+    return cast(F, session.casts.wrap(fn, "bfloat16"))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Cast the arguments of ``module.name`` to the level's half dtype under O1/O4.
+
+    Args:
+        module: the module or class that holds the function, or a module's name; one that is not
+            imported yet is patched when it is.
+        name: the function's name there.
+
+    Raises:
+        ValueError: it has no such attribute.
+    """
+    _register(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Cast the half arguments of ``module.name`` to fp32; see `register_half_function`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Cast mixed arguments of ``module.name`` to fp32; see `register_half_function`."""
+    _register(module, name, "promote")
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """Cast the arguments of ``module.name`` to bfloat16; see `register_half_function`."""
+    _register(module, name, "bfloat16")
+
+
+def _register(module: Any, name: str, rule: str) -> None:
+    if isinstance(module, str):
+        when_imported(module, functools.partial(_register, name=name, rule=rule))
+        return
+    if not hasattr(module, name):
+        raise ValueError(
+            f"a registered function must exist; got {name!r}, which {module!r} does not have; "
+            f"call amp.register_{rule}_function(module, name) with the name it has."
+        )
+    session.register(module, name, rule)

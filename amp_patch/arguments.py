@@ -1,0 +1,141 @@
+"""Checks what users pass to ``amp.initialize``, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+_MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+
+
+def models_of(models: Any) -> list[nn.Module]:
+    """Return one model, or a list or tuple of models, as a list.
+
+    Raises:
+        TypeError: anything else.
+        RuntimeError: a parallel wrapper, or a model that is stored in half already.
+    """
+    found = _as_list(models, nn.Module, "models must be a torch.nn.Module or a list or tuple of")
+    for model in found:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise RuntimeError(
+                "Parallel wrappers should only be applied to the model AFTER the model has been "
+                f"returned from amp.initialize(); got a {type(model).__name__}. Call "
+                "amp.initialize(model.module, ...) first, then wrap what it returns."
+            )
+        _refuse_half(model)
+    return found
+
+
+def optimizers_of(optimizers: Any) -> list[Optimizer]:
+    """Return None, one optimizer, or a list or tuple of optimizers, as a list.
+
+    Raises:
+        TypeError: anything else, or LBFGS.
+        RuntimeError: the same optimizer twice.
+    """
+    if optimizers is None:
+        return []
+    rule = "optimizers must be a torch.optim.Optimizer or a list or tuple of"
+    found = _as_list(optimizers, Optimizer, rule)
+    refuse_twice(found, ())
+    for optimizer in found:
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                "optimizers must evaluate the loss before they change anything; got LBFGS, whose "
+                "line search evaluates it between changes, where a step that is not finite "
+                "cannot be skipped. Train with LBFGS in float32, without amp.initialize()."
+            )
+    return found
+
+
+def refuse_twice(optimizers: Iterable[Optimizer], known: Iterable[Optimizer]) -> None:
+    """Raise for an optimizer that is in ``known`` or stands twice in ``optimizers``.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    seen = {id(optimizer) for optimizer in known}
+    for optimizer in optimizers:
+        if id(optimizer) in seen:
+            raise RuntimeError(
+                "A given optimizer should only be passed through amp.initialize once; got the "
+                f"same {type(optimizer).__name__} again. Use the optimizer that the first call "
+                "returned, or call amp.deactivate() before you initialize it anew."
+            )
+        seen.add(id(optimizer))
+
+
+def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
+    items: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+    for item in items:
+        if not isinstance(item, kind):
+            raise TypeError(f"{rule} them; got {type(item).__name__}; {_MEND}.")
+    return list(items)
+
+
+def _refuse_half(model: nn.Module) -> None:
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                raise RuntimeError(
+                    f"models must come in float32, amp.initialize() casts them; got {kind} "
+                    f"{name!r} in {tensor.dtype}. Leave out your own .half() or .bfloat16(); if "
+                    "an earlier amp.initialize() cast this model, call amp.deactivate() first."
+                )
+
+
+def loss_of(loss: Any) -> torch.Tensor:
+    """Return ``loss``.
+
+    Raises:
+        TypeError: not a floating tensor.
+    """
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        got = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(
+            f"scale_loss() scales a floating tensor; got {got}; call it once per loss, or with "
+            "the sum of the losses."
+        )
+    return loss
+
+
+def count_of(num_losses: Any) -> int:
+    """Return ``num_losses``.
+
+    Raises:
+        ValueError: not a positive int.
+    """
+    if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
+        raise ValueError(
+            f"num_losses must be an int of at least 1; got {num_losses!r}; call "
+            "amp.initialize(..., num_losses=1)."
+        )
+    return num_losses
+
+
+def rules_of(rules: Any, level: str, casts_functions: bool) -> dict[str, str]:
+    """Return ``rules`` as a dict, empty for None.
+
+    Raises:
+        TypeError: not a mapping.
+        RuntimeError: given at a level that casts no functions.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules must map functions to rules; got {type(rules).__name__}; call "
+            "amp.initialize(..., rules={'softmax': 'half'})."
+        )
+    if rules and not casts_functions:
+        raise RuntimeError(
+            f"rules say how functions are cast, which opt_level {level!r} does not do; got "
+            f"{dict(rules)!r}; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'."
+        )
+    return dict(rules)

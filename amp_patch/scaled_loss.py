@@ -1,0 +1,124 @@
+"""One backward pass of a scaled loss; knows optimizers and the scaler it is given, no session."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .kernels import GradCheck
+from .loss_scaler import LossScaler
+from .master_weights import HALVES
+from .optimizer_step import OptimizerStep
+from .weight_cache import WeightCache
+
+
+class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
+    """One backward pass: the order of a training step, from the loss to the unscaled gradients.
+
+    Args:
+        loss: a tensor of any shape; yielded in fp32 (float64 stays) times the scale.
+        steps: the optimizers whose gradients the backward writes.
+        scaler: whose scale is used, and moved by what the check finds.
+        scaler_id: its number in messages.
+        cache: made stale when the backward is done.
+        name_of: the name of a parameter, for the error at the floor.
+        delay_unscale: leave the gradients scaled for the next backward to add to.
+        delay_overflow_check: do not wait for the check; it is settled before the next step.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        steps: Sequence[OptimizerStep],
+        scaler: LossScaler,
+        scaler_id: int,
+        cache: WeightCache,
+        name_of: Callable[[Tensor], str],
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._loss = loss
+        self._steps = steps
+        self._scaler = scaler
+        self._scaler_id = scaler_id
+        self._cache = cache
+        self._name_of = name_of
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+        self._checks: list[tuple[GradCheck, list[Tensor]]] = []
+
+    def __enter__(self) -> Tensor:
+        for step in self._steps:
+            step.settle()
+            step.refuse_nested()
+        self._scale = scale = self._scaler.loss_scale()
+        self._checked = self._scaler.rule.dynamic or scale != 1.0
+        self._idle = not self._checked and all(step.takes_grads_as_they_are for step in self._steps)
+        # A float64 loss keeps its precision.
+        loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
+        if self._idle:
+            return loss
+        for step in self._steps:
+            step.begin_backward(scale)
+        return loss * scale
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self._cache.mark_stale()
+            for step in self._steps if not self._idle else ():
+                step.abandon_backward()
+            return
+        if not self._delay_unscale:
+            self._cache.mark_stale()
+        if self._idle:
+            return
+        for step in self._steps:
+            received = step.end_backward(self._scale, self._delay_unscale)
+            if received is not None:
+                self._checks.append(received)
+        if self._delay_unscale:
+            return
+        for step in self._steps:
+            step.unsettled.append(self)
+        if not self._delay_overflow_check:
+            self.settle()
+
+    def settle(self) -> None:
+        """Look at the flags, move the scale, tell the optimizers whether to skip.
+
+        Raises:
+            FloatingPointError: the second overflow in a row with the scale at its floor.
+        """
+        for step in self._steps:
+            if self in step.unsettled:
+                step.unsettled.remove(self)
+        checks, self._checks = self._checks, []
+        overflow = self._checked and any(check.overflow for check, _ in checks)
+        if self._scaler.update(overflow):
+            message = self._scaler.skip_message(self._scaler_id)
+            for step in self._steps:
+                step.skip_message = message
+        if self._scaler.exhausted:
+            raise FloatingPointError(self._describe(checks))
+
+    def _describe(self, checks: Sequence[tuple[GradCheck, list[Tensor]]]) -> str:
+        found = [
+            f"{self._name_of(params[index])} ({kind})"
+            for check, params in checks
+            for index, kind in check.nonfinite()
+        ]
+        shown = ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+        return (
+            "gradients must become finite at some loss scale; got two steps in a row that are not, "
+            f"with loss scaler {self._scaler_id} at its floor {self._scaler.loss_scale()}: "
+            f"{shown}. Look for what makes them so at these parameters (a division, a logarithm, "
+            "the learning rate), or call amp.initialize(..., opt_level='O0') to train in fp32."
+        )

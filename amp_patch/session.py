@@ -1,0 +1,382 @@
+"""All state of one run, and the order of a training step."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import arguments, cast_rules, half_model, loss_scaler, torch_hooks
+from .cast_mode import OFF, process
+from .casting import Casts
+from .half_model import ForwardCasts
+from .loss_scaler import LossScaler, ScaleRule
+from .master_weights import HALVES, FP32Store
+from .opt_levels import OptLevel, describe
+from .optimizer_step import OptimizerStep
+from .patching import Patches
+from .weight_cache import WeightCache
+
+_MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
+
+
+class Session:
+    """What `amp.initialize` set up, until `amp.deactivate`.
+
+    Models and optimizers are held weakly: what the user drops takes its state along.
+
+    Attributes:
+        scalers: one list per process; a loss_id of an optimizer points into it.
+        verbosity: above 0, apex's messages are printed.
+    """
+
+    def __init__(self) -> None:
+        self.cache = WeightCache()
+        self.casts = Casts(self.cache)
+        self.store = FP32Store()
+        self._user_rules: dict[str, str] = {}
+        self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.scalers: list[LossScaler] = []
+        self.verbosity = 1
+        self.initialized = False
+        self.disabled = False
+        self._levels: weakref.WeakKeyDictionary[nn.Module, OptLevel] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._torch_patches = Patches()
+        self._cast_patches = Patches()
+        self._step_hook: Any = None
+        process.reset()
+
+    # -- setting up --------------------------------------------------------------------------
+
+    def initialize(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        level: OptLevel,
+        scale_rule: ScaleRule,
+        num_losses: int,
+        rules: Mapping[str, str],
+    ) -> None:
+        """Set models and optimizers up at ``level``; on an error everything is as before."""
+        arguments.refuse_twice(optimizers, self._steps)
+        if level.casts_functions:
+            rules = _expand(rules)
+        with contextlib.ExitStack() as on_error:
+            if not self.initialized:
+                on_error.callback(self.deactivate)
+                torch_hooks.install(self._torch_patches)
+                self._step_hook = register_optimizer_step_post_hook(_after_any_step)
+                self.initialized = True
+            self._set_up_models(models, optimizers, level, on_error)
+            scaler_ids = self._assign_scalers(scale_rule, num_losses)
+            for optimizer in optimizers:
+                store = self.store if level.master_weights else None
+                step = OptimizerStep(optimizer, store, scaler_ids, self._announce)
+                on_error.callback(step.release)
+                self._steps[optimizer] = step
+                on_error.callback(self._steps.pop, optimizer, None)
+            self._patch_functions(level, rules)
+            on_error.pop_all()
+        self.disabled = False
+
+    def disable(self, optimizers: Sequence[Optimizer]) -> None:
+        """``enabled=False``: later calls with these optimizers do nothing."""
+        self.disabled = True
+        self._untouched.update(optimizers)
+
+    def deactivate(self) -> None:
+        """Restore everything patched; parameters hold their fp32 values again."""
+        for step in list(self._steps.values()):
+            step.release()
+        for model, level in list(self._levels.items()):
+            self._restore_model(model, level)
+        self._cast_patches.undo()
+        self._torch_patches.undo()
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self.cache.clear()
+        self.store.clear()
+        self._user_rules.clear()
+        self._reset()
+
+    def register(self, module: Any, name: str, rule: str) -> None:
+        """Cast the arguments of ``module.name`` by ``rule`` from the next O1/O4 on, or from now."""
+        self._registered[id(module), name] = (module, name, rule)
+        if self._cast_patches:
+            self._reinstall()
+
+    def _set_up_models(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        level: OptLevel,
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        outputs = level.cast_model_outputs or (torch.float32 if level.cast_model_type else None)
+        casts = ForwardCasts(
+            level=level.half_dtype if level.casts_functions else OFF,
+            region_dtype=level.half_dtype,
+            inputs=level.cast_model_type,
+            outputs=outputs,
+            observe=_observe_cast_model if level.casts_functions else _observe_model,
+        )
+        for model in models:
+            self._levels[model] = level
+            on_error.callback(self._restore_model, model, level)
+            if level.cast_model_type in HALVES:
+                self._store_in_half(model, level, stepped)
+            casts.attach(model)
+            self.follow_device(model)
+            if level.casts_functions:
+                self.cache.add_model(model)
+
+    def _store_in_half(self, model: nn.Module, level: OptLevel, stepped: set[int]) -> None:
+        dtype = level.cast_model_type
+        assert dtype is not None
+        originals = half_model.convert(model, dtype, bool(level.keep_batchnorm_fp32))
+        for param, original in originals.items():
+            # A parameter that nothing trains needs no second copy in fp32.
+            if level.master_weights and (param.requires_grad or id(param) in stepped):
+                self.store.set(param, original)
+            elif original.grad is not None:
+                param.grad = original.grad.to(dtype)
+        self._state_hooks[model] = [
+            handle
+            for module in model.modules()
+            for handle in (
+                module.register_state_dict_post_hook(_write_state),
+                module.register_load_state_dict_pre_hook(_read_state),
+            )
+        ]
+
+    def _restore_model(self, model: nn.Module, level: OptLevel) -> None:
+        half_model.detach(model)
+        for handle in self._state_hooks.pop(model, ()):
+            handle.remove()
+        if level.cast_model_type in HALVES:
+            half_model.restore(model, level.cast_model_type, self.store.exact)
+        self._levels.pop(model, None)
+
+    def _assign_scalers(self, rule: ScaleRule, num_losses: int) -> dict[int, int]:
+        """Return loss_id -> index in `scalers` for the optimizers of one call.
+
+        A scaler in use by a living optimizer is shared where its rule is the same and never
+        reset; where the rule differs the call gets one of its own at the end of the list.
+        """
+        in_use = {index for step in self._steps.values() for index in step.scalers.values()}
+        assigned = {}
+        for loss_id in range(num_losses):
+            index = loss_id
+            if loss_id in in_use and self.scalers[loss_id].rule != rule:
+                index = len(self.scalers)
+            if index >= len(self.scalers):
+                self.scalers.append(LossScaler(rule))
+            elif index not in in_use:
+                self.scalers[index] = LossScaler(rule)
+            assigned[loss_id] = index
+        return assigned
+
+    def _patch_functions(self, level: OptLevel, rules: Mapping[str, str]) -> None:
+        """Patch torch's functions while a model at O1 or O4 lives, and only then."""
+        process.region_dtype = level.half_dtype
+        if level.casts_functions:
+            process.dtype = level.half_dtype
+            if rules or not self._cast_patches:
+                self._user_rules.update(rules)
+                self._reinstall()
+        elif not any(other.casts_functions for other in self._levels.values()):
+            process.dtype = OFF
+            self._cast_patches.undo()
+
+    def _reinstall(self) -> None:
+        self._cast_patches.undo()
+        try:
+            self.casts.install(self._cast_patches, self._user_rules, self._registered.values())
+        except BaseException:
+            self._cast_patches.undo()
+            raise
+
+    # -- a training step ---------------------------------------------------------------------
+
+    def steps_of(self, optimizers: Any, caller: str) -> list[OptimizerStep] | None:
+        """Return what was set up for optimizers; None where amp was initialized as disabled.
+
+        Raises:
+            TypeError: not an optimizer or a list or tuple of them.
+            RuntimeError: `amp.initialize` was not called, or not with this optimizer.
+        """
+        given = arguments.optimizers_of(optimizers)
+        if not given:
+            raise TypeError(
+                f"{caller} needs the optimizer whose gradients it handles; got {optimizers!r}; "
+                f"{_MEND}."
+            )
+        if all(optimizer not in self._steps for optimizer in given) and self._is_disabled(given):
+            return None
+        for optimizer in given:
+            if optimizer not in self._steps:
+                raise RuntimeError(
+                    f"{caller} got an optimizer that amp.initialize() did not return "
+                    f"({type(optimizer).__name__}); {_MEND}."
+                    if self.initialized
+                    else f"Invoked {caller}, but internal Amp state has not been initialized; got "
+                    f"a {type(optimizer).__name__}; {_MEND}."
+                )
+        return [self._steps[optimizer] for optimizer in given]
+
+    def is_off(self, caller: str) -> bool:
+        """Return whether amp is disabled in this process.
+
+        Raises:
+            RuntimeError: `amp.initialize` was not called at all.
+        """
+        if not self.initialized and not self.disabled:
+            raise RuntimeError(
+                f"Invoked {caller}, but internal Amp state has not been initialized; {_MEND}."
+            )
+        return not self.initialized
+
+    def settle(self) -> None:
+        """Finish every check that ``delay_overflow_check`` left open."""
+        for step in list(self._steps.values()):
+            step.settle()
+
+    def find_step(self, optimizer: Optimizer) -> OptimizerStep | None:
+        """Return what was set up for an optimizer, or None."""
+        return self._steps.get(optimizer)
+
+    def scaler_of(self, step: OptimizerStep, loss_id: int) -> int:
+        """Return the index of the scaler of a loss.
+
+        Raises:
+            IndexError: no such loss.
+        """
+        index = step.scalers.get(loss_id, loss_id)
+        return self.check_scaler(index)
+
+    def check_scaler(self, index: int) -> int:
+        """Return ``index`` if the list of scalers has it.
+
+        Raises:
+            IndexError: it has not.
+        """
+        if not isinstance(index, int) or not 0 <= index < len(self.scalers):
+            raise IndexError(
+                f"loss_id must be an int below the number of losses ({len(self.scalers)}); got "
+                f"{index!r}; call amp.initialize(..., num_losses=...) with as many as there are."
+            )
+        return index
+
+    def _is_disabled(self, optimizers: Sequence[Optimizer]) -> bool:
+        known = all(optimizer in self._untouched for optimizer in optimizers)
+        return known or (self.disabled and not self.initialized)
+
+    def _announce(self, message: str) -> None:
+        if self.verbosity > 0:
+            print(message)
+
+    def name_of(self, param: Tensor) -> str:
+        """Return a parameter's name in the initialized models, or its shape."""
+        for model in self._levels:
+            for name, candidate in model.named_parameters():
+                if candidate is param:
+                    return name
+        return f"a parameter of shape {tuple(param.shape)}"
+
+    def follow_device(self, model: nn.Module) -> None:
+        """Casts act on the device types of the models' parameters, moved ones included."""
+        param = next(model.parameters(), None)
+        kind = "cpu" if param is None else param.device.type
+        if kind not in process.devices:
+            process.devices |= {p.device.type for p in model.parameters()} | {kind}
+
+
+def _expand(rules: Mapping[str, str]) -> dict[str, str]:
+    """Return dotted path -> rule for a user's ``rules``.
+
+    Raises:
+        ValueError: no such rule, or no such function.
+    """
+    expanded = {}
+    for name, rule in rules.items():
+        if rule not in USER_RULES:
+            raise ValueError(
+                f"a rule must be one of {', '.join(map(repr, USER_RULES))}; got {rule!r} for "
+                f"{name!r}; call amp.initialize(..., rules={{{name!r}: 'float'}})."
+            )
+        for path in cast_rules.user_rule_targets(name):
+            expanded[path] = rule
+    return expanded
+
+
+USER_RULES = ("half", "float", "promote", "bfloat16", "off")
+
+
+def print_level(level: OptLevel) -> None:
+    """Print the options in apex's words, on the first rank only."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
+        print(describe(level))
+
+
+#: The session of this process. Hooks on models must be picklable, so they find it here.
+session = Session()
+
+
+def _observe_model(model: nn.Module) -> None:
+    session.follow_device(model)
+
+
+def _observe_cast_model(model: nn.Module) -> None:
+    session.follow_device(model)
+    # A replica of nn.DataParallel lives for one forward and owns no parameters.
+    if session.initialized and not getattr(model, "_is_replica", False):
+        session.cache.observe(model)
+
+
+def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    session.cache.mark_stale()
+
+
+def _write_state(
+    module: nn.Module, state: OrderedDict[str, Any], prefix: str, metadata: Any
+) -> None:
+    session.store.write_state(module, state, prefix)
+
+
+def _read_state(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            "load_state_dict() must copy into the parameters that amp.initialize() cast, for the "
+            "optimizer steps masters of these; got assign=True. Leave it out, or call "
+            "amp.deactivate() first."
+        )
+    session.store.read_state(module, dict(state), prefix)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what the optimizer steps, in its order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+

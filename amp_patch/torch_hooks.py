@@ -1,0 +1,99 @@
+"""The places of torch that ask about dtypes or autocast, made to ask about our casts as well.
+
+Knows the mode of the thread and nothing of models; installed with every level, for a region
+casts at every level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.backends.mha
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from .cast_mode import OFF, mode, process
+from .patching import Patches, as_if_defined_at
+
+_REPLACED: dict[str, tuple[Any, str]] = {
+    "torch.utils.checkpoint.checkpoint": (torch.utils.checkpoint, "checkpoint"),
+    "torch.backends.mha.get_fastpath_enabled": (torch.backends.mha, "get_fastpath_enabled"),
+    "torch.nn.modules.rnn.RNNBase.check_input": (nn.RNNBase, "check_input"),
+}
+
+
+def install(patches: Patches) -> None:
+    """Replace them; the three are listed in `_REPLACED`."""
+    bindings: dict[int, tuple[Any, Any]] = {}
+    for (path, (owner, name)), make in zip(_REPLACED.items(), _MAKERS, strict=True):
+        original = getattr(owner, name)
+        replacement = make(original)
+        as_if_defined_at(replacement, path)
+        patches.replace(owner, name, replacement)
+        bindings[id(original)] = (original, replacement)
+    patches.replace_bindings(bindings)
+
+
+def _casts_are_on() -> bool:
+    return mode.region is not None or (mode.dtype or process.dtype) is not OFF
+
+
+def _checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the checkpointed function each time in the mode of its first run.
+
+    The repetition happens in backward: outside the model, the region and perhaps the thread that
+    the first run was in.
+    """
+
+    @functools.wraps(original)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(function, *args, **kwargs)
+        first = mode.save()
+        region_dtype = mode.region_dtype
+        with_grad = torch.is_grad_enabled()
+
+        def run(*inputs: Any, **options: Any) -> Any:
+            now, now_in, now_dtype = mode.save(), mode.in_checkpoint, mode.region_dtype
+            repeated = first.region is not None and now.region is not first.region
+            mode.restore(first)
+            mode.in_checkpoint, mode.region_dtype = with_grad, region_dtype
+            try:
+                with first.region if repeated else contextlib.nullcontext():
+                    return function(*inputs, **options)
+            finally:
+                mode.restore(now)
+                mode.in_checkpoint, mode.region_dtype = now_in, now_dtype
+
+        return original(run, *args, **kwargs)
+
+    return checkpoint
+
+
+def _get_fastpath_enabled(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Keep ``nn.TransformerEncoderLayer`` from its fused path, which takes one dtype only."""
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        return original() and not _casts_are_on()
+
+    return get_fastpath_enabled
+
+
+def _check_input(original: Callable[..., None]) -> Callable[..., None]:
+    """Let RNNs take input of another dtype than their weights: the call below casts both."""
+
+    @functools.wraps(original)
+    def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        if _casts_are_on() and input.is_floating_point():
+            input = torch.empty_like(input, dtype=self._flat_weights[0].dtype, device="meta")
+        original(self, input, batch_sizes)
+
+    return check_input
+
+
+_MAKERS = (_checkpoint, _get_fastpath_enabled, _check_input)
