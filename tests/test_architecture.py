@@ -20,6 +20,7 @@ CORE = sorted(PACKAGE.glob("*.py"))
 # A module imports from lower layers only; modules of one layer never import each other.
 LAYERS = {
     "amp": 5,
+    "scaled_loss": 4,
     "session": 4,
     "optimizer_step": 3,
     "casting": 2,

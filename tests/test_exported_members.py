@@ -42,12 +42,15 @@ OWN_CALLS = {
 
 
 def public_names(path: Path) -> set[str]:
-    """The names without underscore that a module itself defines at its top level."""
+    """The names without underscore that a module itself defines at its top level.
+
+    A type variable is no name for users.
+    """
     names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Assign):
+        elif isinstance(node, ast.Assign) and not ast.unparse(node.value).startswith("TypeVar("):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
