@@ -15,7 +15,7 @@ import torch
 from digits import load_images
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from amp_patch import amp
 
@@ -79,7 +79,7 @@ def train(opt_level: str, *, epochs: int = 20, seed: int = 0, device: str | None
     torch.manual_seed(seed)
     images, digits = load_images(device)
     model = Net().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
 
     epoch_losses = []

@@ -16,6 +16,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from amp_patch import amp  # <- 1
 
@@ -28,6 +30,7 @@ class Result:
     """What a training run ends with; the losses are means over all training images."""
 
     model: nn.Module
+    optimizer: Optimizer
     first_loss: float
     final_loss: float
     accuracy: float
@@ -75,9 +78,12 @@ def train(
     epochs: int = 12,
     seed: int = 0,
     device: str | None = None,
-    on_epoch: Callable[[], object] = lambda: None,
+    on_progress: Callable[[float], object] = lambda share_done: None,
 ) -> Result:
-    """Train from scratch at ``opt_level`` and measure the model at the start and at the end."""
+    """Train from scratch at ``opt_level`` and measure the model at the start and at the end.
+
+    ``on_progress`` is called after each epoch with the share of the work that is done, 0 to 1.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     images, digits = load_images(device)
@@ -85,14 +91,14 @@ def train(
     images, digits = images[TEST_IMAGES:], digits[TEST_IMAGES:]
 
     model = DigitNet().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-2)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-2)
     model, optimizer = amp.initialize(  # <- 2
         model, optimizer, opt_level=opt_level, verbosity=0
     )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    schedule = CosineAnnealingLR(optimizer, epochs)
 
     first_loss, _ = evaluate(model, images, digits)
-    for _ in range(epochs):
+    for epoch in range(epochs):
         for batch in torch.randperm(len(images)).split(BATCH):
             loss = F.cross_entropy(model(images[batch]), digits[batch])
             optimizer.zero_grad()
@@ -100,10 +106,10 @@ def train(
                 scaled_loss.backward()
             optimizer.step()
         schedule.step()
-        on_epoch()
+        on_progress((epoch + 1) / epochs)
     final_loss, _ = evaluate(model, images, digits)
     _, accuracy = evaluate(model, test_images, test_digits)
-    return Result(model, first_loss, final_loss, accuracy)
+    return Result(model, optimizer, first_loss, final_loss, accuracy)
 
 
 def main() -> None:

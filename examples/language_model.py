@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
 
 from amp_patch import amp  # <- 1
 
@@ -31,6 +33,7 @@ class Result:
     """What a training run ends with; the losses are in nats per character of unseen text."""
 
     model: nn.Module
+    optimizer: Optimizer
     first_loss: float
     final_loss: float
     accuracy: float
@@ -116,23 +119,26 @@ def train(
     steps: int = 800,
     seed: int = 0,
     device: str | None = None,
-    on_step: Callable[[], object] = lambda: None,
+    on_progress: Callable[[float], object] = lambda share_done: None,
 ) -> Result:
-    """Train from scratch at ``opt_level`` and measure the model at the start and at the end."""
+    """Train from scratch at ``opt_level`` and measure the model at the start and at the end.
+
+    ``on_progress`` is called after each step with the share of the work that is done, 0 to 1.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
     text = load_text(device)
     text, unseen_text = text.tensor_split([int(0.9 * len(text))])
 
     model = LanguageModel().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
     model, optimizer = amp.initialize(  # <- 2
         model, optimizer, opt_level=opt_level, verbosity=0
     )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1)
+    schedule = OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps + 1)
 
     first_loss, _ = evaluate(model, unseen_text)
-    for _ in range(steps):
+    for step in range(steps):
         starts = torch.randint(len(text) - CONTEXT, (BATCH,))
         characters, following = windows(text, starts)
         loss = next_character_loss(model(characters), following)
@@ -141,9 +147,9 @@ def train(
             scaled_loss.backward()
         optimizer.step()
         schedule.step()
-        on_step()
+        on_progress((step + 1) / steps)
     final_loss, accuracy = evaluate(model, unseen_text)
-    return Result(model, first_loss, final_loss, accuracy)
+    return Result(model, optimizer, first_loss, final_loss, accuracy)
 
 
 def main() -> None:
