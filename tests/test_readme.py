@@ -41,10 +41,7 @@ def execute(source: str, line: int, namespace: dict[str, Any]) -> None:
     exec(compile("\n" * line + source, str(README), "exec"), namespace)
 
 
-@pytest.fixture(autouse=True)
-def deactivated(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    amp.deactivate()
+pytestmark = pytest.mark.usefixtures("amp")
 
 
 @pytest.mark.parametrize("heading", list(dict.fromkeys(heading for heading, *_ in snippets())))
