@@ -360,29 +360,82 @@ _VF_NAMES = (
     "rnn_tanh_cell",
 )
 
-# No operator, or one whose arguments' dtype is its result's: conversions, factories, lookups.
+# Computing functions of torch.nn.functional that are no operators: a region casts at their entry.
+_REGION_COMPOSITES = (
+    "adaptive_max_pool1d_with_indices",
+    "adaptive_max_pool2d_with_indices",
+    "adaptive_max_pool3d_with_indices",
+    "affine_grid",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "fold",
+    "fractional_max_pool2d_with_indices",
+    "fractional_max_pool3d_with_indices",
+    "gaussian_nll_loss",
+    "gumbel_softmax",
+    "interpolate",
+    "linear_cross_entropy",
+    "local_response_norm",
+    "logsigmoid",
+    "lp_pool1d",
+    "lp_pool2d",
+    "lp_pool3d",
+    "max_unpool1d",
+    "multi_head_attention_forward",
+    "multilabel_soft_margin_loss",
+    "normalize",
+    "softmin",
+    "softsign",
+    "tanhshrink",
+    "triplet_margin_with_distance_loss",
+    "unfold",
+    "upsample",
+    "upsample_bilinear",
+    "upsample_nearest",
+)
+
+# No computation, or none in which the arguments' dtype matters: conversions, factories, lookups.
 _REGION_EXCLUDED = frozenset(
     {
         "bernoulli",
         "binomial",
         "chalf",
+        "choose_qparams_optimized",
         "clone",
         "dequantize",
         "embedding",
         "embedding_bag",
+        "empty_quantized",
+        "int_repr",
         "linspace",
         "logspace",
         "multinomial",
+        "native_batch_norm",
         "normal",
         "poisson",
         "resize",
         "resize_as",
         "type_as",
-        "view_as_complex",
     }
 )
-_REGION_EXCLUDED_STARTS = ("cudnn_", "fbgemm_", "miopen_", "mkldnn_", "new_", "quantize", "to_")
-_REGION_EXCLUDED_ENDS = ("_like", "_copy", "_tensor", "_")
+_REGION_EXCLUDED_STARTS = (
+    "_",
+    "batch_norm_",
+    "cudnn_",
+    "fbgemm_",
+    "miopen_",
+    "mkldnn_",
+    "new_",
+    "q_per_",
+    "quantize",
+    "sparse_",
+    "to_",
+)
+_REGION_EXCLUDED_ENDS = ("_like", "_")
+
+# They write to running statistics among their arguments, of which a cast would be a copy.
+_REGION_FIRST_ARGUMENT = ("batch_norm", "instance_norm")
 
 
 def rules() -> dict[str, str]:
@@ -418,9 +471,16 @@ def region_targets() -> list[str]:
     """
     found = set(targets())
     for path, owner, prefix in _surfaces():
-        found.update(f"{path}.{name}" for name in dir(owner) if _computes(prefix + name))
+        names = [name for name in dir(owner) if _computes(prefix + name)]
+        found.update(f"{path}.{name}" for name in names if _is_function(getattr(owner, name)))
     found.update(f"torch.Tensor.{name}" for name in OPERATORS if hasattr(torch.Tensor, name))
+    found.update(path for name in _REGION_COMPOSITES for path in _paths(name))
     return sorted(found)
+
+
+def first_argument_targets() -> list[str]:
+    """Return those of `region_targets()` of which a region must cast the first argument only."""
+    return [path for name in _REGION_FIRST_ARGUMENT for path in _paths(name)]
 
 
 def user_rule_targets(name: str) -> list[str]:
@@ -501,7 +561,7 @@ def _suggestion(name: str) -> str:
         for attribute in dir(owner)
         if not attribute.endswith("_") and _is_function(getattr(owner, attribute, None))
     }
-    close = difflib.get_close_matches(name, sorted(known), n=3)
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
