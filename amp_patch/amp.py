@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import torch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import cast_rules
 from .cast_mode import OFF, mode, process
 from .containers import map_tensors
-from .patching import Patches, as_if_defined_at, resolve
+from .patching import Patches, as_if_defined_at, resolve, resolve_in
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
@@ -81,7 +81,7 @@ class Casts:
 
         bindings: dict[int, tuple[Any, Any]] = {}
         for module, name, rule in registered:
-            self._replace(patches, bindings, (module, name, vars(module)[name]), rule)
+            self._replace(patches, bindings, resolve_in(module, name), rule)
         for path, rule in {**cast_rules.targets(), **rules}.items():
             if rule != "off":
                 self._replace(patches, bindings, resolve(path), rule, path)
@@ -234,9 +234,7 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 def _is_half(value: Any) -> bool:
     return (
-        isinstance(value, Tensor)
-        and value.dtype in HALVES
-        and value.device.type in process.devices
+        isinstance(value, Tensor) and value.dtype in HALVES and value.device.type in process.devices
     )
 
 

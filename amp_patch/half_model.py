@@ -140,4 +140,3 @@ def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tens
                 module._buffers[name] = buffer.float()
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-

@@ -83,9 +83,7 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
         targets: where they go; fp32 targets keep what fp16 would flush to zero.
         scale: the loss scale, above 0.
     """
-    pairs = [
-        (values(s), values(t)) for s, t in zip(sources, targets, strict=True) if s is not t
-    ]
+    pairs = [(values(s), values(t)) for s, t in zip(sources, targets, strict=True) if s is not t]
     if pairs:
         cast([s for s, _ in pairs], [t for _, t in pairs])
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -129,7 +127,9 @@ def clip_by_norm(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> 
         return torch.zeros(())
     dense = [values(grad) for grad in grads]
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=_norm_dtype(g)) for g in dense]
-    total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for group in _grouped(dense, lambda g: (g.device, g.dtype)):
         torch._foreach_mul_(group, factor.to(group[0].device, group[0].dtype))

@@ -69,14 +69,14 @@ class FP32Store:
         entry = self._values.get(param)
         if entry is None:
             return param.detach().float()
-        value = entry.value.detach().to(param.device)
+        value: Tensor = entry.value.detach().to(param.device)
         rounded = value.to(param.dtype)
         if entry.wins or torch.equal(rounded, param):
             return value
         return torch.where(rounded == param, value, param.float())
 
     def take(self, param: Tensor) -> Tensor:
-        """Return the fp32 value for a master to hold: the stored tensor itself where it is right."""
+        """Return the fp32 value for a master to hold: the stored tensor itself if it is right."""
         entry = self._values.get(param)
         value = self.exact(param)
         if entry is not None and entry.value.grad is not None:
@@ -129,9 +129,7 @@ class MasterWeights:
         """Return ``params`` with a master in place of each half one."""
         known = {id(param): master for param, master, _ in self._masters.values()}
         return [
-            (known.get(id(param)) if id(param) in known else self._make_master(param))
-            if param.dtype in HALVES
-            else param
+            param if param.dtype not in HALVES else known.get(id(param)) or self._make_master(param)
             for param in params
         ]
 

@@ -18,8 +18,11 @@ from torch.optim import Optimizer
 from .cast_mode import mode
 from .gradients import Gradients, Pair
 from .kernels import GradCheck
-from .master_weights import FP32Store, MasterWeights
+from .master_weights import HALVES, FP32Store, MasterWeights
 from .patching import Patches, bind
+
+
+_FP32 = torch.float32
 
 
 class Unsettled(Protocol):
@@ -91,12 +94,14 @@ class OptimizerStep:
         self.gradients.set_aside(self.pairs(), scale)
         self.scaling = True
 
-    def end_backward(self, scale: float, delay: bool) -> tuple[GradCheck, list[Tensor]] | None:
-        """Receive the gradients, unscaled and checked; with ``delay`` leave them as they are."""
+    def delay_unscale(self, scale: float) -> None:
+        """Leave the gradients scaled, for the next backward to add to."""
         self.scaling = False
-        if delay:
-            self.gradients.delay(scale)
-            return None
+        self.gradients.delay(scale)
+
+    def end_backward(self, scale: float) -> tuple[GradCheck, list[Tensor]]:
+        """Receive the gradients, unscaled and checked, and the parameters they are of."""
+        self.scaling = False
         return self.gradients.receive(self.pairs(), scale)
 
     def abandon_backward(self) -> None:
@@ -143,6 +148,15 @@ class OptimizerStep:
         if self.masters is not None:
             self.masters.release()
         self._patches.undo()
+
+    def match_state(self) -> None:
+        """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
+        optimizer = self._optimizer()
+        for param, state in optimizer.state.items() if optimizer is not None else ():
+            for key, value in state.items():
+                # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
+                if key != "step" and isinstance(value, Tensor) and value.dtype in (*HALVES, _FP32):
+                    state[key] = value.to(param.dtype)
 
     def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of the optimizer by ``method(original, *args)``."""

@@ -23,8 +23,12 @@ def resolve(path: str) -> tuple[object, str, Any]:
     Raises:
         AttributeError, ImportError: nothing stands at ``path``.
     """
-    module, attribute = split_path(path)
-    owner, name, value = resolve_path(module, attribute)
+    return resolve_in(*split_path(path))
+
+
+def resolve_in(module: Any, name: str) -> tuple[object, str, Any]:
+    """As `resolve`, for an attribute of a module (or its name), class or other object."""
+    owner, name, value = resolve_path(module, name)
     return owner, name, value
 
 

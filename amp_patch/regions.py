@@ -7,9 +7,7 @@ nothing of patches, for a region acts through torch's own function modes.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,12 +43,13 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if mode.region is not self or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        original = inspect.unwrap(func)
-        dtype = self.dtype
-        if original in _cpu_float_functions() and _on_cpu((args, kwargs)):
-            dtype = torch.float32
-        elif original not in _computing_functions():
+        # A patched Python function of torch names itself by its wrapper.
+        original = getattr(func, "__wrapped__", func)
+        if original not in _COMPUTING:
             return func(*args, **kwargs)
+        dtype = self.dtype
+        if original in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
+            dtype = torch.float32
         args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -89,14 +88,15 @@ def _on_cpu(value: Any) -> bool:
     return any(found)
 
 
-@functools.cache
-def _computing_functions() -> frozenset[Any]:
-    return frozenset(inspect.unwrap(resolve(path)[2]) for path in cast_rules.region_targets())
+def _functions(paths: Iterable[str]) -> frozenset[Any]:
+    found = [resolve(path)[2] for path in paths]
+    return frozenset(found + [getattr(function, "__wrapped__", function) for function in found])
 
 
-@functools.cache
-def _cpu_float_functions() -> frozenset[Any]:
-    """Functions with no half kernel on the CPU: a half region runs them in fp32 there."""
-    rules = cast_rules.targets()
-    paths = [path for path, rule in rules.items() if rule in ("float_on_cpu", "banned")]
-    return frozenset(inspect.unwrap(resolve(path)[2]) for path in paths)
+# Made at import, while everything is the original, and not when first used: that may be while
+# torch.compile traces.
+_COMPUTING = _functions(cast_rules.region_targets())
+# No half kernel on the CPU: a half region runs these in fp32 there.
+_FLOAT_ON_CPU = _functions(
+    path for path, rule in cast_rules.targets().items() if rule in ("float_on_cpu", "banned")
+)

@@ -71,21 +71,21 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         exc_value: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        if exc_type is not None:
-            self._cache.mark_stale()
-            for step in self._steps if not self._idle else ():
-                step.abandon_backward()
-            return
-        if not self._delay_unscale:
+        if exc_type is not None or not self._delay_unscale:
             self._cache.mark_stale()
         if self._idle:
             return
-        for step in self._steps:
-            received = step.end_backward(self._scale, self._delay_unscale)
-            if received is not None:
-                self._checks.append(received)
-        if self._delay_unscale:
-            return
+        if exc_type is not None:
+            for step in self._steps:
+                step.abandon_backward()
+        elif self._delay_unscale:
+            for step in self._steps:
+                step.delay_unscale(self._scale)
+        else:
+            self._unscale()
+
+    def _unscale(self) -> None:
+        self._checks = [step.end_backward(self._scale) for step in self._steps]
         for step in self._steps:
             step.unsettled.append(self)
         if not self._delay_overflow_check:

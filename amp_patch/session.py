@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import arguments, cast_rules, half_model, loss_scaler, torch_hooks
+from . import arguments, cast_rules, half_model, torch_hooks
 from .cast_mode import OFF, process
 from .casting import Casts
 from .half_model import ForwardCasts
@@ -91,6 +91,8 @@ class Session:
                 store = self.store if level.master_weights else None
                 step = OptimizerStep(optimizer, store, scaler_ids, self._announce)
                 on_error.callback(step.release)
+                if level.cast_model_type in HALVES:
+                    step.match_state()
                 self._steps[optimizer] = step
                 on_error.callback(self._steps.pop, optimizer, None)
             self._patch_functions(level, rules)
@@ -104,10 +106,13 @@ class Session:
 
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
-        for step in list(self._steps.values()):
+        steps = list(self._steps.values())
+        for step in steps:
             step.release()
         for model, level in list(self._levels.items()):
             self._restore_model(model, level)
+        for step in steps:
+            step.match_state()
         self._cast_patches.undo()
         self._torch_patches.undo()
         if self._step_hook is not None:
@@ -379,4 +384,3 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield what the optimizer steps, in its order."""
     for group in optimizer.param_groups:
         yield from group["params"]
-

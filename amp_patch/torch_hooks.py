@@ -17,20 +17,14 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from .cast_mode import OFF, mode, process
-from .patching import Patches, as_if_defined_at
-
-_REPLACED: dict[str, tuple[Any, str]] = {
-    "torch.utils.checkpoint.checkpoint": (torch.utils.checkpoint, "checkpoint"),
-    "torch.backends.mha.get_fastpath_enabled": (torch.backends.mha, "get_fastpath_enabled"),
-    "torch.nn.modules.rnn.RNNBase.check_input": (nn.RNNBase, "check_input"),
-}
+from .patching import Patches, as_if_defined_at, resolve
 
 
 def install(patches: Patches) -> None:
-    """Replace them; the three are listed in `_REPLACED`."""
+    """Replace them; `_REPLACEMENTS` lists all."""
     bindings: dict[int, tuple[Any, Any]] = {}
-    for (path, (owner, name)), make in zip(_REPLACED.items(), _MAKERS, strict=True):
-        original = getattr(owner, name)
+    for path, make in _REPLACEMENTS.items():
+        owner, name, original = resolve(path)
         replacement = make(original)
         as_if_defined_at(replacement, path)
         patches.replace(owner, name, replacement)
@@ -90,10 +84,16 @@ def _check_input(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
         if _casts_are_on() and input.is_floating_point():
-            input = torch.empty_like(input, dtype=self._flat_weights[0].dtype, device="meta")
+            weight = self._flat_weights[0]
+            dtype = input.dtype if weight is None else weight.dtype
+            input = torch.empty_like(input, dtype=dtype, device="meta")
         original(self, input, batch_sizes)
 
     return check_input
 
 
-_MAKERS = (_checkpoint, _get_fastpath_enabled, _check_input)
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    "torch.utils.checkpoint.checkpoint": _checkpoint,
+    "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
+    "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
+}

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from . import kernels
 from .cast_mode import mode, process
 
-_PLAIN_REFERENCES = 2  # the entry's, and the argument of sys.getrefcount
+# The entry's, the local variable's, and the argument's of sys.getrefcount itself.
+_PLAIN_REFERENCES = 3
 
 
 class _Group:
@@ -61,9 +62,9 @@ class _Entry:
         cast = self.cast
         storage = cast.untyped_storage()._cdata
         return (
-            cast._use_count() > 1
+            cast._use_count() > 1  # type: ignore[attr-defined]  # missing in torch's stubs
             or torch._C._storage_Use_Count(storage) > 2
-            or sys.getrefcount(cast) > _PLAIN_REFERENCES + 1
+            or sys.getrefcount(cast) > _PLAIN_REFERENCES
         )
 
 
@@ -192,7 +193,6 @@ class WeightCache:
             else:
                 group.entries.pop(key, None)
                 self._entries.pop(key, None)
-        del entry
         kernels.cast([entry.param for entry in kept], [entry.cast for entry in kept])
         for entry in kept:
             entry.version = entry.param._version
