@@ -14,7 +14,6 @@ import functools
 import pkgutil
 
 import torch
-import torch.nn.functional
 
 HALF = (
     "_convolution",
@@ -457,8 +456,8 @@ def targets() -> dict[str, str]:
     The rules, for floating arguments that are not float64, also inside nested containers:
     'half' casts them to the level's half dtype; 'float' to float32; 'float_dtype' as 'float',
     but only where the call gives no dtype; 'promote' to the widest, where they are mixed;
-    'float_on_cpu' half ones on the CPU to float32; 'banned' refuses half ones, on the CPU it is
-    'float_on_cpu'.
+    'float_on_cpu' half ones on the CPU to float32; 'banned' refuses the call as autocast
+    does, except on the CPU, where it is 'float_on_cpu'.
     """
     return {path: rule for op, rule in rules().items() for path in _paths(op)}
 
