@@ -24,15 +24,10 @@ def _floating(tree: object) -> list[Tensor]:
 
 def _cast_source(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Tensor | None:
     """Return the tensor that an operator cast, or None if it was no cast."""
-    if not inputs or not outputs:
+    sources = inputs[1:] if func is COPY else inputs
+    if not sources or not outputs or outputs[0].dtype in {source.dtype for source in sources}:
         return None
-    if func is COPY:
-        sources = inputs[1:]
-    else:
-        sources = inputs
-    if any(source.dtype is outputs[0].dtype for source in sources):
-        return None
-    return sources[0] if sources else None
+    return sources[0]
 
 
 class CastCounter(TorchDispatchMode):

@@ -1,0 +1,117 @@
+"""The number of casts of a training step; it is the same on every machine."""
+
+import pytest
+import torch
+from benchmarks.casts import amp_casts, autocast_casts
+from cast_counter import CastCounter
+from torch.nn import functional as F
+
+
+@pytest.fixture
+def counter() -> CastCounter:
+    return CastCounter()
+
+
+def test_a_cast_is_counted_however_it_is_spelled(counter: CastCounter) -> None:
+    single = torch.ones(4)
+    with counter:
+        half = single.half()
+        torch.empty(4, dtype=torch.bfloat16).copy_(half)
+        half.sum(dtype=torch.float32)
+        torch.softmax(half, 0, dtype=torch.float32)
+    assert counter.casts == 4
+
+
+def test_what_changes_no_dtype_is_not_counted(counter: CastCounter) -> None:
+    single = torch.ones(4, 4)
+    with counter:
+        single.to(torch.float32)
+        single + single.detach().clone()
+        torch.empty(4, 4).copy_(single)
+        single.argmax()
+        single.isnan()
+        F.embedding(torch.arange(4), single)
+    assert counter.casts == 0
+
+
+def test_an_operator_that_reads_both_dtypes_is_not_a_cast(counter: CastCounter) -> None:
+    single, half = torch.ones(4), torch.ones(4, dtype=torch.float16)
+    with counter:
+        assert (half + single).dtype is torch.float32
+    assert counter.casts == 0
+
+
+def test_casts_of_weights_are_told_apart_also_through_their_views() -> None:
+    weight, other = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)
+    counter = CastCounter([weight])
+    with counter:
+        weight.half()
+        weight.detach()[0].half()
+        other.half()
+    assert (counter.casts, counter.of_weights) == (3, 2)
+
+
+def test_a_bulk_copy_is_counted_apart(counter: CastCounter) -> None:
+    singles = [torch.ones(4), torch.ones(3)]
+    halves = [single.half() for single in singles]
+    with counter:
+        torch._foreach_copy_(halves, singles)
+    assert (counter.casts, counter.bulk_copies) == (0, 1)
+
+
+@pytest.mark.parametrize(("cuda_list", "expected"), [(True, 920), (False, 824)])
+def test_autocast_casts_a_weight_per_use_and_gradient(cuda_list: bool, expected: int) -> None:
+    casts = autocast_casts(cuda_list=cuda_list)
+    assert casts.total == expected
+    assert casts.of_weights == 290
+
+
+def test_the_first_o1_step_casts_as_autocast_does() -> None:
+    (first,) = amp_casts(steps=1)
+    autocast = autocast_casts(cuda_list=True)
+    assert (first.forward, first.backward) == (autocast.forward, autocast.backward)
+    assert first.of_weights == autocast.of_weights
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_a_warm_step_casts_no_weight_and_at_most_650_times(opt_level: str) -> None:
+    (casts,) = amp_casts(opt_level=opt_level)
+    assert casts.of_weights == 0
+    assert casts.bulk_copies == 1
+    assert casts.total <= 650
+
+
+def test_a_second_micro_batch_refreshes_no_weight() -> None:
+    first, second = amp_casts(micro_batches=2)
+    assert (first.bulk_copies, second.bulk_copies) == (1, 0)
+    assert first.of_weights == second.of_weights == 0
+    assert second.total == first.total
+
+
+def test_a_second_micro_batch_of_the_first_step_casts_no_weight_again() -> None:
+    first, second = amp_casts(micro_batches=2, steps=1)
+    assert (first.of_weights, second.of_weights) == (290, 0)
+
+
+def test_a_checkpoint_recomputes_activations_without_casting_a_weight() -> None:
+    (plain,) = amp_casts()
+    (recomputed,) = amp_casts(recompute=True)
+    assert recomputed.forward == plain.forward
+    assert recomputed.of_weights == 0
+    assert recomputed.bulk_copies == plain.bulk_copies
+    # the activations are cast once more in backward; the head is not recomputed
+    assert recomputed.backward - plain.backward == 24 * 6
+
+
+def test_a_first_step_with_checkpoints_casts_each_weight_once() -> None:
+    (casts,) = amp_casts(recompute=True, steps=1)
+    assert casts.of_weights == 290
+
+
+@pytest.mark.parametrize(("opt_level", "at_the_output"), [("O0", 0), ("O3", 1)])
+def test_levels_without_casts_of_functions_cast_the_output_only(
+    opt_level: str, at_the_output: int
+) -> None:
+    (casts,) = amp_casts(opt_level=opt_level)
+    assert (casts.forward, casts.backward) == (at_the_output, at_the_output)
+    assert casts.of_weights == 0
