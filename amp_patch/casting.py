@@ -75,10 +75,6 @@ class Casts:
             rules: dotted path -> rule; ``"off"`` leaves the function as it is.
             registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
         """
-        # torch._dynamo keeps tables of torch's functions from its import on: they must hold the
-        # originals. Building any optimizer has imported it already.
-        import torch._dynamo  # noqa: F401
-
         bindings: dict[int, tuple[Any, Any]] = {}
         for module, name, rule in registered:
             self._replace(patches, bindings, resolve_in(module, name), rule)
@@ -163,6 +159,7 @@ def _setting_dtype(original: Function) -> Function:
 
     Saves the separate cast where torch fuses it (softmax on CUDA reads half and writes fp32).
     """
+    is_norm = "norm" in original.__name__
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -171,8 +168,9 @@ def _setting_dtype(original: Function) -> Function:
         asked = kwargs.get("dtype") or next((a for a in args if isinstance(a, torch.dtype)), None)
         if asked is not None or not _holds_half((*args, *kwargs.values())):
             return original(*args, **kwargs)
-        if None in [a for a in args if not isinstance(a, Tensor)] or not args:
-            # A positional None may stand for the dtype: setting it again would be refused.
+        if is_norm or not args or any(arg is None for arg in args):
+            # A nuclear norm takes no dtype above its input's. A positional None may stand for
+            # the dtype: setting it again would be refused.
             kwargs = {key: to_float(value) for key, value in kwargs.items()}
             return original(*[to_float(value) for value in args], **kwargs)
         return original(*args, **{**kwargs, "dtype": torch.float32})
@@ -196,18 +194,19 @@ def _promoting(original: Function) -> Function:
 
 
 def _banned(original: Function) -> Function:
-    """Wrap a function that is unsafe on half input: refused on CUDA as torch.amp refuses it."""
+    """Wrap a function that is unsafe in half: refused as torch.amp refuses it, but on the CPU."""
     in_float = _mapping(float_on_cpu, original)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
-        if on and any(_is_half(t) and t.device.type != "cpu" for t in _tensors((args, kwargs))):
+        kinds = {tensor.device.type for tensor in _tensors((args, kwargs))}
+        if on and kinds & process.devices - {"cpu"}:
             raise RuntimeError(
-                f"{original.__name__} must not get half tensors on a GPU: their gradients "
-                "overflow; got one while the casts of amp.initialize() are on. Use "
-                "binary_cross_entropy_with_logits without the sigmoid before it, or call it "
-                "with .float() tensors."
+                f"{original.__name__} must not run where casts may feed it half tensors, for "
+                f"their gradients overflow; got a call on {', '.join(sorted(kinds))} while the "
+                "casts of amp.initialize() are on. Use binary_cross_entropy_with_logits without "
+                "the sigmoid before it, or call it with .float() tensors in amp.disable_casts()."
             )
         return in_float(*args, **kwargs)
 

@@ -40,9 +40,14 @@ def map_tensors(
     return other(value)
 
 
+def _same(new: Any, old: Any) -> bool:
+    """True for one and the same object; unknown, so False, while torch.compile traces."""
+    return not torch.compiler.is_compiling() and new is old
+
+
 def _map_sequence(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
     items = [map_tensors(function, item, other) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
+    if all(map(_same, items, value)):
         return value
     if type(value) in (list, tuple):
         return type(value)(items)
@@ -59,7 +64,7 @@ def _map_mapping(
     function: Callable[..., Any], value: Mapping[Any, Any], other: Callable[..., Any]
 ) -> Any:
     items = {key: map_tensors(function, item, other) for key, item in value.items()}
-    changed = {key: item for key, item in items.items() if item is not value[key]}
+    changed = {key: item for key, item in items.items() if not _same(item, value[key])}
     if not changed:
         return value
     if type(value) is dict or not isinstance(value, MutableMapping):
@@ -75,7 +80,7 @@ def _map_dataclass(function: Callable[..., Any], value: Any, other: Callable[...
     for field in dataclasses.fields(value):
         old = getattr(value, field.name, None)
         new = map_tensors(function, old, other)
-        if new is not old:
+        if not _same(new, old):
             changed[field.name] = new
     if not changed:
         return value

@@ -43,13 +43,13 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if mode.region is not self or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        # A patched Python function of torch names itself by its wrapper.
-        original = getattr(func, "__wrapped__", func)
-        if original not in _COMPUTING:
+        if func.__name__ not in _COMPUTING:
             return func(*args, **kwargs)
         dtype = self.dtype
-        if original in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
+        if func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
             dtype = torch.float32
+        if func.__name__ in _FIRST_ARGUMENT:
+            return func(_cast(args[0], dtype), *args[1:], **kwargs)
         args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -88,15 +88,20 @@ def _on_cpu(value: Any) -> bool:
     return any(found)
 
 
-def _functions(paths: Iterable[str]) -> frozenset[Any]:
-    found = [resolve(path)[2] for path in paths]
-    return frozenset(found + [getattr(function, "__wrapped__", function) for function in found])
+def _names(paths: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for path in paths for name in (path.rpartition(".")[2], _own_name(path)))
 
 
-# Made at import, while everything is the original, and not when first used: that may be while
-# torch.compile traces.
-_COMPUTING = _functions(cast_rules.region_targets())
+def _own_name(path: str) -> str:
+    return str(getattr(resolve(path)[2], "__name__", path))
+
+
+# By name, for torch.compile cannot look functions up in a set; made at import, for a first use
+# may be while it traces.
+_COMPUTING = _names(cast_rules.region_targets())
+# The running statistics of a norm are written to, so a cast copy of them will not do.
+_FIRST_ARGUMENT = _names(cast_rules.first_argument_targets())
 # No half kernel on the CPU: a half region runs these in fp32 there.
-_FLOAT_ON_CPU = _functions(
+_FLOAT_ON_CPU = _names(
     path for path, rule in cast_rules.targets().items() if rule in ("float_on_cpu", "banned")
 )

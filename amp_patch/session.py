@@ -215,6 +215,7 @@ class Session:
     def _reinstall(self) -> None:
         self._cast_patches.undo()
         try:
+            torch_hooks.install_for_compile(self._cast_patches)
             self.casts.install(self._cast_patches, self._user_rules, self._registered.values())
         except BaseException:
             self._cast_patches.undo()
