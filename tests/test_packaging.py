@@ -27,7 +27,8 @@ for name in {SOURCES!r}:
 
 def pip(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def sources_seen(folder: Path, setup: str) -> tuple[Path, dict[str, int]]:
