@@ -29,7 +29,7 @@ COLUMNS = (
     "level",
     "final loss",
     "vs O0 %",
-    "correct %",
+    "right %",
     "vs O0",
     "weights",
     "layer output",

@@ -1,0 +1,130 @@
+"""The benchmarks run, compare as they say, and write what they measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import report
+from benchmarks.report import Row
+from benchmarks.rounds import Spread, interleave, median_time, ratio
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = ROOT / "tests" / "benchmarks" / "run.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(RUN), *args],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
+    done = run("--quick")
+    assert done.stderr == ""
+    assert done.returncode == 0
+    for line in ("casts, O1 ", "step, O2 against that ", "initialize, O5 against that "):
+        assert line in done.stdout
+
+
+def test_a_quick_run_is_not_saved() -> None:
+    done = run("--quick", "--save")
+    assert done.returncode == 2
+    assert "--quick measures nothing worth keeping; leave it out" in done.stderr
+
+
+def test_candidates_take_turns_in_an_order_that_rotates() -> None:
+    order: list[str] = []
+
+    def candidate(name: str) -> float:
+        order.append(name)
+        return 1.0
+
+    rounds: list[int] = []
+    seconds = interleave(
+        {name: lambda name=name: candidate(name) for name in "abc"},
+        rounds=3,
+        on_round=lambda: rounds.append(len(order)),
+    )
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert rounds == [3, 6, 9]
+    assert seconds == {name: [1.0] * 3 for name in "abc"}
+
+
+def test_a_ratio_is_taken_within_each_round() -> None:
+    seconds = {"ours": [1.0, 20.0, 3.0], "theirs": [2.0, 10.0, 4.0]}
+    assert ratio(seconds, "ours", "theirs") == Spread(0.75, 0.625, 1.375, 0.5, 2.0)
+
+
+def test_a_spread_of_one_value_is_that_value() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 3.0, 3.0)
+
+
+def test_warm_up_steps_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    steps = iter([100.0, 100.0, 1.0, 2.0, 6.0])
+
+    def step() -> None:
+        nonlocal clock
+        clock += next(steps)
+
+    monkeypatch.setattr("benchmarks.rounds.time.perf_counter", lambda: clock)
+    assert median_time(step, warm_up=2, steps=3) == 2.0
+
+
+@pytest.mark.parametrize(("measured", "reached"), [(649, "yes"), (650, "yes"), (651, "NO")])
+def test_a_row_says_whether_its_bound_is_kept(measured: int, reached: str) -> None:
+    cells = Row("casts", measured, at_most=650).cells()
+    assert cells == ("casts", str(measured), "exact", "<= 650", reached)
+
+
+def test_results_describe_the_machine_by_its_kind_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results" / "cpu.json")
+    report.save([Row("step", Spread(0.5, 0.4, 0.6, 0.3, 0.7), "x", at_most=1.0)])
+    saved = json.loads(report.RESULTS.read_text())
+    assert set(saved["machine"]) == {
+        "processor",
+        "cores",
+        "system",
+        "python",
+        "torch",
+        "threads",
+        "date",
+    }
+    (row,) = saved["rows"]
+    assert row["reached"] is True
+    assert row["value"] == {"median": 0.5, "lower": 0.4, "upper": 0.6, "least": 0.3, "most": 0.7}
+
+
+def test_the_table_replaces_what_stands_between_the_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n")
+    monkeypatch.setattr(report, "README", readme)
+    report.write_readme([Row("casts, O1", 630, at_most=650)])
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- benchmarks:begin -->\nMeasured on ")
+    assert text.endswith(
+        "| casts, O1 | 630 | exact | <= 650 | yes |\n<!-- benchmarks:end -->\nafter\n"
+    )
+    assert "old" not in text
+
+
+def test_a_readme_without_marks_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here\n")
+    monkeypatch.setattr(report, "README", readme)
+    with pytest.raises(SystemExit, match=r"README\.md must hold the lines <!-- benchmarks:begin"):
+        report.write_readme([])

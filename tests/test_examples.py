@@ -1,0 +1,222 @@
+"""The examples, run as a user runs them, and what they reach at each level against float32."""
+
+import functools
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from amp_patch import amp as amp_api
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+HALF_LEVELS = ("O1", "O2", "O4", "O5")
+FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
+# of a layer's weight and of what the layer returns
+DTYPES = {
+    "O0": (FLOAT, FLOAT),
+    "O1": (FLOAT, HALF),
+    "O2": (HALF, HALF),
+    "O3": (HALF, HALF),
+    "O4": (FLOAT, BFLOAT),
+    "O5": (BFLOAT, BFLOAT),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(amp: ModuleType) -> Iterator[None]:
+    """Keep the small models on one thread, and torch as it was after each test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def example(name: str) -> ModuleType:
+    """Import an example by name, as the examples import each other."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+@functools.cache
+def measured(task: str, level: str) -> Any:
+    """Train a task of the sweep, once for all tests of a process, and return its row."""
+    sweep = example("sweep")
+    return sweep.measure(sweep.TASKS[task], level, 0, "cpu", lambda share_done: None)
+
+
+@functools.cache
+def trained(name: str, level: str) -> Any:
+    """Train an example, once for all tests of a process, and return its result."""
+    result = example(name).train(level)
+    amp_api.deactivate()
+    return result
+
+
+def run_script(name: str, *args: str) -> str:
+    """Run an example in a process of its own, warnings being errors; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *args],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("digits", r"O1: training loss 2\.3\d+ -> 0\.0\d+\nO1: test accuracy 9\d\.\d+ %\n"),
+        ("language_model", r"O1: loss [45]\.\d+ -> 2\.\d+, perplexity \d+\.\d+ on unseen text\n"),
+        ("gan", r"O1: discriminator loss 1\.\d+, generator loss 0\.\d+, distance 0.+ -> 0.+\n"),
+        ("accumulation", r"O1: loss 2\.\d+ -> 0\.\d+, \d+ steps clipped, \d skipped\n"),
+    ],
+)
+def test_each_script_runs_as_it_stands(name: str, expected: str) -> None:
+    assert re.fullmatch(expected, run_script(f"{name}.py"))
+
+
+@pytest.mark.parametrize("task", ["digits", "language_model"])
+class TestTasksOfTheSweep:
+    def test_the_float32_loss_at_least_halves(self, task: str) -> None:
+        row = measured(task, "O0")
+        assert 0 < row.final_loss <= row.first_loss / 2
+
+    @pytest.mark.parametrize("level", HALF_LEVELS)
+    def test_levels_reach_the_float32_loss_within_5_percent(self, task: str, level: str) -> None:
+        reference = measured(task, "O0").final_loss
+        assert measured(task, level).final_loss == pytest.approx(reference, rel=0.05)
+
+    @pytest.mark.parametrize("level", HALF_LEVELS)
+    def test_levels_reach_the_float32_accuracy_within_a_point(self, task: str, level: str) -> None:
+        reference = measured(task, "O0").accuracy
+        assert measured(task, level).accuracy == pytest.approx(reference, abs=1)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_weights_and_activations_have_the_dtypes_of_the_level(
+        self, task: str, level: str
+    ) -> None:
+        row = measured(task, level)
+        assert (row.weights, row.activations) == DTYPES[level]
+        assert row.stepped is (HALF if level == "O3" else FLOAT)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_the_loss_is_scaled_where_the_level_says_so(self, task: str, level: str) -> None:
+        assert (measured(task, level).loss_scale > 1) is (level in ("O1", "O2"))
+
+
+def test_digits_are_recognised_after_training() -> None:
+    assert measured("digits", "O0").accuracy > 97
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_batch_norms_of_the_digits_model_are_kept_where_the_level_says_so(level: str) -> None:
+    model = example("digits").train(level, epochs=1).model
+    kept = FLOAT if level == "O2" else HALF
+    assert {model.norm1.weight.dtype, model.norm1.running_mean.dtype} == {kept}
+    assert model.conv1.weight.dtype is HALF
+
+
+def test_digits_train_in_pure_half_precision_too() -> None:
+    row = measured("digits", "O3")
+    assert row.final_loss <= row.first_loss / 2
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_gan_stays_finite_and_near_its_float32_losses(level: str) -> None:
+    result, reference = trained("gan", level), trained("gan", "O0")
+    for loss in ("discriminator_loss", "generator_loss"):
+        assert math.isfinite(getattr(result, loss))
+        assert getattr(result, loss) == pytest.approx(getattr(reference, loss), rel=0.1)
+
+
+@pytest.mark.parametrize("level", ["O0", *HALF_LEVELS])
+def test_gan_brings_its_mean_image_to_half_the_distance(level: str) -> None:
+    result = trained("gan", level)
+    assert result.final_distance <= result.first_distance / 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_both_models_of_the_gan_have_the_dtypes_of_the_level(level: str) -> None:
+    gan, activation_dtype = example("gan"), example("sweep").activation_dtype
+    result = gan.train(level, epochs=1)
+    models = {
+        result.generator: torch.randn(4, gan.LATENT),
+        result.discriminator: torch.randn(4, 1, 8, 8),
+    }
+    for model, inputs in models.items():
+        layer = model[0]
+        assert (layer.weight.dtype, activation_dtype(model, "0", inputs)) == DTYPES[level]
+
+
+def test_accumulation_halves_its_float32_loss_and_clips_some_steps() -> None:
+    result = trained("accumulation", "O0")
+    assert result.final_loss <= result.first_loss / 2
+    steps = 20 * 18
+    assert 0 < result.clipped_steps < steps
+    assert result.skipped_steps == 0
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+def test_accumulation_reaches_its_float32_loss_within_5_percent(level: str) -> None:
+    reference = trained("accumulation", "O0").final_loss
+    assert trained("accumulation", level).final_loss == pytest.approx(reference, rel=0.05)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_accumulation_model_has_the_dtypes_of_the_level(level: str) -> None:
+    model = example("accumulation").train(level, epochs=1).model
+    activation = example("sweep").activation_dtype(model, "hidden", torch.randn(4, 1, 8, 8))
+    assert (model.hidden.weight.dtype, activation) == DTYPES[level]
+
+
+def test_the_sweep_prints_a_progress_bar_and_a_row_for_each_level() -> None:
+    printed = run_script("sweep.py")
+    assert re.search(r"done .+ 100%", printed)
+    for level, (weights, activations) in DTYPES.items():
+        short = example("sweep").SHORT
+        number = r"\s+[-+]?\d+\.\d\d\d?\d?"
+        row = rf"^ {level}{number * 4}\s+{short[weights]}\s+{short[activations]}\s+fp\d\d\s+\d+"
+        assert re.search(row, printed, flags=re.MULTILINE)
+
+
+def test_the_sweep_writes_its_tables_between_the_marks_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = example("sweep")
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
+    monkeypatch.setattr(sweep, "README", readme)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--levels", "O0", "O4", "--write-readme"])
+    sweep.main()
+    before, rows, after = re.split("<!-- results:(?:begin|end) -->", readme.read_text())
+    assert (before, after) == ("before\n", "\nafter\n")
+    assert "old" not in rows
+    assert re.findall(r"^\| (O\d) \|", rows, flags=re.MULTILINE) == ["O0", "O4"]
+
+
+def test_the_sweep_tells_what_a_readme_without_marks_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here\n")
+    monkeypatch.setattr(example("sweep"), "README", readme)
+    with pytest.raises(SystemExit, match=r"README\.md must hold the lines <!-- results:begin -->"):
+        example("sweep").write_readme("table")
