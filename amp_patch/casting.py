@@ -98,6 +98,9 @@ class Casts:
             return
         if id(original) not in bindings:
             wrapper = self.wrap(original, rule)
+            if isinstance(owner, type):
+                # What torch.compile traces for a method: it reaches the original by name only.
+                wrapper.traced = self.wrap(_method(name), rule)  # type: ignore[attr-defined]
             if path is not None:
                 as_if_defined_at(wrapper, path)
             bindings[id(original)] = (original, wrapper)
@@ -138,6 +141,16 @@ class Casts:
             return original(*[to_half(value, dtype) for value in args], **kwargs)
 
         return wrapper
+
+
+def _method(name: str) -> Function:
+    """Return a function that calls its first argument's method ``name``."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
 
 
 def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:

@@ -21,7 +21,6 @@ from .kernels import GradCheck
 from .master_weights import HALVES, FP32Store, MasterWeights
 from .patching import Patches, bind
 
-
 _FP32 = torch.float32
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import arguments, cast_rules, half_model, torch_hooks
+from . import arguments, cast_rules, half_model, torch_compile, torch_hooks
 from .cast_mode import OFF, process
 from .casting import Casts
 from .half_model import ForwardCasts
@@ -215,7 +215,7 @@ class Session:
     def _reinstall(self) -> None:
         self._cast_patches.undo()
         try:
-            torch_hooks.install_for_compile(self._cast_patches)
+            torch_compile.install(self._cast_patches)
             self.casts.install(self._cast_patches, self._user_rules, self._registered.values())
         except BaseException:
             self._cast_patches.undo()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,26 +21,9 @@ from .patching import Patches, as_if_defined_at, resolve
 
 
 def install(patches: Patches) -> None:
-    """Make the replacements that every level needs, `_REPLACEMENTS`."""
-    _replace(patches, _REPLACEMENTS)
-
-
-def install_for_compile(patches: Patches) -> None:
-    """Make the replacements that patched functions need under torch.compile.
-
-    A captured graph calls torch's functions by name, so it would meet the patched ones again: in
-    the mode of the moment it runs, and not in that of the traced line, which the casts in the
-    graph come from. Casts are off while a graph runs, and while its dtypes are inferred.
-    """
-    # Importing it late keeps `import amp_patch` from changing torch (it replaces manual_seed).
-    import torch._dynamo.output_graph
-
-    _replace(patches, _COMPILE_REPLACEMENTS)
-
-
-def _replace(patches: Patches, replacements: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Replace them; `_REPLACEMENTS` lists all."""
     bindings: dict[int, tuple[Any, Any]] = {}
-    for path, make in replacements.items():
+    for path, make in _REPLACEMENTS.items():
         owner, name, original = resolve(path)
         replacement = make(original)
         as_if_defined_at(replacement, path)
@@ -109,34 +92,8 @@ def _check_input(original: Callable[..., None]) -> Callable[..., None]:
     return check_input
 
 
-def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def without_casts(*args: Any, **kwargs: Any) -> Any:
-        saved = mode.switch_off()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            mode.restore(saved)
-
-    return without_casts
-
-
-def _call_user_compiler(original: Callable[..., Any]) -> Callable[..., Any]:
-    compiler = _without_casts(original)
-
-    @functools.wraps(original)
-    def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
-        return _without_casts(compiler(*args, **kwargs))
-
-    return call_user_compiler
-
-
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.utils.checkpoint.checkpoint": _checkpoint,
     "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
     "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
-}
-_COMPILE_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
-    "torch._dynamo.output_graph.OutputGraph.call_user_compiler": _call_user_compiler,
-    "torch._dynamo.utils.run_node": _without_casts,
 }
