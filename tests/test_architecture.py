@@ -28,6 +28,7 @@ LAYERS = {
     "master_weights": 2,
     "gradients": 1,
     "regions": 1,
+    "torch_compile": 1,
     "torch_hooks": 1,
     "weight_cache": 1,
     "__init__": 0,
@@ -48,7 +49,8 @@ LATE_IMPORTS = ("cupy.", "torch._dynamo.")
 # that tells schedulers of a step, and the metadata of a function just made.
 FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
-METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__"}
+# "traced" is what torch.compile is to trace in a wrapper's place.
+METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__", "traced"}
 
 Rule = Callable[[ast.Module], list[str]]
 
