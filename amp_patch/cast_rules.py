@@ -153,6 +153,7 @@ COMPOSITES = {
     "inner": "promote",
     "linalg_matmul": "half",
     "linalg_norm": "float_dtype",
+    "linear_cross_entropy": "promote",
     "lstm": "half",
     "nll_loss_nd": "float",
     "norm_except_dim": "float",
