@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from amp_patch import amp  # <- 1
 
-SOURCES = ("argparse", "ast", "codecs", "csv", "datetime", "inspect", "pathlib", "typing")
+SOURCES = ("argparse", "ast", "difflib", "inspect", "optparse", "tarfile", "threading", "typing")
 VOCABULARY = 128
 CONTEXT = 32
 BATCH = 8
