@@ -6,7 +6,6 @@ optimizer steps (the same one, or its fp32 master).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +30,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self._aside: list[tuple[Tensor, Tensor]] = []
-        self._received: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._received: dict[int, int] = {}
         self.delayed_scale: float | None = None
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
@@ -59,11 +58,15 @@ class Gradients:
             return
         self._aside.clear()
         for param, stepped in pairs:
+            grad = param.grad
             if param is not stepped:
-                self._drop_received(param, stepped)
-            elif param.grad is not None:
-                self._aside.append((param, param.grad))
+                if stepped.grad is not None and self._was_cleared(param, grad):
+                    stepped.grad = None
                 param.grad = None
+            elif grad is not None:
+                self._aside.append((param, grad))
+                param.grad = None
+        self._received.clear()
 
     def delay(self, scale: float) -> None:
         """Leave what the backward wrote scaled."""
@@ -110,7 +113,7 @@ class Gradients:
                 _, earlier = aside.pop(id(param), (param, None))
             else:
                 earlier = stepped.grad
-                self._received[id(param)] = (weakref.ref(grad), grad._version)
+                self._received[id(param)] = grad._version
             if earlier is None:
                 stepped.grad = target
             elif earlier.is_sparse or target.is_sparse:
@@ -123,12 +126,12 @@ class Gradients:
             param.grad = grad
         self._aside.clear()
 
-    def _drop_received(self, param: Tensor, master: Tensor) -> None:
-        """Drop a half gradient; if the user cleared it, what the master received of it too."""
-        received = self._received.pop(id(param), None)
-        if received is not None and (param.grad is None or _zeroed(param.grad, *received)):
-            master.grad = None
-        param.grad = None
+    def _was_cleared(self, param: Tensor, grad: Tensor | None) -> bool:
+        """True where the user cleared a half gradient since its master received it."""
+        version = self._received.get(id(param))
+        if version is None or grad is None:
+            return version is not None
+        return grad._version != version and not bool(kernels.values(grad).any())
 
     @torch.no_grad()
     def _rescale_delayed(self, pairs: Sequence[Pair], scale: float) -> None:
@@ -155,9 +158,3 @@ def _like_master(grad: Tensor, master: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(
         grad.indices(), grad.values().to(master.dtype), grad.shape, is_coalesced=True
     )
-
-
-def _zeroed(grad: Tensor, received: weakref.ref[Tensor], version: int) -> bool:
-    """True where ``zero_grad(set_to_none=False)`` wrote zeros since the master received it."""
-    same = grad is received() and grad._version != version
-    return same and not bool(kernels.values(grad).any())

@@ -6,15 +6,13 @@ the gradients receives, unscales and checks them; what it found stays on the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 def source(name: str) -> str:
@@ -83,11 +81,11 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
         targets: where they go; fp32 targets keep what fp16 would flush to zero.
         scale: the loss scale, above 0.
     """
-    pairs = [(values(s), values(t)) for s, t in zip(sources, targets, strict=True) if s is not t]
-    if pairs:
-        cast([s for s, _ in pairs], [t for _, t in pairs])
+    moved = [(s, t) for s, t in zip(sources, targets, strict=True) if s is not t]
+    if moved:
+        cast(_dense([s for s, _ in moved]), _dense([t for _, t in moved]))
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    for group in _grouped([values(t) for t in targets], lambda t: (t.device, t.dtype)):
+    for (group,) in alike(_dense(targets)):
         device = group[0].device
         if device not in flags:
             flags[device] = (
@@ -101,17 +99,15 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
 @torch.no_grad()
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Add ``others[i]`` to ``targets[i]`` in place, one multi-tensor call per dtype and device."""
-    pairs = list(zip(targets, others, strict=True))
-    for group in _grouped(pairs, lambda p: (p[0].device, p[0].dtype, p[1].dtype)):
-        torch._foreach_add_([t for t, _ in group], [o for _, o in group])
+    for ours, theirs in alike(targets, others):
+        torch._foreach_add_(ours, theirs)
 
 
 @torch.no_grad()
 def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy ``sources[i]`` into ``targets[i]`` (any dtypes), one multi-tensor call per dtypes."""
-    pairs = list(zip(sources, targets, strict=True))
-    for group in _grouped(pairs, lambda p: (p[1].device, p[0].dtype, p[1].dtype)):
-        torch._foreach_copy_([t for _, t in group], [s for s, _ in group])
+    for ours, theirs in alike(targets, sources):
+        torch._foreach_copy_(ours, theirs)
 
 
 @torch.no_grad()
@@ -125,13 +121,13 @@ def clip_by_norm(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> 
     """
     if not grads:
         return torch.zeros(())
-    dense = [values(grad) for grad in grads]
+    dense = _dense(grads)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=_norm_dtype(g)) for g in dense]
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for group in _grouped(dense, lambda g: (g.device, g.dtype)):
+    for (group,) in alike(dense):
         torch._foreach_mul_(group, factor.to(group[0].device, group[0].dtype))
     return total
 
@@ -140,56 +136,77 @@ def _norm_dtype(grad: Tensor) -> torch.dtype:
     return torch.float64 if grad.dtype is torch.float64 else torch.float32
 
 
-@torch.no_grad()
-def differing(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> list[int]:
-    """Return where ``copies[i]`` is not ``sources[i]`` cast to the copy's dtype.
+class Comparison:
+    """Tells whether copies still are their sources in another dtype, again and again.
 
-    One wait for the device in all. Small tensors are compared together: per-tensor calls would
-    cost more than the optimizer's step.
+    Small tensors are compared together, through flat views made once: a call per tensor would
+    cost the host more than the optimizer's step.
+
+    Args:
+        sources: tensors on any devices.
+        copies: a tensor of the same shape and device for each, all in other dtypes if need be.
     """
-    items = list(enumerate(zip(sources, copies, strict=True)))
-    groups = _grouped(items, lambda i: (i[1][1].device, i[1][0].dtype, i[1][1].dtype))
-    chunks = [chunk for group in groups for chunk in _chunks(group)]
-    flags = [_differ([s for _, (s, _) in c], [t for _, (_, t) in c]) for c in chunks]
-    found = []
-    for flag, chunk in zip(_to_host(flags), chunks, strict=True):
-        if flag:
-            found += [index for index, (s, t) in chunk if not torch.equal(s.to(t.dtype), t)]
-    return found
+
+    def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        flat = [tensor.detach().reshape(-1) for tensor in sources]
+        flat_copies = [tensor.detach().reshape(-1) for tensor in copies]
+        # What cannot be viewed flat is compared by itself, as it is.
+        self._alone = [
+            (source, copy)
+            for source, copy, f, c in zip(sources, copies, flat, flat_copies, strict=True)
+            if not _is_view(f, source) or not _is_view(c, copy) or source.numel() > _TOGETHER
+        ]
+        alone = {id(source) for source, _ in self._alone}
+        together = [
+            pair
+            for source, *pair in zip(sources, flat, flat_copies, strict=True)
+            if id(source) not in alone
+        ]
+        self._together = alike([f for f, _ in together], [c for _, c in together])
+
+    @torch.no_grad()
+    def differs(self) -> bool:
+        """Return whether any copy is not its source cast to its dtype. Waits for the device."""
+        pairs = [(torch.cat(f), torch.cat(c)) for f, c in self._together] + self._alone
+        flags = [(source.to(copy.dtype) != copy).any() for source, copy in pairs]
+        if len({flag.device for flag in flags}) == 1:
+            return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
+        return any(bool(flag) for flag in flags)
 
 
-#: Elements compared in one go: 8 bytes each are held meanwhile.
-_CHUNK = 1 << 22
+#: Elements up to which a tensor is compared together with others.
+_TOGETHER = 1 << 16
 
 
-def _chunks(
-    items: list[tuple[int, tuple[Tensor, Tensor]]],
-) -> list[list[tuple[int, tuple[Tensor, Tensor]]]]:
-    """Split a group so that no chunk of more than one tensor exceeds `_CHUNK` elements."""
-    chunks: list[list[tuple[int, tuple[Tensor, Tensor]]]] = []
-    room = 0
-    for item in items:
-        size = item[1][0].numel()
-        if size > room:
-            chunks.append([])
-            room = _CHUNK
-        chunks[-1].append(item)
-        room -= size
-    return chunks
+def _is_view(flat: Tensor, tensor: Tensor) -> bool:
+    return flat.data_ptr() == tensor.data_ptr()
 
 
-def _differ(sources: list[Tensor], copies: list[Tensor]) -> Tensor:
-    if len(sources) == 1:
-        return (sources[0].to(copies[0].dtype) != copies[0]).any()
-    flat = torch.cat([s.reshape(-1) for s in sources]).to(copies[0].dtype)
-    return (flat != torch.cat([c.reshape(-1) for c in copies])).any()
+def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """Split parallel lists so that each part has one device and dtype per list.
+
+    A multi-tensor call is one launch only for such lists.
+    """
+    if not lists[0]:
+        return []
+    if all(_is_uniform(tensors) for tensors in lists):
+        return [tuple(list(tensors) for tensors in lists)]
+    parts: dict[Any, tuple[list[Tensor], ...]] = {}
+    for row in zip(*lists, strict=True):
+        kind = tuple((tensor.device, tensor.dtype) for tensor in row)
+        for part, tensor in zip(parts.setdefault(kind, tuple([] for _ in row)), row, strict=True):
+            part.append(tensor)
+    return list(parts.values())
 
 
-def _to_host(flags: list[Tensor]) -> list[bool]:
-    """Read 0-dim flags; all of one device in one transfer."""
-    if len({flag.device for flag in flags}) == 1 and len(flags) > 1:
-        return [bool(flag) for flag in torch.stack(flags).tolist()]
-    return [bool(flag) for flag in flags]
+def _is_uniform(tensors: Sequence[Tensor]) -> bool:
+    dtypes = [tensor.dtype for tensor in tensors]
+    devices = [tensor.device for tensor in tensors]
+    return dtypes.count(dtypes[0]) == devices.count(devices[0]) == len(tensors)
+
+
+def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [values(t) if t.is_sparse or t.is_complex() else t for t in tensors]
 
 
 def values(tensor: Tensor) -> Tensor:
@@ -197,10 +214,3 @@ def values(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _grouped(items: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    groups: dict[Hashable, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())

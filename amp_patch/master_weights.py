@@ -28,14 +28,7 @@ class _Exact:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-        self.note_equal()
-
-    def note_equal(self) -> None:
-        self.version = self.value._version
-
-    def expose(self) -> None:
-        """The user may write to the value in ways that leave no trace."""
-        self.version = -1
+        self.version = value._version
 
     @property
     def wins(self) -> bool:
@@ -101,7 +94,7 @@ class FP32Store:
             entry = None if param is None else self._values.get(param)
             if isinstance(new, Tensor) and entry is not None and new.shape == entry.value.shape:
                 entry.value.copy_(new)
-                entry.note_equal()
+                entry.version = entry.value._version
 
 
 class MasterWeights:
@@ -117,6 +110,9 @@ class MasterWeights:
         self._optimizer = weakref.ref(optimizer)
         self._store = store
         self._masters: dict[int, tuple[Tensor, Tensor, _Exact]] = {}
+        self._addresses: list[tuple[int, int]] = []
+        self._parts: list[tuple[list[Tensor], ...]] = []
+        self._comparison = kernels.Comparison([], [])
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
 
@@ -150,26 +146,25 @@ class MasterWeights:
         """The user gets the masters to write to: from now on they win where the two differ."""
         self.reconcile()
         for _, _, exact in self._masters.values():
-            exact.expose()
+            exact.version = -1
 
     @torch.no_grad()
     def reconcile(self) -> None:
         """Let each half parameter and its master follow whichever the user wrote to."""
-        self._follow_devices()
-        entries = list(self._masters.values())
-        params = [param for param, _, _ in entries]
-        for index in kernels.differing([master for _, master, _ in entries], params):
-            param, master, exact = entries[index]
-            if exact.wins:
-                param.copy_(master)
-            else:
-                master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+        if self._compared().differs():
+            for param, master, exact in self._masters.values():
+                if exact.wins:
+                    param.copy_(master)
+                else:
+                    same = master.to(param.dtype) == param
+                    master.copy_(torch.where(same, master, param.float()))
         self._note_equal()
 
     def publish(self) -> None:
         """Round the masters into the half parameters: one call per dtype."""
-        entries = self._masters.values()
-        kernels.cast([master for _, master, _ in entries], [param for param, _, _ in entries])
+        for masters, params in self._parts:
+            with torch.no_grad():
+                torch._foreach_copy_(params, masters)
         self._note_equal()
 
     def clear_grads(self) -> None:
@@ -198,10 +193,28 @@ class MasterWeights:
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"][:] = [self.param_of(param) for param in group["params"]]
         self._masters.clear()
+        self._addresses = []
+        self._parts = []
+        self._comparison = kernels.Comparison([], [])
+
+    def _compared(self) -> kernels.Comparison:
+        """Return the comparison of masters and parameters, made anew where any was replaced.
+
+        ``model.to(device)``, ``p.data = t`` and new parameter groups do that.
+        """
+        entries = self._masters.values()
+        addresses = [(p.data_ptr(), m.data_ptr()) for p, m, _ in entries]
+        if addresses != self._addresses:
+            self._follow_devices()
+            self._addresses = [(p.data_ptr(), m.data_ptr()) for p, m, _ in entries]
+            params, masters = [p for p, _, _ in entries], [m for _, m, _ in entries]
+            self._parts = kernels.alike(masters, params)
+            self._comparison = kernels.Comparison(masters, params)
+        return self._comparison
 
     def _note_equal(self) -> None:
-        for _, _, exact in self._masters.values():
-            exact.note_equal()
+        for _, master, exact in self._masters.values():
+            exact.version = master._version
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""

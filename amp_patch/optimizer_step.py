@@ -68,6 +68,7 @@ class OptimizerStep:
         self.skipped = False
         self.scaling = False
         self.unsettled: list[Unsettled] = []
+        self._pairs: list[Pair] = []
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
@@ -76,12 +77,13 @@ class OptimizerStep:
     def pairs(self) -> list[Pair]:
         """Return ``(parameter, stepped tensor)`` for all the optimizer holds, in its order."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            return []
-        stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        if self.masters is None:
-            return [(param, param) for param in stepped]
-        return [(self.masters.param_of(param), param) for param in stepped]
+        groups = [] if optimizer is None else optimizer.param_groups
+        stepped = [param for group in groups for param in group["params"]]
+        known = self._pairs
+        if len(stepped) != len(known) or any(p is not s for (_, p), s in zip(known, stepped, strict=True)):
+            param_of = self.masters.param_of if self.masters is not None else _itself
+            self._pairs = [(param_of(param), param) for param in stepped]
+        return self._pairs
 
     @property
     def takes_grads_as_they_are(self) -> bool:
@@ -293,3 +295,7 @@ class OptimizerStep:
             if all(isinstance(param, Tensor) for param in given):
                 param_group["params"] = self.masters.replace(given)
         original(param_group)
+
+
+def _itself(param: Tensor) -> Tensor:
+    return param

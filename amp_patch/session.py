@@ -23,8 +23,10 @@ from .master_weights import HALVES, FP32Store
 from .opt_levels import OptLevel, describe
 from .optimizer_step import OptimizerStep
 from .patching import Patches
+from .snapshot import Snapshot
 from .weight_cache import WeightCache
 
+USER_RULES = ("half", "float", "promote", "bfloat16", "off")
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
 
 
@@ -55,6 +57,9 @@ class Session:
         self._steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
         )
+        self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
             weakref.WeakKeyDictionary()
@@ -77,42 +82,37 @@ class Session:
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before."""
         arguments.refuse_twice(optimizers, self._steps)
-        if level.casts_functions:
-            rules = _expand(rules)
+        rules = _expand(rules)
+        models = list(dict.fromkeys(models))
         with contextlib.ExitStack() as on_error:
-            if not self.initialized:
-                on_error.callback(self.deactivate)
-                torch_hooks.install(self._torch_patches)
-                self._step_hook = register_optimizer_step_post_hook(_after_any_step)
-                self.initialized = True
+            self._start(on_error)
+            on_error.callback(Snapshot(models, optimizers).restore)
+            self._set_up_functions(level, rules, on_error)
             self._set_up_models(models, optimizers, level, on_error)
-            scaler_ids = self._assign_scalers(scale_rule, num_losses)
-            for optimizer in optimizers:
-                store = self.store if level.master_weights else None
-                step = OptimizerStep(optimizer, store, scaler_ids, self._announce)
-                on_error.callback(step.release)
-                if level.cast_model_type in HALVES:
-                    step.match_state()
-                self._steps[optimizer] = step
-                on_error.callback(self._steps.pop, optimizer, None)
-            self._patch_functions(level, rules)
+            self._set_up_optimizers(optimizers, level, scale_rule, num_losses, on_error)
+            self._unpatch_if_unused()
             on_error.pop_all()
         self.disabled = False
 
-    def disable(self, optimizers: Sequence[Optimizer]) -> None:
-        """``enabled=False``: later calls with these optimizers do nothing."""
+    def disable(self, optimizers: Any) -> None:
+        """``enabled=False``: later calls with these optimizers, of any type, do nothing."""
         self.disabled = True
-        self._untouched.update(optimizers)
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self._untouched.update(item for item in given if isinstance(item, Optimizer))
 
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
         steps = list(self._steps.values())
+        levels = list(self._levels.items())
         for step in steps:
             step.release()
-        for model, level in list(self._levels.items()):
-            self._restore_model(model, level)
-        for step in steps:
-            step.match_state()
+        for model, level in levels:
+            if level.cast_model_type in HALVES:
+                half_model.restore(model, level.cast_model_type, self.store.exact)
+            self._detach(model)
+        if any(level.cast_model_type in HALVES for _, level in levels):
+            for step in steps:
+                step.match_state()
         self._cast_patches.undo()
         self._torch_patches.undo()
         if self._step_hook is not None:
@@ -124,9 +124,25 @@ class Session:
 
     def register(self, module: Any, name: str, rule: str) -> None:
         """Cast the arguments of ``module.name`` by ``rule`` from the next O1/O4 on, or from now."""
+        before = dict(self._registered)
         self._registered[id(module), name] = (module, name, rule)
-        if self._cast_patches:
+        if not self._cast_patches:
+            return
+        try:
             self._reinstall()
+        except BaseException:
+            self._registered = before
+            self._reinstall()
+            raise
+
+    def _start(self, on_error: contextlib.ExitStack) -> None:
+        """Patch what every level needs, at the first call."""
+        if self.initialized:
+            return
+        on_error.callback(self.deactivate)
+        torch_hooks.install(self._torch_patches)
+        self._step_hook = register_optimizer_step_post_hook(_after_any_step)
+        self.initialized = True
 
     def _set_up_models(
         self,
@@ -136,23 +152,48 @@ class Session:
         on_error: contextlib.ExitStack,
     ) -> None:
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        for model in models:
+            on_error.callback(self._put_back, model, self._levels.get(model))
+            if level.cast_model_type in HALVES:
+                self._store_in_half(model, level, stepped)
+            self._attach(model, level)
+            self.follow_device(model)
+            if level.casts_functions:
+                self.cache.add_model(model)
+
+    def _attach(self, model: nn.Module, level: OptLevel) -> None:
+        """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
+        self._detach(model)
         outputs = level.cast_model_outputs or (torch.float32 if level.cast_model_type else None)
-        casts = ForwardCasts(
+        ForwardCasts(
             level=level.half_dtype if level.casts_functions else OFF,
             region_dtype=level.half_dtype,
             inputs=level.cast_model_type,
             outputs=outputs,
             observe=_observe_cast_model if level.casts_functions else _observe_model,
-        )
-        for model in models:
-            self._levels[model] = level
-            on_error.callback(self._restore_model, model, level)
-            if level.cast_model_type in HALVES:
-                self._store_in_half(model, level, stepped)
-            casts.attach(model)
-            self.follow_device(model)
-            if level.casts_functions:
-                self.cache.add_model(model)
+        ).attach(model)
+        self._levels[model] = level
+        if level.cast_model_type in HALVES:
+            self._state_hooks[model] = [
+                handle
+                for module in model.modules()
+                for handle in (
+                    module.register_state_dict_post_hook(_write_state),
+                    module.register_load_state_dict_pre_hook(_read_state),
+                )
+            ]
+
+    def _detach(self, model: nn.Module) -> None:
+        half_model.detach(model)
+        for handle in self._state_hooks.pop(model, ()):
+            handle.remove()
+        self._levels.pop(model, None)
+
+    def _put_back(self, model: nn.Module, level: OptLevel | None) -> None:
+        """Undo `_attach`: the hooks are again those of ``level``, or none."""
+        self._detach(model)
+        if level is not None:
+            self._attach(model, level)
 
     def _store_in_half(self, model: nn.Module, level: OptLevel, stepped: set[int]) -> None:
         dtype = level.cast_model_type
@@ -164,22 +205,28 @@ class Session:
                 self.store.set(param, original)
             elif original.grad is not None:
                 param.grad = original.grad.to(dtype)
-        self._state_hooks[model] = [
-            handle
-            for module in model.modules()
-            for handle in (
-                module.register_state_dict_post_hook(_write_state),
-                module.register_load_state_dict_pre_hook(_read_state),
-            )
-        ]
 
-    def _restore_model(self, model: nn.Module, level: OptLevel) -> None:
-        half_model.detach(model)
-        for handle in self._state_hooks.pop(model, ()):
-            handle.remove()
-        if level.cast_model_type in HALVES:
-            half_model.restore(model, level.cast_model_type, self.store.exact)
-        self._levels.pop(model, None)
+    def _set_up_optimizers(
+        self,
+        optimizers: Sequence[Optimizer],
+        level: OptLevel,
+        scale_rule: ScaleRule,
+        num_losses: int,
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        on_error.callback(self._set_scalers, list(self.scalers))
+        scaler_ids = self._assign_scalers(scale_rule, num_losses)
+        for optimizer in optimizers:
+            store = self.store if level.master_weights else None
+            step = OptimizerStep(optimizer, store, scaler_ids, self._announce)
+            on_error.callback(step.release)
+            self._steps[optimizer] = step
+            on_error.callback(self._steps.pop, optimizer, None)
+            if level.cast_model_type in HALVES:
+                step.match_state()
+
+    def _set_scalers(self, scalers: Sequence[LossScaler]) -> None:
+        self.scalers[:] = scalers
 
     def _assign_scalers(self, rule: ScaleRule, num_losses: int) -> dict[int, int]:
         """Return loss_id -> index in `scalers` for the optimizers of one call.
@@ -188,29 +235,52 @@ class Session:
         reset; where the rule differs the call gets one of its own at the end of the list.
         """
         in_use = {index for step in self._steps.values() for index in step.scalers.values()}
-        assigned = {}
+        del self.scalers[max(in_use, default=-1) + 1 :]
+        assigned: dict[int, int] = {}
         for loss_id in range(num_losses):
             index = loss_id
-            if loss_id in in_use and self.scalers[loss_id].rule != rule:
+            shared = index in in_use and self.scalers[index].rule == rule
+            taken = index in in_use or index in assigned.values()
+            if index >= len(self.scalers) or (taken and not shared):
                 index = len(self.scalers)
-            if index >= len(self.scalers):
                 self.scalers.append(LossScaler(rule))
-            elif index not in in_use:
+            elif not shared:
                 self.scalers[index] = LossScaler(rule)
             assigned[loss_id] = index
         return assigned
 
-    def _patch_functions(self, level: OptLevel, rules: Mapping[str, str]) -> None:
-        """Patch torch's functions while a model at O1 or O4 lives, and only then."""
+    def _set_up_functions(
+        self, level: OptLevel, rules: Mapping[str, str], on_error: contextlib.ExitStack
+    ) -> None:
+        """Patch torch's functions for O1 and O4; rules hold while a model at O1 or O4 lives."""
+        on_error.callback(process.restore, process.save())
         process.region_dtype = level.half_dtype
-        if level.casts_functions:
-            process.dtype = level.half_dtype
-            if rules or not self._cast_patches:
-                self._user_rules.update(rules)
-                self._reinstall()
-        elif not any(other.casts_functions for other in self._levels.values()):
+        if not level.casts_functions:
+            return
+        process.dtype = level.half_dtype
+        rules = {**(self._user_rules if self._casting_levels() else {}), **rules}
+        if rules == self._user_rules and self._cast_patches:
+            return
+        on_error.callback(self._set_user_rules, self._user_rules, bool(self._cast_patches))
+        self._set_user_rules(rules, True)
+
+    def _set_user_rules(self, rules: dict[str, str], patched: bool) -> None:
+        self._user_rules = rules
+        self._cast_patches.undo()
+        if patched:
+            self._reinstall()
+
+    def _unpatch_if_unused(self) -> None:
+        """Torch's functions stay patched while a model at O1 or O4 lives, and only then."""
+        dtypes = {level.half_dtype for level in self._casting_levels()}
+        if not dtypes:
             process.dtype = OFF
-            self._cast_patches.undo()
+            self._set_user_rules({}, False)
+        elif process.dtype not in dtypes:
+            process.dtype = dtypes.pop()
+
+    def _casting_levels(self) -> list[OptLevel]:
+        return [level for level in self._levels.values() if level.casts_functions]
 
     def _reinstall(self) -> None:
         self._cast_patches.undo()
@@ -310,10 +380,16 @@ class Session:
 
     def follow_device(self, model: nn.Module) -> None:
         """Casts act on the device types of the models' parameters, moved ones included."""
-        param = next(model.parameters(), None)
-        kind = "cpu" if param is None else param.device.type
-        if kind not in process.devices:
-            process.devices |= {p.device.type for p in model.parameters()} | {kind}
+        # One parameter speaks for all: looking through a model takes longer than its hooks.
+        param = self._probes.get(model, _nothing)()
+        if param is None:
+            param = next(model.parameters(), None)
+            if param is None:
+                return
+            self._probes[model] = weakref.ref(param)
+        elif param.device.type in process.devices:
+            return
+        process.devices |= {p.device.type for p in model.parameters()}
 
 
 def _expand(rules: Mapping[str, str]) -> dict[str, str]:
@@ -334,9 +410,6 @@ def _expand(rules: Mapping[str, str]) -> dict[str, str]:
     return expanded
 
 
-USER_RULES = ("half", "float", "promote", "bfloat16", "off")
-
-
 def print_level(level: OptLevel) -> None:
     """Print the options in apex's words, on the first rank only."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -346,6 +419,10 @@ def print_level(level: OptLevel) -> None:
 
 #: The session of this process. Hooks on models must be picklable, so they find it here.
 session = Session()
+
+
+def _nothing() -> None:
+    return None
 
 
 def _observe_model(model: nn.Module) -> None:
