@@ -41,6 +41,14 @@ class ProcessMode:
         self.region_dtype: torch.dtype | None = None
         self.devices: frozenset[str] = frozenset()
 
+    def save(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        return dict(vars(self))
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Set what `save` returned."""
+        vars(self).update(saved)
+
 
 class CastMode(threading.local):
     """The calling thread's mode.

@@ -40,6 +40,7 @@ LAYERS = {
     "loss_scaler": 0,
     "opt_levels": 0,
     "patching": 0,
+    "snapshot": 0,
 }
 MAX_FUNCTION_LINES = 60
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not
