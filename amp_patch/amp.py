@@ -106,10 +106,10 @@ def initialize(
             optimizer passed before.
         ValueError: a scale, factor, count or rule out of range.
     """
-    session.verbosity = verbosity
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
-        session.disable(arguments.optimizers_of(optimizers))
+        session.disable(optimizers)
+        session.verbosity = verbosity
         return result
     level = opt_levels.resolve(
         opt_level,
@@ -137,6 +137,7 @@ def initialize(
         arguments.count_of(num_losses),
         arguments.rules_of(rules, level.name, level.casts_functions),
     )
+    session.verbosity = verbosity
     if verbosity > 0:
         print_level(level)
     return result

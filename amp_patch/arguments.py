@@ -37,13 +37,11 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
 
     Raises:
         TypeError: anything else, or LBFGS.
-        RuntimeError: the same optimizer twice.
     """
     if optimizers is None:
         return []
     rule = "optimizers must be a torch.optim.Optimizer or a list or tuple of"
     found = _as_list(optimizers, Optimizer, rule)
-    refuse_twice(found, ())
     for optimizer in found:
         if isinstance(optimizer, LBFGS):
             raise TypeError(
@@ -133,6 +131,12 @@ def rules_of(rules: Any, level: str, casts_functions: bool) -> dict[str, str]:
             f"rules must map functions to rules; got {type(rules).__name__}; call "
             "amp.initialize(..., rules={'softmax': 'half'})."
         )
+    for name in rules:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"rules must name functions by strings; got {name!r}; call "
+                f"amp.initialize(..., rules={{'softmax': {rules[name]!r}}})."
+            )
     if rules and not casts_functions:
         raise RuntimeError(
             f"rules say how functions are cast, which opt_level {level!r} does not do; got "

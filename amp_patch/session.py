@@ -300,14 +300,14 @@ class Session:
             TypeError: not an optimizer or a list or tuple of them.
             RuntimeError: `amp.initialize` was not called, or not with this optimizer.
         """
-        given = arguments.optimizers_of(optimizers)
+        if self._is_disabled(optimizers):
+            return None
+        given = list(dict.fromkeys(arguments.optimizers_of(optimizers)))
         if not given:
             raise TypeError(
                 f"{caller} needs the optimizer whose gradients it handles; got {optimizers!r}; "
                 f"{_MEND}."
             )
-        if all(optimizer not in self._steps for optimizer in given) and self._is_disabled(given):
-            return None
         for optimizer in given:
             if optimizer not in self._steps:
                 raise RuntimeError(
@@ -340,16 +340,16 @@ class Session:
         """Return what was set up for an optimizer, or None."""
         return self._steps.get(optimizer)
 
-    def scaler_of(self, step: OptimizerStep, loss_id: int) -> int:
-        """Return the index of the scaler of a loss.
+    def scaler_of(self, step: OptimizerStep, loss_id: Any) -> int:
+        """Return the index of the scaler of an optimizer's loss.
 
         Raises:
             IndexError: no such loss.
         """
-        index = step.scalers.get(loss_id, loss_id)
-        return self.check_scaler(index)
+        known = loss_id in step.scalers if isinstance(loss_id, int) else False
+        return step.scalers[loss_id] if known else self.check_scaler(loss_id)
 
-    def check_scaler(self, index: int) -> int:
+    def check_scaler(self, index: Any) -> int:
         """Return ``index`` if the list of scalers has it.
 
         Raises:
@@ -362,9 +362,14 @@ class Session:
             )
         return index
 
-    def _is_disabled(self, optimizers: Sequence[Optimizer]) -> bool:
-        known = all(optimizer in self._untouched for optimizer in optimizers)
-        return known or (self.disabled and not self.initialized)
+    def _is_disabled(self, optimizers: Any) -> bool:
+        if not self.initialized:
+            return self.disabled
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        return bool(self._untouched and given) and all(
+            isinstance(item, Optimizer) and item in self._untouched and item not in self._steps
+            for item in given
+        )
 
     def _announce(self, message: str) -> None:
         if self.verbosity > 0:
