@@ -176,7 +176,10 @@ def resolve(
 
 
 def describe(level: OptLevel) -> str:
-    """Return the text that apex prints for a resolved level, without the last line's newline."""
+    """Return the text that apex prints for a resolved level, without the last line's newline.
+
+    NVIDIA's at O0 to O3, ROCm's at O4 and O5, which shows one option more.
+    """
     lines = [
         f"Selected optimization level {level.brief}\n",
         "Defaults for this optimization level are:",
@@ -189,7 +192,12 @@ def describe(level: OptLevel) -> str:
 
 
 def _option_lines(level: OptLevel) -> list[str]:
-    return [f"{option:22} : {value}" for option, value in level.options().items()]
+    options = level.options()
+    width = 26
+    if level.name not in ("O4", "O5"):
+        del options["patch_torch_functions_type"]
+        width = 22
+    return [f"{option:{width}} : {value}" for option, value in options.items()]
 
 
 def _level_named(opt_level: object) -> OptLevel:

@@ -34,7 +34,6 @@ enabled                : True
 opt_level              : O2
 cast_model_type        : torch.float16
 patch_torch_functions  : False
-patch_torch_functions_type : None
 keep_batchnorm_fp32    : True
 master_weights         : True
 loss_scale             : dynamic
@@ -44,10 +43,32 @@ enabled                : True
 opt_level              : O2
 cast_model_type        : torch.float16
 patch_torch_functions  : False
-patch_torch_functions_type : None
 keep_batchnorm_fp32    : False
 master_weights         : True
 loss_scale             : 128.0"""
+
+DESCRIPTION_OF_O5 = """\
+Selected optimization level O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.
+
+Defaults for this optimization level are:
+enabled                    : True
+opt_level                  : O5
+cast_model_type            : torch.bfloat16
+patch_torch_functions      : False
+patch_torch_functions_type : None
+keep_batchnorm_fp32        : True
+master_weights             : True
+loss_scale                 : 1.0
+Processing user overrides (additional kwargs that are not None)...
+After processing overrides, optimization options are:
+enabled                    : True
+opt_level                  : O5
+cast_model_type            : torch.bfloat16
+patch_torch_functions      : False
+patch_torch_functions_type : None
+keep_batchnorm_fp32        : True
+master_weights             : True
+loss_scale                 : 1.0"""
 
 BRIEFS = {
     "O0": "O0:  Pure FP32 training.",
@@ -101,16 +122,18 @@ def test_options_keep_the_order_that_apex_prints() -> None:
 
 def test_description_is_what_apex_prints() -> None:
     assert describe(resolve("O2", keep_batchnorm_fp32="False", loss_scale=128)) == DESCRIPTION_OF_O2
+    assert describe(resolve("O5")) == DESCRIPTION_OF_O5
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_description_shows_defaults_first_and_overrides_last(name: str) -> None:
     lines = describe(resolve(name, loss_scale="64")).splitlines()
-    default = f"loss_scale             : {TABLE[name][5]}"
+    width = 26 if name in ("O4", "O5") else 22
+    default = f"{'loss_scale':{width}} : {TABLE[name][5]}"
     assert lines[:2] == [f"Selected optimization level {BRIEFS[name]}", ""]
     assert [line for line in lines if line.startswith("loss_scale")] == [
         default,
-        "loss_scale             : 64.0",
+        f"{'loss_scale':{width}} : 64.0",
     ]
 
 
