@@ -34,10 +34,11 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
         assert line in done.stdout
 
 
-def test_a_quick_run_is_not_saved() -> None:
-    done = run("--quick", "--save")
+@pytest.mark.parametrize("partly", [["--quick"], ["--only", "casts"]])
+def test_only_a_whole_measurement_is_written(partly: list[str]) -> None:
+    done = run("--write-readme", *partly)
     assert done.returncode == 2
-    assert "--quick measures nothing worth keeping; leave it out" in done.stderr
+    assert "--write-readme needs the whole measurement; leave out --quick" in done.stderr
 
 
 def test_candidates_take_turns_in_an_order_that_rotates() -> None:

@@ -1,7 +1,8 @@
 """Measures amp_patch against torch's own tools and compares with what must be reached.
 
     python tests/benchmarks/run.py
-    python tests/benchmarks/run.py --only casts host --save --write-readme
+    python tests/benchmarks/run.py --only casts host
+    python tests/benchmarks/run.py --write-readme
 
 Times are ratios of runs in this one process, on one thread, taken in turn, round by round.
 """
@@ -94,11 +95,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="few rounds and small models, to see that it runs"
     )
-    parser.add_argument("--save", action="store_true", help="write results/cpu.json")
-    parser.add_argument("--write-readme", action="store_true", help="write the table there too")
+    parser.add_argument(
+        "--write-readme", action="store_true", help="write the table there, and results/cpu.json"
+    )
     args = parser.parse_args()
-    if args.quick and (args.save or args.write_readme):
-        parser.error("--quick measures nothing worth keeping; leave it out to save results")
+    if args.write_readme and (args.quick or len(args.only) < len(PARTS)):
+        parser.error("--write-readme needs the whole measurement; leave out --quick and --only")
     return args
 
 
@@ -108,9 +110,8 @@ def main() -> None:
     with Progress() as progress:
         rows = [row for name in args.only for row in PARTS[name](args, progress)]
     Console().print(report.as_table(rows))
-    if args.save:
-        report.save(rows)
     if args.write_readme:
+        report.save(rows)
         report.write_readme(rows)
 
 
