@@ -1,12 +1,13 @@
 """Takes gradients from the model's parameters to what the optimizer steps: scaled to unscaled.
 
-Knows pairs of tensors only: a parameter that backward writes to, and the tensor that the
-optimizer steps (the same one, or its fp32 master).
+Knows lists of tensors only: the parameters that backward writes to, and for each the tensor
+that the optimizer steps (the same one, or its fp32 master).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,12 @@ from torch import Tensor
 from . import kernels
 from .kernels import GradCheck
 
-Pair = tuple[Tensor, Tensor]
+
+class Held(NamedTuple):
+    """What an optimizer holds, in its order: parameters, and what it steps for each."""
+
+    params: list[Tensor]
+    stepped: list[Tensor]
 
 
 class Gradients:
@@ -22,21 +28,21 @@ class Gradients:
 
     ``set_aside`` before a backward, then ``receive`` (unscale what it wrote and add what was
     there), or ``delay`` (leave it scaled for the next backward to add to), or ``put_back``.
-    Each takes ``(parameter, stepped tensor)`` for everything the optimizer holds at that moment.
 
     Attributes:
         delayed_scale: the scale of gradients left scaled, None where there are none.
     """
 
     def __init__(self) -> None:
+        self.delayed_scale: float | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received: dict[int, int] = {}
-        self.delayed_scale: float | None = None
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
+        self._room = _Room()
 
-    def are_delayed(self, pairs: Sequence[Pair]) -> bool:
+    def are_delayed(self, held: Held) -> bool:
         """True while gradients are still multiplied by a loss scale."""
-        if self.delayed_scale is not None and all(p.grad is None for p, _ in pairs):
+        if self.delayed_scale is not None and all(p.grad is None for p in held.params):
             self.forget()  # the user dropped them: model.zero_grad(), p.grad = None
         return self.delayed_scale is not None
 
@@ -47,33 +53,31 @@ class Gradients:
         self._delayed_versions.clear()
         self.delayed_scale = None
 
-    def set_aside(self, pairs: Sequence[Pair], scale: float) -> None:
+    def set_aside(self, held: Held, scale: float) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside; a half gradient that a master has received is dropped.
         Delayed gradients stay for the backward to add to, brought to the new scale if it moved.
         """
-        if self.are_delayed(pairs):
-            self._rescale_delayed(pairs, scale)
+        if self.delayed_scale is not None and self.are_delayed(held):
+            self._rescale_delayed(held, scale)
             return
         self._aside.clear()
-        for param, stepped in pairs:
+        if self._received:
+            self._drop_cleared(held)
+        for param, stepped in zip(*held, strict=True):
             grad = param.grad
-            if param is not stepped:
-                if stepped.grad is not None and self._was_cleared(param, grad):
-                    stepped.grad = None
+            if grad is not None:
                 param.grad = None
-            elif grad is not None:
-                self._aside.append((param, grad))
-                param.grad = None
-        self._received.clear()
+                if param is stepped:
+                    self._aside.append((param, grad))
 
     def delay(self, scale: float) -> None:
         """Leave what the backward wrote scaled."""
         self.delayed_scale = scale
         self._delayed_versions.clear()
 
-    def put_back(self, pairs: Sequence[Pair]) -> None:
+    def put_back(self, held: Held) -> None:
         """The backward failed: drop what it wrote, restore what was there.
 
         What it added to delayed gradients cannot be taken away again: where it wrote to any,
@@ -83,71 +87,141 @@ class Gradients:
             if all(_unchanged(*noted) for noted in self._delayed_versions):
                 return
             self.delayed_scale = None
-        for param, _ in pairs:
+        for param in held.params:
             param.grad = None
         for param, grad in self._aside:
             param.grad = grad
         self._aside.clear()
 
-    def receive(self, pairs: Sequence[Pair], scale: float) -> tuple[GradCheck, list[Tensor]]:
+    def receive(self, held: Held, scale: float) -> tuple[GradCheck, list[Tensor]]:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        written = [(p, s, p.grad) for p, s in pairs if p.grad is not None]
-        sources = [grad for _, _, grad in written]
-        targets = [g if p is s else _like_master(g, s) for p, s, g in written]
+        grads = [param.grad for param in held.params]
+        params = [p for p, grad in zip(held.params, grads, strict=True) if grad is not None]
+        stepped = [s for s, grad in zip(held.stepped, grads, strict=True) if grad is not None]
+        sources = [grad for grad in grads if grad is not None]
+        if all(map(_is, params, stepped)):
+            targets = sources
+        else:
+            targets = self._room.of(sources, params, stepped)
+            self._received = {id(p): g._version for p, g in zip(params, sources, strict=True)}
         check = kernels.unscale(sources, targets, scale)
-        self._add_earlier(written, targets)
+        self._add_earlier(params, stepped, targets)
         self.delayed_scale = None
-        return check, [param for param, _, _ in written]
+        return check, params
 
     @torch.no_grad()
-    def _add_earlier(self, written: list[tuple[Tensor, Tensor, Tensor]], new: list[Tensor]) -> None:
+    def _add_earlier(
+        self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]
+    ) -> None:
         """Add what was there before the backward: gradients set aside, or a master's own."""
-        aside = {id(param): (param, grad) for param, grad in self._aside}
-        sums: list[Pair] = []
-        for (param, stepped, grad), target in zip(written, new, strict=True):
-            if param is stepped:
-                _, earlier = aside.pop(id(param), (param, None))
-            else:
-                earlier = stepped.grad
-                self._received[id(param)] = grad._version
+        aside = {id(param): grad for param, grad in self._aside}
+        sums: list[tuple[Tensor, Tensor]] = []
+        for param, master, target in zip(params, stepped, targets, strict=True):
+            earlier = aside.get(id(param)) if param is master else master.grad
             if earlier is None:
-                stepped.grad = target
+                master.grad = target
             elif earlier.is_sparse or target.is_sparse:
-                stepped.grad = earlier + target
+                master.grad = earlier + target
             else:
                 sums.append((earlier, target))
-                stepped.grad = earlier
-        kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
-        for param, grad in aside.values():
-            param.grad = grad
+                master.grad = earlier
+        if sums:
+            kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
+        for param, grad in self._aside:
+            if param.grad is None:
+                param.grad = grad
         self._aside.clear()
 
-    def _was_cleared(self, param: Tensor, grad: Tensor | None) -> bool:
-        """True where the user cleared a half gradient since its master received it."""
-        version = self._received.get(id(param))
-        if version is None or grad is None:
-            return version is not None
-        return grad._version != version and not bool(kernels.values(grad).any())
+    def _drop_cleared(self, held: Held) -> None:
+        """Where the user cleared a half gradient, drop what its master received of it, too."""
+        for param, master in zip(*held, strict=True):
+            if param is not master and master.grad is not None and id(param) in self._received:
+                grad, version = param.grad, self._received[id(param)]
+                if grad is None or (grad._version != version and not kernels.values(grad).any()):
+                    master.grad = None
+        self._received.clear()
 
     @torch.no_grad()
-    def _rescale_delayed(self, pairs: Sequence[Pair], scale: float) -> None:
+    def _rescale_delayed(self, held: Held, scale: float) -> None:
         old = self.delayed_scale
         if old is not None and scale != old:
-            grads = [kernels.values(p.grad) for p, _ in pairs if p.grad is not None]
+            grads = [kernels.values(p.grad) for p in held.params if p.grad is not None]
             torch._foreach_mul_(grads, scale / old)
             self.delayed_scale = scale
         self._delayed_versions = [
             (param, param.grad, 0 if param.grad is None else param.grad._version)
-            for param, _ in pairs
+            for param in held.params
         ]
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
 
 
 def _unchanged(param: Tensor, grad: Tensor | None, version: int) -> bool:
     return param.grad is grad and (grad is None or grad._version == version)
+
+
+#: Elements up to which a master's gradient keeps its memory from one step to the next: to make
+#: it anew costs the host as much as the whole arithmetic of a small tensor.
+_SMALL = 1 << 14
+
+
+# Of a tensor that only the room holds: the list's, the loop's, and getrefcount's own argument.
+_PLAIN_REFERENCES = 3
+
+
+class _Room:
+    """Tensors for masters' gradients: small ones are used again unless somebody holds one."""
+
+    def __init__(self) -> None:
+        self._masters: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self._storages: list[int] = []
+        self._addresses: list[int] = []
+
+    def of(
+        self, sources: list[Tensor], params: list[Tensor], stepped: list[Tensor]
+    ) -> list[Tensor]:
+        """Return the tensors that ``sources``, the gradients of ``params``, are received in."""
+        kept = self._keep(
+            [
+                (source, master)
+                for source, param, master in zip(sources, params, stepped, strict=True)
+                if param is not master and not source.is_sparse and source.numel() <= _SMALL
+            ]
+        )
+        return [
+            source
+            if param is master
+            else kept[id(master)]
+            if id(master) in kept
+            else _like_master(source, master)
+            for source, param, master in zip(sources, params, stepped, strict=True)
+        ]
+
+    def _keep(self, small: list[tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+        masters = [master for _, master in small]
+        same = len(masters) == len(self._masters) and all(map(_is, masters, self._masters))
+        if not same or not self._is_free():
+            self._masters = masters
+            self._kept = [_like_master(source, master) for source, master in small]
+            self._storages = [tensor.untyped_storage()._cdata for tensor in self._kept]
+            self._addresses = [master.data_ptr() for master in masters]
+        return dict(zip(map(id, masters), self._kept, strict=True))
+
+    def _is_free(self) -> bool:
+        """True while nobody holds a kept tensor, a graph with it or a view of it."""
+        return (
+            [master.data_ptr() for master in self._masters] == self._addresses
+            and all(sys.getrefcount(tensor) <= _PLAIN_REFERENCES for tensor in self._kept)
+            and all(torch._C._storage_Use_Count(storage) == 1 for storage in self._storages)
+            and all(tensor._use_count() == 1 for tensor in self._kept)  # type: ignore[attr-defined]
+        )
 
 
 def _like_master(grad: Tensor, master: Tensor) -> Tensor:

@@ -22,18 +22,26 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Exact:
-    """An fp32 value, and its version when the parameter was last equal to it."""
+    """An fp32 value, and its version when the parameter was last equal to it.
 
-    __slots__ = ("value", "version")
+    The version stands in a list that may belong to several values: a step notes them all at once.
+    """
 
-    def __init__(self, value: Tensor) -> None:
+    __slots__ = ("_index", "_versions", "value")
+
+    def __init__(self, value: Tensor, versions: list[int], index: int) -> None:
         self.value = value
-        self.version = value._version
+        self._versions = versions
+        self._index = index
+        self.note_equal()
+
+    def note_equal(self) -> None:
+        self._versions[self._index] = self.value._version
 
     @property
     def wins(self) -> bool:
         """True where the value was written to since it was equal to the parameter."""
-        return self.version != self.value._version
+        return self._versions[self._index] != self.value._version
 
 
 class FP32Store:
@@ -50,11 +58,22 @@ class FP32Store:
         """Forget every value."""
         self._values = WeakTensorKeyDictionary()
 
-    def set(self, param: Tensor, value: Tensor) -> _Exact:
-        """Enter ``value``, of which ``param`` holds the rounded copy."""
-        exact = _Exact(value)
-        self._values[param] = exact
-        return exact
+    def set(
+        self, param: Tensor, value: Tensor, versions: list[int] | None = None, index: int = 0
+    ) -> None:
+        """Enter ``value``, of which ``param`` holds the rounded copy.
+
+        Args:
+            param: the half parameter.
+            value: fp32, same shape.
+            versions: where the version of ``value`` is noted; a list of its own if None.
+            index: the place in ``versions``.
+        """
+        self._values[param] = _Exact(value, [0] if versions is None else versions, index)
+
+    def wins(self, param: Tensor) -> bool:
+        """Return whether the fp32 value was written to since the parameter was equal to it."""
+        return bool(self._values[param].wins)
 
     @torch.no_grad()
     def exact(self, param: Tensor) -> Tensor:
@@ -94,7 +113,7 @@ class FP32Store:
             entry = None if param is None else self._values.get(param)
             if isinstance(new, Tensor) and entry is not None and new.shape == entry.value.shape:
                 entry.value.copy_(new)
-                entry.version = entry.value._version
+                entry.note_equal()
 
 
 class MasterWeights:
@@ -109,34 +128,40 @@ class MasterWeights:
     def __init__(self, optimizer: Optimizer, store: FP32Store) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._store = store
-        self._masters: dict[int, tuple[Tensor, Tensor, _Exact]] = {}
-        self._addresses: list[tuple[int, int]] = []
-        self._parts: list[tuple[list[Tensor], ...]] = []
-        self._comparison = kernels.Comparison([], [])
+        self._params: list[Tensor] = []
+        self._masters: list[Tensor] = []
+        self._versions: list[int] = []
+        self._params_by_master: dict[int, Tensor] = {}
+        self._forget_addresses()
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
-        found = self._masters.get(id(stepped))
-        return stepped if found is None else found[0]
+        return self._params_by_master.get(id(stepped), stepped)
 
     def replace(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return ``params`` with a master in place of each half one."""
-        known = {id(param): master for param, master, _ in self._masters.values()}
-        return [
-            param if param.dtype not in HALVES else known.get(id(param)) or self._make_master(param)
-            for param in params
-        ]
+        known = dict(zip(map(id, self._params), self._masters, strict=True))
+        replaced = []
+        for param in params:
+            if param.dtype in HALVES:
+                known[id(param)] = known[id(param)] if id(param) in known else self._make(param)
+            replaced.append(known.get(id(param), param))
+        return replaced
 
-    def _make_master(self, param: Tensor) -> Tensor:
+    def _make(self, param: Tensor) -> Tensor:
         value = self._store.take(param)
         master = nn.Parameter(value, requires_grad=param.requires_grad)
         grad = param.grad if value.grad is None else value.grad
         master.grad = None if grad is None else grad.float()
         # Optimizers look at attributes that users set on parameters.
         vars(master).update(vars(param))
-        self._masters[id(master)] = (param, master, self._store.set(param, master))
+        self._params.append(param)
+        self._masters.append(master)
+        self._versions.append(0)
+        self._params_by_master[id(master)] = param
+        self._store.set(param, master, self._versions, len(self._versions) - 1)
         optimizer = self._optimizer()
         if optimizer is not None and param in optimizer.state:
             optimizer.state[master] = optimizer.state.pop(param)
@@ -145,36 +170,35 @@ class MasterWeights:
     def expose(self) -> None:
         """The user gets the masters to write to: from now on they win where the two differ."""
         self.reconcile()
-        for _, _, exact in self._masters.values():
-            exact.version = -1
+        self._versions[:] = [-1] * len(self._versions)
 
     @torch.no_grad()
     def reconcile(self) -> None:
         """Let each half parameter and its master follow whichever the user wrote to."""
-        if self._compared().differs():
-            for param, master, exact in self._masters.values():
-                if exact.wins:
+        if self._compare().differs():
+            for param, master in zip(self._params, self._masters, strict=True):
+                if self._store.wins(param):
                     param.copy_(master)
                 else:
                     same = master.to(param.dtype) == param
                     master.copy_(torch.where(same, master, param.float()))
         self._note_equal()
 
+    @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the half parameters: one call per dtype."""
         for masters, params in self._parts:
-            with torch.no_grad():
-                torch._foreach_copy_(params, masters)
+            torch._foreach_copy_(params, masters)
         self._note_equal()
 
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
-        for _, master, _ in self._masters.values():
+        for master in self._masters:
             master.grad = None
 
     def zero_param_grads(self, set_to_none: bool) -> None:
         """Clear the half parameters' gradients, as ``optimizer.zero_grad`` clears the masters'."""
-        for param, _, _ in self._masters.values():
+        for param in self._params:
             if set_to_none or param.grad is None:
                 param.grad = None
             else:
@@ -184,7 +208,7 @@ class MasterWeights:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
         self.reconcile()
         optimizer = self._optimizer()
-        for param, master, _ in self._masters.values():
+        for param, master in zip(self._params, self._masters, strict=True):
             param.grad = None
             param.data = master.data
             param.grad = master.grad
@@ -192,34 +216,39 @@ class MasterWeights:
                 optimizer.state[param] = optimizer.state.pop(master)
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"][:] = [self.param_of(param) for param in group["params"]]
+        self._params.clear()
         self._masters.clear()
-        self._addresses = []
-        self._parts = []
+        self._versions.clear()
+        self._params_by_master.clear()
+        self._forget_addresses()
+
+    def _forget_addresses(self) -> None:
+        self._addresses: list[int] = []
+        self._parts: list[tuple[list[Tensor], ...]] = []
         self._comparison = kernels.Comparison([], [])
 
-    def _compared(self) -> kernels.Comparison:
+    def _compare(self) -> kernels.Comparison:
         """Return the comparison of masters and parameters, made anew where any was replaced.
 
         ``model.to(device)``, ``p.data = t`` and new parameter groups do that.
         """
-        entries = self._masters.values()
-        addresses = [(p.data_ptr(), m.data_ptr()) for p, m, _ in entries]
-        if addresses != self._addresses:
+        if self._find_addresses() != self._addresses:
             self._follow_devices()
-            self._addresses = [(p.data_ptr(), m.data_ptr()) for p, m, _ in entries]
-            params, masters = [p for p, _, _ in entries], [m for _, m, _ in entries]
-            self._parts = kernels.alike(masters, params)
-            self._comparison = kernels.Comparison(masters, params)
+            self._addresses = self._find_addresses()
+            self._parts = kernels.alike(self._masters, self._params)
+            self._comparison = kernels.Comparison(self._masters, self._params)
         return self._comparison
 
+    def _find_addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._params + self._masters]
+
     def _note_equal(self) -> None:
-        for _, master, exact in self._masters.values():
-            exact.version = master._version
+        self._versions[:] = [master._version for master in self._masters]
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""
         optimizer = self._optimizer()
-        for param, master, _ in self._masters.values():
+        for param, master in zip(self._params, self._masters, strict=True):
             if master.device == param.device or optimizer is None:
                 continue
             grad, master.grad = master.grad, None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .cast_mode import mode
-from .gradients import Gradients, Pair
+from .gradients import Gradients, Held
 from .kernels import GradCheck
 from .master_weights import HALVES, FP32Store, MasterWeights
 from .patching import Patches, bind
@@ -68,22 +69,23 @@ class OptimizerStep:
         self.skipped = False
         self.scaling = False
         self.unsettled: list[Unsettled] = []
-        self._pairs: list[Pair] = []
+        self._held = Held([], [])
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
 
-    def pairs(self) -> list[Pair]:
-        """Return ``(parameter, stepped tensor)`` for all the optimizer holds, in its order."""
+    def held(self) -> Held:
+        """Return what the optimizer holds now."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         stepped = [param for group in groups for param in group["params"]]
-        known = self._pairs
-        if len(stepped) != len(known) or any(p is not s for (_, p), s in zip(known, stepped, strict=True)):
-            param_of = self.masters.param_of if self.masters is not None else _itself
-            self._pairs = [(param_of(param), param) for param in stepped]
-        return self._pairs
+        known = self._held.stepped
+        if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
+            masters = self.masters
+            params = stepped if masters is None else [masters.param_of(p) for p in stepped]
+            self._held = Held(params, stepped)
+        return self._held
 
     @property
     def takes_grads_as_they_are(self) -> bool:
@@ -92,7 +94,7 @@ class OptimizerStep:
 
     def begin_backward(self, scale: float) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``."""
-        self.gradients.set_aside(self.pairs(), scale)
+        self.gradients.set_aside(self.held(), scale)
         self.scaling = True
 
     def delay_unscale(self, scale: float) -> None:
@@ -103,12 +105,12 @@ class OptimizerStep:
     def end_backward(self, scale: float) -> tuple[GradCheck, list[Tensor]]:
         """Receive the gradients, unscaled and checked, and the parameters they are of."""
         self.scaling = False
-        return self.gradients.receive(self.pairs(), scale)
+        return self.gradients.receive(self.held(), scale)
 
     def abandon_backward(self) -> None:
         """The body of ``scale_loss`` raised: the gradients are as before it."""
         self.scaling = False
-        self.gradients.put_back(self.pairs())
+        self.gradients.put_back(self.held())
 
     def refuse_nested(self) -> None:
         """Raise inside a ``scale_loss`` of the same optimizer.
@@ -137,7 +139,7 @@ class OptimizerStep:
         """
         if self.gradients.delayed_scale is None:
             return
-        if self.gradients.are_delayed(self.pairs()):
+        if self.gradients.are_delayed(self.held()):
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
                 "delay_unscale=True) left them scaled. Leave delay_unscale out in the last "
@@ -265,14 +267,14 @@ class OptimizerStep:
 
     def _snapshot(self) -> tuple[list[Tensor], Any]:
         optimizer = self._optimizer()
-        values = [stepped.detach().clone() for _, stepped in self.pairs()]
+        values = [stepped.detach().clone() for stepped in self.held().stepped]
         state = {} if optimizer is None else optimizer.state
         return values, {param: copy.deepcopy(entry) for param, entry in state.items()}
 
     @torch.no_grad()
     def _restore(self, before: tuple[list[Tensor], Any]) -> None:
         values, state = before
-        for (_, stepped), value in zip(self.pairs(), values, strict=True):
+        for stepped, value in zip(self.held().stepped, values, strict=True):
             stepped.copy_(value)
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -295,7 +297,3 @@ class OptimizerStep:
             if all(isinstance(param, Tensor) for param in given):
                 param_group["params"] = self.masters.replace(given)
         original(param_group)
-
-
-def _itself(param: Tensor) -> Tensor:
-    return param
