@@ -182,6 +182,7 @@ class _Room:
         self._masters: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._storages: list[int] = []
+        self._uses: list[int] = []
         self._addresses: list[int] = []
 
     def of(
@@ -211,6 +212,7 @@ class _Room:
             self._masters = masters
             self._kept = [_like_master(source, master) for source, master in small]
             self._storages = [tensor.untyped_storage()._cdata for tensor in self._kept]
+            self._uses = [torch._C._storage_Use_Count(storage) for storage in self._storages]
             self._addresses = [master.data_ptr() for master in masters]
         return dict(zip(map(id, masters), self._kept, strict=True))
 
@@ -219,7 +221,7 @@ class _Room:
         return (
             [master.data_ptr() for master in self._masters] == self._addresses
             and all(sys.getrefcount(tensor) <= _PLAIN_REFERENCES for tensor in self._kept)
-            and all(torch._C._storage_Use_Count(storage) == 1 for storage in self._storages)
+            and [torch._C._storage_Use_Count(storage) for storage in self._storages] == self._uses
             and all(tensor._use_count() == 1 for tensor in self._kept)  # type: ignore[attr-defined]
         )
 

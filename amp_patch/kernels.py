@@ -6,6 +6,7 @@ the gradients receives, unscales and checks them; what it found stays on the dev
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -81,11 +82,11 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
         targets: where they go; fp32 targets keep what fp16 would flush to zero.
         scale: the loss scale, above 0.
     """
-    moved = [(s, t) for s, t in zip(sources, targets, strict=True) if s is not t]
-    if moved:
-        cast(_dense([s for s, _ in moved]), _dense([t for _, t in moved]))
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    for (group,) in alike(_dense(targets)):
+    parts = alike(_dense(sources), _dense(targets))
+    for received, group in parts:
+        if any(map(operator.is_not, received, group)):
+            torch._foreach_copy_(group, received)
         device = group[0].device
         if device not in flags:
             flags[device] = (
@@ -93,6 +94,13 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
                 torch.full((1,), 1.0 / scale, device=device),
             )
         torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
+    if scale < 1.0:
+        # torch checks before it multiplies: what only then overflows is found by a second pass.
+        for _, group in parts:
+            found_inf, inverse = flags[group[0].device]
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                group, found_inf, torch.ones_like(inverse)
+            )
     return GradCheck(targets, [found_inf for found_inf, _ in flags.values()])
 
 
@@ -119,21 +127,26 @@ def clip_by_norm(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> 
     Returns:
         The total norm before, 0-dim fp32 (float64 if a gradient is), on the first device.
     """
-    if not grads:
+    norms = [_norm(grad, norm_type) for grad in grads if values(grad).numel() > 0]
+    if not norms:
         return torch.zeros(())
-    dense = _dense(grads)
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_norm_dtype(g)) for g in dense]
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (group,) in alike(dense):
-        torch._foreach_mul_(group, factor.to(group[0].device, group[0].dtype))
+    for (group,) in alike(_dense(grads)):
+        # A factor in half would be rounded, and flushed to 0 by a large norm.
+        torch._foreach_mul_(group, factor.to(group[0].device))
     return total
 
 
-def _norm_dtype(grad: Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype is torch.float64 else torch.float32
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    is_half = grad.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.float32 if is_half else grad.dtype
+    if grad.is_sparse:
+        # Entries of one index count as their sum.
+        grad = grad.to(dtype).coalesce().values()
+    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
 
 
 class Comparison:
@@ -205,8 +218,10 @@ def _is_uniform(tensors: Sequence[Tensor]) -> bool:
     return dtypes.count(dtypes[0]) == devices.count(devices[0]) == len(tensors)
 
 
-def _dense(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [values(t) if t.is_sparse or t.is_complex() else t for t in tensors]
+def _dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if any(t.is_sparse or t.dtype.is_complex for t in tensors):
+        return [values(tensor) for tensor in tensors]
+    return tensors
 
 
 def values(tensor: Tensor) -> Tensor:
