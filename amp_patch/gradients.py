@@ -43,7 +43,11 @@ class Gradients:
     def are_delayed(self, held: Held) -> bool:
         """True while gradients are still multiplied by a loss scale."""
         if self.delayed_scale is not None and all(p.grad is None for p in held.params):
-            self.forget()  # the user dropped them: model.zero_grad(), p.grad = None
+            # The user dropped them (model.zero_grad(), p.grad = None) and all that came before.
+            for param, stepped in zip(*held, strict=True):
+                if param is not stepped:
+                    stepped.grad = None
+            self.forget()
         return self.delayed_scale is not None
 
     def forget(self) -> None:
@@ -56,8 +60,8 @@ class Gradients:
     def set_aside(self, held: Held, scale: float) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
-        Unscaled gradients wait aside; a half gradient that a master has received is dropped.
-        Delayed gradients stay for the backward to add to, brought to the new scale if it moved.
+        Unscaled gradients wait aside, and half gradients that a master has received, for the case
+        that the backward fails. Delayed gradients stay for the backward to add to, brought to the new scale if it moved.
         """
         if self.delayed_scale is not None and self.are_delayed(held):
             self._rescale_delayed(held, scale)
@@ -65,12 +69,11 @@ class Gradients:
         self._aside.clear()
         if self._received:
             self._drop_cleared(held)
-        for param, stepped in zip(*held, strict=True):
+        for param in held.params:
             grad = param.grad
             if grad is not None:
                 param.grad = None
-                if param is stepped:
-                    self._aside.append((param, grad))
+                self._aside.append((param, grad))
 
     def delay(self, scale: float) -> None:
         """Leave what the backward wrote scaled."""
@@ -92,6 +95,7 @@ class Gradients:
         for param, grad in self._aside:
             param.grad = grad
         self._aside.clear()
+        self._delayed_versions.clear()
 
     def receive(self, held: Held, scale: float) -> tuple[GradCheck, list[Tensor]]:
         """Unscale and check what the backward wrote, and add what was set aside.
@@ -107,7 +111,9 @@ class Gradients:
             targets = sources
         else:
             targets = self._room.of(sources, params, stepped)
-            self._received = {id(p): g._version for p, g in zip(params, sources, strict=True)}
+            self._received.update(
+                (id(param), grad._version) for param, grad in zip(params, sources, strict=True)
+            )
         check = kernels.unscale(sources, targets, scale)
         self._add_earlier(params, stepped, targets)
         self.delayed_scale = None
@@ -125,7 +131,7 @@ class Gradients:
             if earlier is None:
                 master.grad = target
             elif earlier.is_sparse or target.is_sparse:
-                master.grad = earlier + target
+                master.grad = _sum(earlier, target)
             else:
                 sums.append((earlier, target))
                 master.grad = earlier
@@ -139,11 +145,13 @@ class Gradients:
     def _drop_cleared(self, held: Held) -> None:
         """Where the user cleared a half gradient, drop what its master received of it, too."""
         for param, master in zip(*held, strict=True):
-            if param is not master and master.grad is not None and id(param) in self._received:
-                grad, version = param.grad, self._received[id(param)]
-                if grad is None or (grad._version != version and not kernels.values(grad).any()):
-                    master.grad = None
-        self._received.clear()
+            version = self._received.get(id(param))
+            if param is master or version is None:
+                continue
+            grad = param.grad
+            if grad is None or (grad._version != version and not kernels.values(grad).any()):
+                master.grad = None
+                del self._received[id(param)]
 
     @torch.no_grad()
     def _rescale_delayed(self, held: Held, scale: float) -> None:
@@ -156,6 +164,11 @@ class Gradients:
             (param, param.grad, 0 if param.grad is None else param.grad._version)
             for param in held.params
         ]
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """Add two gradients of which one is sparse at least; torch takes that one second."""
+    return b + a if a.is_sparse else a + b
 
 
 def _is(a: object, b: object) -> bool:
@@ -228,9 +241,7 @@ class _Room:
 
 def _like_master(grad: Tensor, master: Tensor) -> Tensor:
     """Return room for ``grad`` in the master's dtype and on its device; sparse stays sparse."""
-    if not grad.is_sparse:
-        return torch.empty_like(grad, dtype=master.dtype, device=master.device)
-    grad = grad.coalesce()
-    return torch.sparse_coo_tensor(
-        grad.indices(), grad.values().to(master.dtype), grad.shape, is_coalesced=True
-    )
+    if grad.is_sparse:
+        # Not coalesced: the entries of one row are to be added in the master's dtype.
+        return grad.to(device=master.device, dtype=master.dtype)
+    return torch.empty_like(grad, dtype=master.dtype, device=master.device)
