@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import cast_rules
@@ -49,7 +49,7 @@ class Region(TorchFunctionMode):
         if func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
             dtype = torch.float32
         if func.__name__ in _FIRST_ARGUMENT:
-            return func(_cast(args[0], dtype), *args[1:], **kwargs)
+            return _normalize(func, dtype, args, dict(kwargs))
         args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -75,6 +75,30 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if found is dtype or found not in _FLOATS or tensor.device.type not in process.devices:
         return tensor
     return tensor.to(dtype)
+
+
+def _normalize(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a norm that writes to running statistics: a cast copy of them is copied back.
+
+    A half region leaves them and the weights in fp32, which norms take with a half input.
+    """
+    values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    written = []
+    for key, value in values.items():
+        is_input = key in (0, "input")
+        if not isinstance(value, Tensor) or not (is_input or dtype is torch.float32):
+            continue
+        values[key] = _cast(value, dtype)
+        if values[key] is not value and not is_input and not _is_weight(value):
+            written.append((value, values[key]))
+    result = func(*[values[i] for i in range(len(args))], **{k: values[k] for k in kwargs})
+    for statistic, copied in written:
+        statistic.copy_(copied)
+    return result
+
+
+def _is_weight(value: Tensor) -> bool:
+    return value.requires_grad or isinstance(value, nn.Parameter)
 
 
 def _on_cpu(value: Any) -> bool:
