@@ -7,6 +7,7 @@ that the optimizer steps (the same one, or its fp32 master).
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ class Held(NamedTuple):
 
     params: list[Tensor]
     stepped: list[Tensor]
+
+    def without(self, taken: Container[int]) -> Held:
+        """Return the rest after the stepped tensors whose ids are in ``taken``."""
+        rest = [(p, s) for p, s in zip(*self, strict=True) if id(s) not in taken]
+        return Held([param for param, _ in rest], [stepped for _, stepped in rest])
 
 
 class Gradients:
@@ -61,7 +67,8 @@ class Gradients:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master has received, for the case
-        that the backward fails. Delayed gradients stay for the backward to add to, brought to the new scale if it moved.
+        that the backward fails. Delayed gradients stay for the backward to add to, brought to the
+        new scale if it moved.
         """
         if self.delayed_scale is not None and self.are_delayed(held):
             self._rescale_delayed(held, scale)

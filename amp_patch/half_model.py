@@ -89,7 +89,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _convert_itself(item: Any, dtype: torch.dtype) -> Any:
-    if isinstance(item, nn.Module) or not callable(getattr(item, "to", None)):
+    if isinstance(item, (nn.Module, type)) or not callable(getattr(item, "to", None)):
         return item
     return item.to(dtype)
 

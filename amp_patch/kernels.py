@@ -146,7 +146,8 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
     if grad.is_sparse:
         # Entries of one index count as their sum.
         grad = grad.to(dtype).coalesce().values()
-    return torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
+    return norm
 
 
 class Comparison:

@@ -87,19 +87,26 @@ class FP32Store:
             return value
         return torch.where(rounded == param, value, param.float())
 
+    @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
-        """Return the fp32 value for a master to hold: the stored tensor itself if it is right."""
-        entry = self._values.get(param)
+        """Return the fp32 value for a master to hold, in the stored tensor's own memory."""
         value = self.exact(param)
-        if entry is not None and entry.value.grad is not None:
-            value.grad, entry.value.grad = entry.value.grad, None
+        entry = self._values.get(param)
+        if entry is None or entry.value.device != param.device:
+            return value
+        # Another optimizer may step the same parameter, and with it the same memory.
+        if value.data_ptr() != entry.value.data_ptr():
+            entry.value.copy_(value)
+            value = entry.value.detach()
+        value.grad = entry.value.grad
         return value
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put fp32 values for the half entries of ``module`` itself into a state dict."""
         for name, param in module._parameters.items():
             if param is not None and prefix + name in state and param.dtype in HALVES:
-                state[prefix + name] = self.exact(param)
+                attached = state[prefix + name].requires_grad  # keep_vars=True
+                state[prefix + name] = self.exact(param).requires_grad_(attached)
         for name in module._buffers:
             buffer = state.get(prefix + name)
             if buffer is not None and buffer.dtype in HALVES:
@@ -140,21 +147,42 @@ class MasterWeights:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         return self._params_by_master.get(id(stepped), stepped)
 
-    def replace(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return ``params`` with a master in place of each half one."""
+    def __len__(self) -> int:
+        return len(self._masters)
+
+    def replace(self, params: Sequence[Any]) -> list[Any]:
+        """Return ``params`` with a master in place of each half one.
+
+        Args:
+            params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
+        """
         known = dict(zip(map(id, self._params), self._masters, strict=True))
-        replaced = []
-        for param in params:
-            if param.dtype in HALVES:
-                known[id(param)] = known[id(param)] if id(param) in known else self._make(param)
-            replaced.append(known.get(id(param), param))
-        return replaced
+
+        def replaced(param: Any) -> Any:
+            if isinstance(param, tuple):
+                return (*param[:-1], *map(replaced, param[-1:]))
+            if isinstance(param, Tensor) and param.dtype in HALVES and id(param) not in known:
+                known[id(param)] = self._make(param)
+            return known.get(id(param), param)
+
+        return [replaced(param) for param in params]
+
+    def drop_after(self, count: int) -> None:
+        """Undo `replace` for all masters but the first ``count``, which no group holds."""
+        optimizer = self._optimizer()
+        while len(self._masters) > count:
+            param, master = self._params.pop(), self._masters.pop()
+            self._versions.pop()
+            del self._params_by_master[id(master)]
+            self._store.set(param, master)
+            if optimizer is not None and master in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(master)
 
     def _make(self, param: Tensor) -> Tensor:
         value = self._store.take(param)
         master = nn.Parameter(value, requires_grad=param.requires_grad)
         grad = param.grad if value.grad is None else value.grad
-        master.grad = None if grad is None else grad.float()
+        master.grad = None if grad is None else grad.to(torch.float32, copy=True)
         # Optimizers look at attributes that users set on parameters.
         vars(master).update(vars(param))
         self._params.append(param)
@@ -171,6 +199,8 @@ class MasterWeights:
         """The user gets the masters to write to: from now on they win where the two differ."""
         self.reconcile()
         self._versions[:] = [-1] * len(self._versions)
+        for param, master in zip(self._params, self._masters, strict=True):
+            master.requires_grad_(param.requires_grad)
 
     @torch.no_grad()
     def reconcile(self) -> None:

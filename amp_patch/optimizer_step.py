@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .cast_mode import mode
 from .gradients import Gradients, Held
@@ -70,6 +71,8 @@ class OptimizerStep:
         self.scaling = False
         self.unsettled: list[Unsettled] = []
         self._held = Held([], [])
+        self._published = False
+        self._hook = self._publish_before_other_hooks(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
@@ -92,9 +95,9 @@ class OptimizerStep:
         """True where a scale of 1 leaves nothing to do: no masters, nothing delayed."""
         return self.masters is None and self.gradients.delayed_scale is None
 
-    def begin_backward(self, scale: float) -> None:
+    def begin_backward(self, held: Held, scale: float) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``."""
-        self.gradients.set_aside(self.held(), scale)
+        self.gradients.set_aside(held, scale)
         self.scaling = True
 
     def delay_unscale(self, scale: float) -> None:
@@ -102,15 +105,15 @@ class OptimizerStep:
         self.scaling = False
         self.gradients.delay(scale)
 
-    def end_backward(self, scale: float) -> tuple[GradCheck, list[Tensor]]:
+    def end_backward(self, held: Held, scale: float) -> tuple[GradCheck, list[Tensor]]:
         """Receive the gradients, unscaled and checked, and the parameters they are of."""
         self.scaling = False
-        return self.gradients.receive(self.held(), scale)
+        return self.gradients.receive(held, scale)
 
-    def abandon_backward(self) -> None:
+    def abandon_backward(self, held: Held) -> None:
         """The body of ``scale_loss`` raised: the gradients are as before it."""
         self.scaling = False
-        self.gradients.put_back(self.held())
+        self.gradients.put_back(held)
 
     def refuse_nested(self) -> None:
         """Raise inside a ``scale_loss`` of the same optimizer.
@@ -137,6 +140,11 @@ class OptimizerStep:
         Raises:
             RuntimeError: as said.
         """
+        if self.scaling:
+            raise RuntimeError(
+                f"{caller} needs unscaled gradients, which there are from the end of a "
+                "scale_loss() block on; got a call inside the block. Move it behind the block."
+            )
         if self.gradients.delayed_scale is None:
             return
         if self.gradients.are_delayed(self.held()):
@@ -150,13 +158,15 @@ class OptimizerStep:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
         if self.masters is not None:
             self.masters.release()
+        self._hook.remove()
         self._patches.undo()
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
         optimizer = self._optimizer()
         for param, state in optimizer.state.items() if optimizer is not None else ():
-            for key, value in state.items():
+            # A user's optimizer may keep more than what belongs to a parameter.
+            for key, value in state.items() if isinstance(param, Tensor) else ():
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
                 if key != "step" and isinstance(value, Tensor) and value.dtype in (*HALVES, _FP32):
                     state[key] = value.to(param.dtype)
@@ -191,14 +201,27 @@ class OptimizerStep:
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         saved = mode.switch_off()
+        self._published = False
         try:
             result = original(*args, **kwargs)
         finally:
             mode.restore(saved)
-            if self.masters is not None:
-                self.masters.publish()
+            if not self._published:
+                self._publish()
         self._finish(skipped=False)
         return result
+
+    def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle:
+        """Let the step hooks of users (a moving average of the weights) see what was stepped."""
+        handle = optimizer.register_step_post_hook(lambda *_: self._publish())
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)
+        return handle
+
+    def _publish(self) -> None:
+        if self.masters is not None:
+            self.masters.publish()
+        self._published = True
 
     def _skip(self, message: str) -> None:
         self._announce(message)
@@ -242,6 +265,8 @@ class OptimizerStep:
                 loss = closure()
             finally:
                 mode.restore(inside)
+            if self.masters is not None:
+                self.masters.reconcile()
             self._require_finite(loss)
             return loss
 
@@ -265,35 +290,51 @@ class OptimizerStep:
     def _evaluates_first(self) -> bool:
         return type(self._optimizer()).__module__.startswith("torch.optim.")
 
-    def _snapshot(self) -> tuple[list[Tensor], Any]:
+    def _snapshot(self) -> tuple[list[Tensor], Any, Any]:
         optimizer = self._optimizer()
         values = [stepped.detach().clone() for stepped in self.held().stepped]
         state = {} if optimizer is None else optimizer.state
-        return values, {param: copy.deepcopy(entry) for param, entry in state.items()}
+        groups = [] if optimizer is None else optimizer.param_groups
+        return (
+            values,
+            {param: copy.deepcopy(entry) for param, entry in state.items()},
+            [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in groups],
+        )
 
     @torch.no_grad()
-    def _restore(self, before: tuple[list[Tensor], Any]) -> None:
-        values, state = before
+    def _restore(self, before: tuple[list[Tensor], Any, Any]) -> None:
+        values, state, groups = before
         for stepped, value in zip(self.held().stepped, values, strict=True):
             stepped.copy_(value)
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.state.clear()
             optimizer.state.update(state)
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
         if self.masters is not None:
             self.masters.publish()
 
-    def _zero_grad(self, original: Callable[..., Any], set_to_none: bool = True) -> None:
-        original(set_to_none=set_to_none)
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.settle()
+        original(*args, **kwargs)
         if self.masters is not None:
-            self.masters.zero_param_grads(set_to_none)
+            self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
         self.gradients.forget()
         self.skip_message = None  # what overflowed is gone; the step need not be skipped
 
-    def _add_param_group(self, original: Callable[..., Any], param_group: dict[str, Any]) -> None:
+    def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:
+        """Add a group with masters in it; where torch refuses the group, nothing has changed."""
         params = param_group.get("params") if isinstance(param_group, dict) else None
-        if self.masters is not None and isinstance(params, (Tensor, list, tuple)):
-            given = [params] if isinstance(params, Tensor) else list(params)
-            if all(isinstance(param, Tensor) for param in given):
-                param_group["params"] = self.masters.replace(given)
-        original(param_group)
+        if self.masters is None or params is None or isinstance(params, set):
+            original(param_group)
+            return
+        given = [params] if isinstance(params, Tensor) else list(params)
+        count = len(self.masters)
+        param_group["params"] = self.masters.replace(given)
+        try:
+            original(param_group)
+        except BaseException:
+            self.masters.drop_after(count)
+            param_group["params"] = given
+            raise

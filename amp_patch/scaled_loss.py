@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from .gradients import Held
 from .kernels import GradCheck
 from .loss_scaler import LossScaler
 from .master_weights import HALVES
@@ -61,8 +62,8 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
         if self._idle:
             return loss
-        for step in self._steps:
-            step.begin_backward(scale)
+        for step, held in self._holdings():
+            step.begin_backward(held, scale)
         return loss * scale
 
     def __exit__(
@@ -76,16 +77,28 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         if self._idle:
             return
         if exc_type is not None:
-            for step in self._steps:
-                step.abandon_backward()
+            for step, held in self._holdings():
+                step.abandon_backward(held)
         elif self._delay_unscale:
             for step in self._steps:
                 step.delay_unscale(self._scale)
         else:
             self._unscale()
 
+    def _holdings(self) -> list[tuple[OptimizerStep, Held]]:
+        """Return what each optimizer handles: what two of them step, the first one only."""
+        if len(self._steps) == 1:
+            return [(self._steps[0], self._steps[0].held())]
+        taken: set[int] = set()
+        holdings = []
+        for step in self._steps:
+            held = step.held().without(taken)
+            taken.update(map(id, held.stepped))
+            holdings.append((step, held))
+        return holdings
+
     def _unscale(self) -> None:
-        self._checks = [step.end_backward(self._scale) for step in self._steps]
+        self._checks = [step.end_backward(held, self._scale) for step, held in self._holdings()]
         for step in self._steps:
             step.unsettled.append(self)
         if not self._delay_overflow_check:

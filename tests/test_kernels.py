@@ -1,0 +1,377 @@
+"""The fused operations against float64 arithmetic of numpy, over drawn lists of tensors."""
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.kernels import Comparison
+
+INF, NAN = float("inf"), float("nan")
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (*REAL, torch.complex64, torch.complex128)
+SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (2, 3, 4), (33,))
+POWERS = st.integers(-24, 24).map(lambda power: 2.0**power)
+SCALES = POWERS | st.sampled_from([3.0, 1000.0, 0.7])
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Tensor:
+    """Draw a tensor of normal magnitudes: dense, transposed or a strided view."""
+    dtype = draw(st.sampled_from(list(dtypes)))
+    shape = draw(st.sampled_from(SHAPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    magnitude = 2.0 ** draw(st.integers(-8, 8))
+    layout = draw(st.sampled_from(["contiguous", "transposed", "strided"]))
+    if layout == "transposed":
+        values = torch.randn(shape[::-1], generator=generator, dtype=torch.float64)
+        values = values.permute(tuple(reversed(range(len(shape)))))
+    elif layout == "strided" and shape:
+        values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator, dtype=torch.float64)
+        values = (values * magnitude).to(dtype)[..., ::2]
+        return values
+    else:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (values * magnitude).to(dtype)
+
+
+@st.composite
+def sparse_tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Draw a sparse gradient as an embedding writes it: rows, some of them twice."""
+    rows = draw(st.lists(st.integers(0, 4), max_size=6))
+    dtype = draw(st.sampled_from(list(dtypes)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    values = torch.randn(len(rows), 3, generator=generator).to(dtype)
+    indices = torch.tensor([rows], dtype=torch.long).reshape(1, -1)
+    return torch.sparse_coo_tensor(indices, values, (5, 3), check_invariants=True)
+
+
+@st.composite
+def with_bad_values(draw: st.DrawFn, grads: list[Tensor]) -> list[Tensor]:
+    """Write inf and NaN at drawn places."""
+    for grad in grads:
+        flat = numbers(grad)
+        if flat.numel() and draw(st.booleans()):
+            where = draw(st.integers(0, flat.numel() - 1))
+            bad = draw(st.sampled_from([INF, -INF, NAN]))
+            flat[np.unravel_index(where, flat.shape)] = bad
+    return grads
+
+
+GRADS = st.lists(tensors() | sparse_tensors(REAL), max_size=6)
+GRADS_WITH_BAD_VALUES = GRADS.flatmap(with_bad_values)
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """Return the dense real tensor in which a test may write."""
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def doubles(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return all numbers of a tensor, widened to float64."""
+    return numbers(tensor).detach().double().numpy().copy()
+
+
+def copies(grads: Sequence[Tensor]) -> list[Tensor]:
+    return [grad.clone() for grad in grads]
+
+
+def rounded(values: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:
+    real = torch.empty((), dtype=dtype).real.dtype if dtype.is_complex else dtype
+    return torch.as_tensor(values).to(real)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """One rounding of the result and one of the fp32 inverse."""
+    unit = torch.finfo(dtype).eps
+    return {"rtol": max(unit, 2.0**-23), "atol": torch.finfo(dtype).smallest_normal}
+
+
+def kinds_in(values: np.ndarray[Any, Any]) -> str:
+    kinds = [("inf", np.isinf(values).any()), ("NaN", np.isnan(values).any())]
+    return " and ".join(name for name, there in kinds if there)
+
+
+# --- unscale ---
+
+
+@given(GRADS_WITH_BAD_VALUES, SCALES)
+def test_unscale_in_place_divides_and_flags(grads: list[Tensor], scale: float) -> None:
+    before = [doubles(grad) for grad in grads]
+    check = kernels.unscale(grads, grads, scale)
+    after = [doubles(grad) for grad in grads]
+    for grad, old in zip(grads, before, strict=True):
+        expected = rounded(old / scale, grad.dtype)
+        torch.testing.assert_close(
+            numbers(grad), expected, equal_nan=True, **tolerance(expected.dtype)
+        )
+    expected_kinds = [(i, kinds_in(new)) for i, new in enumerate(after) if kinds_in(new)]
+    assert check.nonfinite() == expected_kinds
+    assert check.overflow == bool(expected_kinds)
+    assert all(ours is given for ours, given in zip(check.grads, grads, strict=True))
+
+
+@given(st.lists(tensors(REAL[:3]), max_size=6).flatmap(with_bad_values), SCALES)
+def test_unscale_into_fp32_loses_nothing(grads: list[Tensor], scale: float) -> None:
+    before = copies(grads)
+    masters = [torch.full_like(grad, 77.0, dtype=torch.float32) for grad in grads]
+    check = kernels.unscale(grads, masters, scale)
+    inverse = np.float64(np.float32(1.0 / scale))
+    for grad, old, master in zip(grads, before, masters, strict=True):
+        assert torch.equal(numbers(grad).nan_to_num(1.0), numbers(old).nan_to_num(1.0))
+        expected = rounded(doubles(old) * inverse, torch.float32)
+        torch.testing.assert_close(master, expected, rtol=0, atol=0, equal_nan=True)
+    assert check.overflow == any(kinds_in(doubles(grad)) for grad in grads)
+
+
+@given(st.lists(sparse_tensors(REAL[:2]), min_size=1, max_size=3), POWERS)
+def test_unscale_receives_a_sparse_gradient(grads: list[Tensor], scale: float) -> None:
+    masters = [grad.to(torch.float32) for grad in grads]
+    numbers(masters[0]).zero_()
+    check = kernels.unscale(grads, masters, scale)
+    for grad, master in zip(grads, masters, strict=True):
+        expected = rounded(doubles(grad) / scale, torch.float32)
+        assert torch.equal(numbers(master), expected)
+    assert not check.overflow
+
+
+def test_fp16_that_would_flush_to_zero_survives_in_fp32() -> None:
+    grad = torch.tensor([2.0**-24], dtype=torch.float16)
+    master = torch.empty(1)
+    kernels.unscale([grad], [master], 2.0**16)
+    assert master.item() == 2.0**-40
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4e4), (torch.float32, 3e38)])
+def test_what_overflows_only_when_unscaled_is_flagged(dtype: torch.dtype, value: float) -> None:
+    grad = torch.tensor([1.0, value], dtype=dtype)
+    check = kernels.unscale([grad], [grad], 2.0**-4)
+    assert check.overflow
+    assert check.nonfinite() == [(0, "inf")]
+
+
+def test_bfloat16_that_overflows_only_in_its_master_is_flagged() -> None:
+    grad, master = torch.tensor([3e38], dtype=torch.bfloat16), torch.empty(1)
+    assert kernels.unscale([grad], [master], 0.5).overflow
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
+def test_unscale_tells_inf_from_nan(scale: float) -> None:
+    bad = [[1.0, 2.0], [INF, 1.0], [NAN, 1.0], [-INF, NAN]]
+    grads = [torch.tensor(values) for values in bad]
+    check = kernels.unscale(grads, grads, scale)
+    assert check.nonfinite() == [(1, "inf"), (2, "NaN"), (3, "inf and NaN")]
+
+
+def test_a_clean_list_after_a_bad_one_is_clean() -> None:
+    assert kernels.unscale([torch.tensor([NAN])], [torch.empty(1)], 2.0).overflow
+    assert not kernels.unscale([torch.tensor([1.0])], [torch.empty(1)], 2.0).overflow
+
+
+def test_unscale_of_nothing_finds_nothing() -> None:
+    check = kernels.unscale([], [], 4.0)
+    assert (check.overflow, check.nonfinite(), check.grads) == (False, [], [])
+
+
+
+# --- accumulate and cast ---
+
+
+@given(st.lists(tensors(), max_size=6))
+def test_accumulate_adds(targets: list[Tensor]) -> None:
+    others = [torch.randn_like(target) for target in targets]
+    expected = [target + other for target, other in zip(targets, others, strict=True)]
+    sums = [doubles(t) + doubles(o) for t, o in zip(targets, others, strict=True)]
+    kernels.accumulate(targets, others)
+    for target, by_torch, by_numpy in zip(targets, expected, sums, strict=True):
+        assert torch.equal(target, by_torch)
+        exact = rounded(by_numpy, target.dtype)
+        torch.testing.assert_close(numbers(target), exact, **tolerance(exact.dtype))
+
+
+def test_accumulate_adds_half_to_fp32_in_fp32() -> None:
+    target, other = torch.tensor([1.0]), torch.tensor([2.0**-20], dtype=torch.float16)
+    kernels.accumulate([target], [other])
+    assert target.item() == 1.0 + 2.0**-20
+
+
+@given(st.lists(tensors(REAL), max_size=6), st.lists(st.sampled_from(REAL), min_size=6))
+def test_cast_rounds_once(sources: list[Tensor], dtypes: list[torch.dtype]) -> None:
+    targets = [
+        torch.full_like(source, 5.0, dtype=dtype)
+        for source, dtype in zip(sources, dtypes, strict=False)
+    ]
+    kernels.cast(sources, targets)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, rounded(doubles(source), target.dtype).reshape(target.shape))
+
+
+@pytest.mark.parametrize("operation", [kernels.accumulate, kernels.cast])
+def test_empty_lists_are_all_right(operation: Callable[..., None]) -> None:
+    operation([], [])
+
+
+# --- clip_by_norm ---
+
+
+@given(GRADS, st.sampled_from([0.01, 1.0, 1e6]), st.sampled_from([1.0, 2.0, 3.5, INF]))
+def test_clip_by_norm_is_that_of_the_dense_gradients(
+    grads: list[Tensor], max_norm: float, norm_type: float
+) -> None:
+    dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+    before = [grad.to(torch.complex128, copy=True).numpy().ravel() for grad in dense]
+    everything = np.abs(np.concatenate([np.zeros(1), *before]))
+    expected = np.linalg.norm(everything, norm_type)
+    total = kernels.clip_by_norm(grads, max_norm, norm_type)
+    assert total.shape == ()
+    assert total.item() == pytest.approx(expected, rel=2e-2 if has_half_sparse(grads) else 1e-5)
+    factor = min(1.0, max_norm / (total.item() + 1e-6))
+    for grad, old in zip(grads, before, strict=True):
+        new = grad.to_dense() if grad.is_sparse else grad
+        torch.testing.assert_close(
+            new.to(torch.complex128).flatten(),
+            torch.as_tensor(old * factor),
+            rtol=3e-2 if grad.is_sparse else 2 * torch.finfo(grad.dtype).eps + 1e-6,
+            atol=2e-2 if grad.is_sparse else 1e-6,
+        )
+
+
+def has_half_sparse(grads: Sequence[Tensor]) -> bool:
+    # to_dense() of the reference adds the entries of one row in half
+    return any(grad.is_sparse and grad.dtype in REAL[:2] for grad in grads)
+
+
+@given(
+    st.lists(tensors(REAL[:3]).filter(lambda t: t.numel() > 0), min_size=1, max_size=6),
+    st.sampled_from([0.01, 1.0, 1e6]),
+    st.sampled_from([1.0, 2.0, INF]),
+)
+def test_clip_by_norm_is_torchs_clip_grad_norm(
+    grads: list[Tensor], max_norm: float, norm_type: float
+) -> None:
+    # torch takes the norm of half gradients in half, so it gets them in fp32
+    params = [torch.zeros(grad.shape) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.to(torch.float32, copy=True)
+    expected = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, foreach=False)
+    total = kernels.clip_by_norm(grads, max_norm, norm_type)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
+    for grad, param in zip(grads, params, strict=True):
+        torch.testing.assert_close(grad, param.grad.to(grad.dtype))
+
+
+def test_the_norm_of_half_gradients_is_taken_in_fp32() -> None:
+    grads = [torch.full((10000,), 60000.0, dtype=torch.float16)]
+    assert kernels.clip_by_norm(grads, 1e9, 2.0).item() == pytest.approx(
+        float(grads[0][0]) * 100, rel=1e-5
+    )
+
+
+def test_a_factor_too_small_for_half_does_not_clear_half_gradients() -> None:
+    grads = [torch.full((4,), 60000.0, dtype=torch.float16), torch.full((1,), 1e12)]
+    kernels.clip_by_norm(grads, 2.0**18, 2.0)
+    assert grads[0].tolist() == [pytest.approx(60000 * 2.0**18 / 1e12, rel=1e-3)] * 4
+
+
+def test_the_norm_is_float64_where_a_gradient_is() -> None:
+    grads = [torch.ones(1, dtype=torch.float64) * (1 + 1e-12), torch.zeros(1)]
+    assert kernels.clip_by_norm(grads, 9.0, 2.0).item() == 1 + 1e-12
+
+
+def test_the_norm_of_nothing_is_zero() -> None:
+    assert kernels.clip_by_norm([], 1.0, 2.0).item() == 0.0
+    assert kernels.clip_by_norm([torch.ones(0)], 1.0, INF).item() == 0.0
+
+
+# --- Comparison and alike ---
+
+
+@st.composite
+def copied(draw: st.DrawFn) -> tuple[list[Tensor], list[Tensor]]:
+    sources = draw(st.lists(tensors(REAL), max_size=8))
+    halves = draw(st.lists(st.sampled_from(REAL), min_size=8, max_size=8))
+    return sources, [s.to(half, copy=True) for s, half in zip(sources, halves, strict=False)]
+
+
+@given(copied(), st.data())
+def test_comparison_sees_every_written_element(
+    pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
+) -> None:
+    sources, made = pair
+    comparison = Comparison(sources, made)
+    assert not comparison.differs()
+    filled = [index for index, tensor in enumerate(made) if tensor.numel()]
+    if not filled:
+        return
+    index = data.draw(st.sampled_from(filled))
+    written = data.draw(st.sampled_from([sources, made]))[index]
+    where = np.unravel_index(data.draw(st.integers(0, written.numel() - 1)), written.shape)
+    old = written[where].clone()
+    written[where] = old * 2 + 1 if abs(old + 1) > 0.01 else 5.0
+    assert comparison.differs()
+    written[where] = old
+    assert not comparison.differs()
+
+
+def test_comparison_of_large_tensors_sees_the_last_element() -> None:
+    source = torch.zeros(kernels._TOGETHER + 1)
+    half = source.half()
+    comparison = Comparison([source, torch.zeros(2)], [half, torch.zeros(2).half()])
+    assert not comparison.differs()
+    half[-1] = 1.0
+    assert comparison.differs()
+
+
+def test_comparison_sees_nan_as_different() -> None:
+    source = torch.tensor([NAN])
+    assert Comparison([source], [source.half()]).differs()
+
+
+@given(copied())
+def test_alike_keeps_rows_together(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+    sources, made = pair
+    rows = set()
+    for ours, theirs in kernels.alike(sources, made):
+        assert len({tensor.dtype for tensor in ours}) == 1
+        assert len({tensor.dtype for tensor in theirs}) == 1
+        rows |= {(id(a), id(b)) for a, b in zip(ours, theirs, strict=True)}
+    assert rows == {(id(a), id(b)) for a, b in zip(sources, made, strict=True)}
+
+
+# --- source ---
+
+
+def test_source_is_the_text_of_the_file() -> None:
+    beside_tests = Path(__file__).parent.parent / "csrc" / "cast.cu"
+    assert kernels.source("cast.cu") == beside_tests.read_text(encoding="utf-8")
+    assert "__global__" in kernels.source("cast.cu")
+
+
+def test_source_prefers_what_a_wheel_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "amp_patch"
+    (package / "csrc").mkdir(parents=True)
+    shutil.copy(kernels.__file__, package / "kernels.py")
+    (package / "csrc" / "cast.cu").write_text("// from the wheel", encoding="utf-8")
+    monkeypatch.setattr(kernels, "__file__", str(package / "kernels.py"))
+    assert kernels.source("cast.cu") == "// from the wheel"
+
+
+def test_a_missing_source_is_said() -> None:
+    message = (
+        "a CUDA source must lie in one of .*amp_patch/csrc, .*csrc; got 'no.cu'; "
+        + re.escape("install amp_patch from its wheel or from a complete checkout.")
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        kernels.source("no.cu")
