@@ -22,6 +22,11 @@ EXAMPLES = ROOT / "examples"
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF_LEVELS = ("O1", "O2", "O4", "O5")
+TRAINABLE = [
+    *(("digits", level) for level in LEVELS),
+    # Adam gives NaN in pure float16
+    *(("language_model", level) for level in LEVELS if level != "O3"),
+]
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 # of a layer's weight and of what the layer returns
 DTYPES = {
@@ -104,17 +109,17 @@ class TestTasksOfTheSweep:
         reference = measured(task, "O0").final_loss
         assert measured(task, level).final_loss == pytest.approx(reference, rel=0.05)
 
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_weights_and_activations_have_the_dtypes_of_the_level(
-        self, task: str, level: str
-    ) -> None:
-        row = measured(task, level)
-        assert (row.weights, row.activations) == DTYPES[level]
-        assert row.stepped is (HALF if level == "O3" else FLOAT)
 
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_the_loss_is_scaled_where_the_level_says_so(self, task: str, level: str) -> None:
-        assert (measured(task, level).loss_scale > 1) is (level in ("O1", "O2"))
+@pytest.mark.parametrize(("task", "level"), TRAINABLE)
+def test_weights_and_activations_have_the_dtypes_of_the_level(task: str, level: str) -> None:
+    row = measured(task, level)
+    assert (row.weights, row.activations) == DTYPES[level]
+    assert row.stepped is (HALF if level == "O3" else FLOAT)
+
+
+@pytest.mark.parametrize(("task", "level"), TRAINABLE)
+def test_the_loss_is_scaled_where_the_level_says_so(task: str, level: str) -> None:
+    assert (measured(task, level).loss_scale > 1) is (level in ("O1", "O2"))
 
 
 def test_digits_are_recognised_after_training() -> None:
