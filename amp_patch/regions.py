@@ -82,7 +82,7 @@ def _normalize(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dic
 
     A half region leaves them and the weights in fp32, which norms take with a half input.
     """
-    values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     written = []
     for key, value in values.items():
         is_input = key in (0, "input")
