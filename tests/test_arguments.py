@@ -1,0 +1,219 @@
+"""The checks of what users pass, and the words in which each refusal is put."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import LBFGS, SGD, Adam
+
+from amp_patch import arguments
+
+MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
+
+
+def exactly(message: str) -> str:
+    return f"^{re.escape(message)}$"
+
+
+def optimizer(kind: type = SGD) -> Any:
+    return kind([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def with_buffer(dtype: torch.dtype) -> nn.Module:
+    model = nn.Sequential(nn.Linear(1, 1))
+    model[0].register_buffer("scale", torch.ones(1, dtype=dtype))
+    return model
+
+
+def unconstructed(kind: type) -> nn.Module:
+    """A parallel wrapper as far as isinstance sees it, without a process group."""
+    wrapper = kind.__new__(kind)
+    nn.Module.__init__(wrapper)
+    return wrapper
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_models_and_optimizers_become_lists_in_their_order(container: type) -> None:
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = [optimizer(), optimizer(Adam)]
+    assert arguments.models_of(container(models)) == models
+    assert arguments.models_of(models[0]) == models[:1]
+    assert arguments.optimizers_of(container(optimizers)) == optimizers
+    assert arguments.optimizers_of(optimizers[0]) == optimizers[:1]
+    assert arguments.optimizers_of(None) == []
+
+
+@pytest.mark.parametrize(
+    ("models", "received"),
+    [
+        (None, "NoneType"),
+        ("O1", "str"),
+        ([nn.ReLU(), optimizer()], "SGD"),
+        ({"model": nn.ReLU()}, "dict"),
+        ([[nn.ReLU()]], "list"),
+        (nn.Linear, "type"),
+        (iter([nn.ReLU()]), "list_iterator"),
+    ],
+)
+def test_what_is_no_model_is_refused(models: Any, received: str) -> None:
+    rule = "models must be a torch.nn.Module or a list or tuple of them"
+    with pytest.raises(TypeError, match=exactly(f"{rule}; got {received}; {MEND}")):
+        arguments.models_of(models)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "received"),
+    [
+        (nn.Linear(1, 1), "Linear"),
+        ([optimizer(), None], "NoneType"),
+        ({"optimizer": optimizer()}, "dict"),
+        (SGD, "type"),
+        ("SGD", "str"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(optimizers: Any, received: str) -> None:
+    rule = "optimizers must be a torch.optim.Optimizer or a list or tuple of them"
+    with pytest.raises(TypeError, match=exactly(f"{rule}; got {received}; {MEND}")):
+        arguments.optimizers_of(optimizers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_of", "found"),
+    [
+        (lambda dtype: nn.Linear(1, 1).to(dtype), "parameter 'weight'"),
+        (lambda dtype: nn.Sequential(nn.ReLU(), nn.Linear(1, 1).to(dtype)), "parameter '1.weight'"),
+        (with_buffer, "buffer '0.scale'"),
+    ],
+)
+def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
+    model_of: Any, found: str, dtype: torch.dtype
+) -> None:
+    message = (
+        f"models must come in float32, amp.initialize() casts them; got {found} in {dtype}. "
+        "Leave out your own .half() or .bfloat16(); if an earlier amp.initialize() cast this "
+        "model, call amp.deactivate() first."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
+def test_a_model_with_other_dtypes_is_taken(dtype: torch.dtype) -> None:
+    model = with_buffer(dtype)
+    assert arguments.models_of(model) == [model]
+
+
+@pytest.mark.parametrize("kind", [DataParallel, DistributedDataParallel])
+def test_a_parallel_wrapper_is_refused(kind: type) -> None:
+    message = (
+        "Parallel wrappers should only be applied to the model AFTER the model has been returned "
+        f"from amp.initialize(); got a {kind.__name__}. Call amp.initialize(model.module, ...) "
+        "first, then wrap what it returns."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.models_of([nn.ReLU(), unconstructed(kind)])
+
+
+def test_lbfgs_is_refused() -> None:
+    message = (
+        "optimizers must evaluate the loss before they change anything; got LBFGS, whose line "
+        "search evaluates it between changes, where a step that is not finite cannot be skipped. "
+        "Train with LBFGS in float32, without amp.initialize()."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.optimizers_of([optimizer(), optimizer(LBFGS)])
+
+
+@pytest.mark.parametrize("known_before", [False, True])
+def test_an_optimizer_given_twice_is_refused(known_before: bool) -> None:
+    message = (
+        "A given optimizer should only be passed through amp.initialize once; got the same Adam "
+        "again. Use the optimizer that the first call returned, or call amp.deactivate() before "
+        "you initialize it anew."
+    )
+    first, twice = optimizer(), optimizer(Adam)
+    given, known = ([first, twice], [twice]) if known_before else ([twice, first, twice], [])
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_twice(given, known)
+    arguments.refuse_twice([first, twice], [optimizer()])
+
+
+@pytest.mark.parametrize(
+    ("loss", "received"),
+    [
+        (1.0, "float"),
+        (None, "NoneType"),
+        ([torch.zeros(1)], "list"),
+        (torch.zeros(1, dtype=torch.int64), "torch.int64"),
+        (torch.zeros(1, dtype=torch.complex64), "torch.complex64"),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss: Any, received: str) -> None:
+    message = (
+        f"scale_loss() scales a floating tensor; got {received}; call it once per loss, or with "
+        "the sum of the losses."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.loss_of(loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_floating_loss_is_taken_as_it_is(dtype: torch.dtype) -> None:
+    loss = torch.zeros(3, dtype=dtype)
+    assert arguments.loss_of(loss) is loss
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, "1", None, True])
+def test_a_wrong_number_of_losses_is_refused(count: Any) -> None:
+    message = (
+        f"num_losses must be an int of at least 1; got {count!r}; call "
+        "amp.initialize(..., num_losses=1)."
+    )
+    with pytest.raises(ValueError, match=exactly(message)):
+        arguments.count_of(count)
+
+
+def test_a_number_of_losses_is_taken() -> None:
+    assert [arguments.count_of(count) for count in (1, 3)] == [1, 3]
+
+
+def test_rules_are_copied() -> None:
+    rules = {"softmax": "half"}
+    taken = arguments.rules_of(rules, "O1", True)
+    assert taken == rules
+    assert taken is not rules
+    assert arguments.rules_of(None, "O2", False) == arguments.rules_of({}, "O2", False) == {}
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        (
+            ["softmax"],
+            TypeError,
+            "rules must map functions to rules; got list; call amp.initialize(..., "
+            "rules={'softmax': 'half'}).",
+        ),
+        (
+            {torch.softmax: "half"},
+            TypeError,
+            f"rules must name functions by strings; got {torch.softmax!r}; call "
+            "amp.initialize(..., rules={'softmax': 'half'}).",
+        ),
+        (
+            {"softmax": "half"},
+            RuntimeError,
+            "rules say how functions are cast, which opt_level 'O2' does not do; got {'softmax': "
+            "'half'}; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'.",
+        ),
+    ],
+)
+def test_wrong_rules_are_refused(rules: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=exactly(message)):
+        arguments.rules_of(rules, "O2", False)
