@@ -183,7 +183,6 @@ def test_unscale_of_nothing_finds_nothing() -> None:
     assert (check.overflow, check.nonfinite(), check.grads) == (False, [], [])
 
 
-
 # --- accumulate and cast ---
 
 
@@ -357,9 +356,7 @@ def test_source_is_the_text_of_the_file() -> None:
     assert "__global__" in kernels.source("cast.cu")
 
 
-def test_source_prefers_what_a_wheel_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_source_prefers_what_a_wheel_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "amp_patch"
     (package / "csrc").mkdir(parents=True)
     shutil.copy(kernels.__file__, package / "kernels.py")
