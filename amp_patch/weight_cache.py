@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from . import kernels
 from .cast_mode import mode, process
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
 # The entry's, the local variable's, and the argument's of sys.getrefcount itself.
 _PLAIN_REFERENCES = 3
 
@@ -35,22 +38,25 @@ class _Group:
 class _Entry:
     """A parameter, its cast, and what must still hold for the cast to be right."""
 
-    __slots__ = ("cast", "group", "param", "pointer", "version")
+    __slots__ = ("cast", "dtype", "group", "layout", "param", "pointer", "requires_grad", "version")
 
     def __init__(self, param: nn.Parameter, cast: Tensor, group: _Group) -> None:
         self.param = param
         self.cast = cast
         self.group = group
+        self.dtype = cast.dtype
         self.version = param._version
+        self.requires_grad = param.requires_grad
         self.pointer = param.data_ptr()
+        self.layout = (param.shape, param.stride())
 
-    def fits(self, dtype: torch.dtype) -> bool:
-        """True while the parameter is the storage this was cast from, in this dtype."""
+    def stands(self) -> bool:
+        """True while the parameter is the tensor that this was cast from, whatever its values."""
         param = self.param
         return (
-            self.cast.dtype is dtype
-            and self.pointer == param.data_ptr()
-            and self.cast.requires_grad == param.requires_grad
+            self.pointer == param.data_ptr()
+            and self.requires_grad == param.requires_grad
+            and self.layout == (param.shape, param.stride())
         )
 
     def held(self) -> bool:
@@ -79,8 +85,12 @@ class _Owner:
         self.group = group
 
     def owns(self, param: nn.Parameter) -> bool:
+        return self.param_id() == id(param)
+
+    def param_id(self) -> int:
+        """Return the id of the parameter that stands at this place now."""
         module = self.module()
-        return module is not None and module._parameters.get(self.name) is param
+        return id(None if module is None else module._parameters.get(self.name))
 
 
 class WeightCache:
@@ -145,23 +155,30 @@ class WeightCache:
         with grad) the weight is read as it is now.
         """
         if torch.compiler.is_compiling():
-            return param.to(dtype) if _castable(param) else param
+            return param.to(dtype) if _castable(param, dtype) else param
         entry = self._entries.get(id(param))
+        # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
+        # entry keeps its parameter alive: no other one has its id.
         if (
             entry is not None
-            and entry.param is param
             and not entry.group.stale
             and entry.version == param._version
-            and (torch.is_grad_enabled() or mode.in_checkpoint)
-            and entry.fits(dtype)
+            and entry.dtype is dtype
+            and entry.pointer == param.data_ptr()
+            and entry.requires_grad == param.requires_grad
+            and (_is_grad_enabled() or mode.in_checkpoint)
+            and not _count_dispatch_modes()
         ):
             return entry.cast
-        return self._cast_anew(param, dtype)
+        # What an outdated cast holds must go before the next is made (see _drop).
+        del entry
+        return self._find_or_cast(param, dtype)
 
-    def _cast_anew(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        if not _castable(param):
+    def _find_or_cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        if not _castable(param, dtype):
             return param
         if not _may_keep(param):
+            self._drop_if_moved(param)
             return param.to(dtype)
         with self._lock:
             group = self._group_of(param)
@@ -170,11 +187,18 @@ class WeightCache:
             if group.stale:
                 self._refresh(group)
             entry = group.entries.get(id(param))
-            if entry is not None and entry.version == param._version and entry.fits(dtype):
+            if (
+                entry is not None
+                and entry.version == param._version
+                and entry.dtype is dtype
+                and entry.stands()
+            ):
                 return entry.cast
+            del entry
             return self._keep(param, dtype, group)
 
     def _keep(self, param: nn.Parameter, dtype: torch.dtype, group: _Group) -> Tensor:
+        self._drop(id(param))
         with torch.enable_grad():
             cast = param.to(dtype)
         # A mode or a transform may hand out something else than a plain tensor, and a cast of a
@@ -200,7 +224,7 @@ class WeightCache:
 
     def _usable(self, entry: _Entry) -> bool:
         owner = self._owners.get(id(entry.param))
-        return owner is not None and owner.owns(entry.param) and entry.fits(entry.cast.dtype)
+        return owner is not None and owner.owns(entry.param) and entry.stands()
 
     def _group_of(self, param: nn.Parameter) -> _Group | None:
         """Find the model that owns ``param``, looking through the models anew after a miss."""
@@ -210,6 +234,7 @@ class WeightCache:
         foreign = self._foreign.get(id(param))
         if foreign is not None and foreign() is param:
             return None
+        self._forget_replaced()
         for group in list(self._groups.values()):
             self._scan(group)
         owner = self._owners.get(id(param))
@@ -252,7 +277,24 @@ class WeightCache:
                     del self._owners[param_id]
                     self._drop(param_id)
 
+    def _forget_replaced(self) -> None:
+        """Let go of parameters that a living module no longer has."""
+        for param_id, owner in list(self._owners.items()):
+            if owner.param_id() != param_id:
+                self._owners.pop(param_id, None)
+                self._drop(param_id)
+
+    def _drop_if_moved(self, param: nn.Parameter) -> None:
+        """The address of a storage that was replaced may come back with other values."""
+        entry = self._entries.get(id(param))
+        if entry is not None and entry.pointer != param.data_ptr():
+            self._drop(id(param))
+
     def _drop(self, param_id: int) -> None:
+        """Forget a cast, and with it the graph node that holds the gradient accumulator.
+
+        A parameter whose ``.data`` got another shape needs a new accumulator.
+        """
         entry = self._entries.pop(param_id, None)
         if entry is not None:
             entry.group.entries.pop(param_id, None)
@@ -265,8 +307,9 @@ def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]
                 yield module, name, param
 
 
-def _castable(param: Tensor) -> bool:
-    return param.dtype is torch.float32 and param.device.type in process.devices
+def _castable(param: Tensor, dtype: torch.dtype) -> bool:
+    found = param.dtype
+    return found in _FLOATS and found is not dtype and param.device.type in process.devices
 
 
 def _may_keep(param: nn.Parameter) -> bool:
