@@ -5,6 +5,7 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -156,10 +157,24 @@ class OptimizerStep:
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
+        self._end_pending()
         if self.masters is not None:
             self.masters.release()
         self._hook.remove()
         self._patches.undo()
+
+    def _end_pending(self) -> None:
+        """Nobody skips the next step: unscale delayed gradients, drop those that overflowed."""
+        with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
+            self.settle()
+        overflow = self.skip_message is not None
+        delayed_scale = self.gradients.delayed_scale
+        if delayed_scale is not None and self.gradients.are_delayed(self.held()):
+            overflow |= self.gradients.receive(self.held(), delayed_scale)[0].overflow
+        if overflow:
+            for tensor in (*self.held().params, *self.held().stepped):
+                tensor.grad = None
+        self.skip_message = None
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
@@ -172,7 +187,12 @@ class OptimizerStep:
                     state[key] = value.to(param.dtype)
 
     def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of the optimizer by ``method(original, *args)``."""
+        """Replace a method of the optimizer by ``method(original, *args)``.
+
+        The replacement does not hold this object, which records it: when the optimizer goes, so
+        does all that belongs to it, without waiting for the garbage collector.
+        """
+        weak = weakref.WeakMethod(method)
         own = vars(optimizer).get(name)
         inherited = getattr(type(optimizer), name)
         reference = self._optimizer
@@ -183,7 +203,10 @@ class OptimizerStep:
         # wraps() also hands on the mark by which LR schedulers know a step they have seen.
         @functools.wraps(own or inherited)
         def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return method(original, *args, **kwargs)
+            alive = weak()
+            if alive is None:  # released, but a scheduler built later still calls this
+                return original(*args, **kwargs)
+            return alive(original, *args, **kwargs)
 
         self._patches.replace(optimizer, name, bind(replacement, optimizer))
 

@@ -1,0 +1,783 @@
+"""The public calls: apex's signatures, words and idioms; what is refused leaves all as it was."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch_snapshot
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from amp_patch import amp as public
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+CASTING = ("O1", "O4")
+KEYWORDS = (
+    "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules", "norm_type",
+)  # fmt: skip
+# apex's signatures, in its order and with its defaults (no default: ``...``).
+APEX = {
+    "initialize": {
+        "models": ..., "optimizers": None, "enabled": True, "opt_level": "O1",
+        "cast_model_type": None, "patch_torch_functions": None, "keep_batchnorm_fp32": None,
+        "master_weights": None, "loss_scale": None, "cast_model_outputs": None, "num_losses": 1,
+        "verbosity": 1, "min_loss_scale": None, "max_loss_scale": 2.0**24,
+    },
+    "scale_loss": {
+        "loss": ..., "optimizers": ..., "loss_id": 0, "model": None, "delay_unscale": False,
+        "delay_overflow_check": False,
+    },
+    "disable_casts": {},
+    "master_params": {"optimizer": ...},
+    "state_dict": {"destination": None},
+    "load_state_dict": {"state_dict": ...},
+    "half_function": {"fn": ...},
+    "float_function": {"fn": ...},
+    "promote_function": {"fn": ...},
+    "bfloat16_function": {"fn": ...},
+    "register_half_function": {"module": ..., "name": ...},
+    "register_float_function": {"module": ..., "name": ...},
+    "register_promote_function": {"module": ..., "name": ...},
+    "register_bfloat16_function": {"module": ..., "name": ...},
+    # not apex's
+    "deactivate": {},
+    "step_was_skipped": {"optimizer": ...},
+    "loss_scale": {"loss_id": 0},
+    "clip_grad_norm_": {"optimizer": ..., "max_norm": ...},
+    "half_region": {},
+    "float_region": {},
+}  # fmt: skip
+
+
+def exactly(message: str) -> str:
+    return f"^{re.escape(message)}$"
+
+
+def make(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    return model, kind(model.parameters(), **{"lr": 0.1, **options})
+
+
+def train_plainly(model: nn.Module, optimizer: Optimizer, seed: int = 1) -> Tensor:
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def train(model: nn.Module, optimizer: Optimizer, factor: float = 1.0, **options: Any) -> Tensor:
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    optimizer.zero_grad()
+    loss = model(inputs).square().mean() * factor
+    with public.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return [t.dtype for t in left] == [t.dtype for t in right] and all(
+        map(torch.equal, left, right)
+    )
+
+
+# --- signatures ---
+
+
+@pytest.mark.parametrize("name", APEX)
+def test_signatures_are_apexs_and_what_is_new_is_keyword_only(name: str) -> None:
+    parameters = inspect.signature(getattr(public, name)).parameters.values()
+    positional = {
+        p.name: ... if p.default is p.empty else p.default
+        for p in parameters
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    }
+    assert list(positional.items()) == list(APEX[name].items())
+    new = [p.name for p in parameters if p.name not in positional]
+    assert all(p.kind is p.KEYWORD_ONLY for p in parameters if p.name in new)
+    assert set(new) <= set(KEYWORDS)
+
+
+def test_every_public_name_has_its_signature_checked() -> None:
+    assert sorted(APEX) == sorted(public.__all__)
+
+
+# --- what comes back ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("of_optimizers", [None, "one", list, tuple])
+@pytest.mark.parametrize("of_models", ["one", list, tuple])
+def test_what_comes_back_mirrors_what_went_in(
+    amp: ModuleType, of_models: Any, of_optimizers: Any, level: str
+) -> None:
+    model, optimizer = make()
+    models = model if of_models == "one" else of_models([model])
+    optimizers: Any = of_optimizers
+    if of_optimizers is not None:
+        optimizers = optimizer if of_optimizers == "one" else of_optimizers([optimizer])
+    result = amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    got_models, got_optimizers = (result, None) if optimizers is None else result
+    assert type(got_models) is type(models)
+    assert (got_models if of_models == "one" else got_models[0]) is model
+    if of_optimizers is not None:
+        assert type(got_optimizers) is type(optimizers)
+        assert (got_optimizers if of_optimizers == "one" else got_optimizers[0]) is optimizer
+        assert train(model, optimizer).isfinite()
+
+
+PRINTED = """\
+Selected optimization level O1:  Insert automatic casts around Pytorch functions and Tensor methods.
+
+Defaults for this optimization level are:
+enabled                : True
+opt_level              : O1
+cast_model_type        : None
+patch_torch_functions  : True
+keep_batchnorm_fp32    : None
+master_weights         : None
+loss_scale             : dynamic
+Processing user overrides (additional kwargs that are not None)...
+After processing overrides, optimization options are:
+enabled                : True
+opt_level              : O1
+cast_model_type        : None
+patch_torch_functions  : True
+keep_batchnorm_fp32    : None
+master_weights         : None
+loss_scale             : 128.0
+"""
+
+
+def test_initialize_prints_what_apex_prints(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    amp.initialize(*make(), loss_scale="128.0")
+    assert capsys.readouterr().out == PRINTED
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_verbosity_0_is_silent_and_1_tells_of_a_skipped_step_in_apexs_words(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str], level: str
+) -> None:
+    run = amp.initialize(*make(), opt_level=level, loss_scale="dynamic", verbosity=0)
+    train(*run, factor=float("inf"))
+    assert amp.step_was_skipped(run[1]) is True
+    assert capsys.readouterr().out == ""
+    run = amp.initialize(*make(), opt_level=level, loss_scale="dynamic", verbosity=1)
+    capsys.readouterr()
+    train(*run, factor=float("inf"))
+    assert capsys.readouterr().out == (
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0\n"
+    )
+
+
+# --- refusals ---
+
+Refused = Callable[[nn.Module, Optimizer], Any]
+
+
+def initialize_with(**options: Any) -> Refused:
+    return lambda model, optimizer: public.initialize(model, optimizer, **options)
+
+
+REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
+    "level with a zero": (initialize_with(opt_level="02"), RuntimeError, "the digit zero"),
+    "unknown level": (initialize_with(opt_level="O6"), RuntimeError, "opt_level must be one of"),
+    "level as a number": (initialize_with(opt_level=1), TypeError, "of type int"),
+    "override": (
+        initialize_with(opt_level="O1", keep_batchnorm_fp32=True),
+        RuntimeError,
+        "keep_batchnorm_fp32 must be None at opt_level='O1'",
+    ),
+    "patching at O2": (
+        initialize_with(opt_level="O2", patch_torch_functions=True),
+        RuntimeError,
+        "patch_torch_functions is True only at",
+    ),
+    "masters at O4": (
+        initialize_with(opt_level="O4", master_weights=True),
+        RuntimeError,
+        "master_weights must be None at opt_level='O4'",
+    ),
+    "loss scale": (
+        initialize_with(opt_level="O2", loss_scale=-1),
+        ValueError,
+        "loss_scale must be 'dynamic' or a finite number above 0",
+    ),
+    "floor above cap": (
+        initialize_with(opt_level="O2", min_loss_scale=8, max_loss_scale=4),
+        ValueError,
+        "min_loss_scale must not be above max_loss_scale",
+    ),
+    "growth": (
+        initialize_with(opt_level="O2", growth_factor=0.5),
+        ValueError,
+        "growth_factor must be above 1",
+    ),
+    "losses": (
+        initialize_with(opt_level="O2", num_losses=0),
+        ValueError,
+        "num_losses must be an int of at least 1",
+    ),
+    "rules at O2": (
+        initialize_with(opt_level="O2", rules={"softmax": "half"}),
+        RuntimeError,
+        "rules say how functions are cast",
+    ),
+    "rule": (
+        initialize_with(opt_level="O1", rules={"softmax": "fp16"}),
+        ValueError,
+        "a rule must be one of 'half', 'float', 'promote', 'bfloat16', 'off'; got 'fp16' for "
+        "'softmax'; call amp.initialize(..., rules={'softmax': 'float'}).",
+    ),
+    "function": (
+        initialize_with(opt_level="O1", rules={"softmaxx": "half"}),
+        ValueError,
+        "rules must name functions of torch",
+    ),
+    "optimizer twice": (
+        lambda model, optimizer: public.initialize(model, [optimizer] * 2, opt_level="O2"),
+        RuntimeError,
+        "A given optimizer should only be passed through amp.initialize once",
+    ),
+    "half parameter": (
+        lambda model, optimizer: public.initialize(
+            [model, nn.Linear(1, 1).half()], optimizer, opt_level="O2"
+        ),
+        RuntimeError,
+        "models must come in float32",
+    ),
+    "parallel wrapper": (
+        lambda model, optimizer: public.initialize(
+            [model, DataParallel(nn.Linear(1, 1))], optimizer, opt_level="O2"
+        ),
+        RuntimeError,
+        "Parallel wrappers should only be applied to the model AFTER",
+    ),
+    "LBFGS": (
+        lambda model, optimizer: public.initialize(
+            model, [optimizer, LBFGS(model.parameters())], opt_level="O2"
+        ),
+        TypeError,
+        "got LBFGS",
+    ),
+    "no model": (
+        lambda model, optimizer: public.initialize([model, 3], optimizer, opt_level="O2"),
+        TypeError,
+        "models must be a torch.nn.Module",
+    ),
+    "no optimizer": (
+        lambda model, optimizer: public.initialize(model, [optimizer, 3], opt_level="O2"),
+        TypeError,
+        "optimizers must be a torch.optim.Optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("others", [None, "O1", "O2"])
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_leaves_everything_as_it_was(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str], case: str, others: str | None
+) -> None:
+    call, error, words = REFUSALS[case]
+    unpatched = torch_snapshot.take()
+    other = make()
+    if others is not None:
+        amp.initialize(*other, opt_level=others, verbosity=0)
+    patched = torch_snapshot.take()
+    model, optimizer = make()
+    before, reference = values(model), copy.deepcopy(model)
+    methods, hooks = dict(vars(optimizer)), list(model._forward_hooks)
+    with pytest.raises(error, match=re.escape(words)):
+        call(model, optimizer)
+    assert torch_snapshot.differences(patched) == []
+    assert same(values(model), before)
+    assert vars(optimizer) == methods
+    assert list(model._forward_hooks) == hooks == []
+    assert capsys.readouterr().out == ""
+    if others is not None:
+        train(*other)  # goes on, and silently so
+        assert capsys.readouterr().out == ""
+        amp.deactivate()
+    assert torch_snapshot.differences(unpatched) == []
+    expected = train_plainly(reference, SGD(reference.parameters(), lr=0.1))
+    assert torch.equal(train_plainly(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_is_refused_in_a_second_call(amp: ModuleType, level: str) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match="only be passed through amp.initialize once; got the"):
+        amp.initialize(make()[0], optimizer, opt_level=level, verbosity=0)
+    assert train(model, optimizer).isfinite()
+
+
+# --- before initialize, and with enabled=False ---
+
+MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda optimizer: public.scale_loss(torch.zeros(()), optimizer),
+            "Invoked with amp.scale_loss(), but internal Amp state has not been initialized; got "
+            f"a SGD; {MEND}",
+        ),
+        (
+            lambda optimizer: public.step_was_skipped(optimizer),
+            "Invoked amp.step_was_skipped(), but internal Amp state has not been initialized; got "
+            f"a SGD; {MEND}",
+        ),
+        (
+            lambda optimizer: public.loss_scale(),
+            f"Invoked amp.loss_scale(), but internal Amp state has not been initialized; {MEND}",
+        ),
+        (
+            lambda optimizer: public.state_dict(),
+            f"Invoked amp.state_dict(), but internal Amp state has not been initialized; {MEND}",
+        ),
+        (
+            lambda optimizer: public.load_state_dict({}),
+            "Invoked amp.load_state_dict(), but internal Amp state has not been initialized; "
+            f"{MEND}",
+        ),
+    ],
+)
+def test_calls_before_initialize_say_so(amp: ModuleType, call: Any, words: str) -> None:
+    _, optimizer = make()
+    with pytest.raises(RuntimeError, match=exactly(words)):
+        call(optimizer)
+
+
+def test_calls_that_need_no_state_work_before_initialize(amp: ModuleType) -> None:
+    model, optimizer = make()
+    before = torch_snapshot.take()
+    amp.deactivate()
+    assert list(amp.master_params(optimizer)) == list(model.parameters())
+    with amp.disable_casts(), amp.half_region(), amp.float_region():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    for decorate in (amp.half_function, amp.float_function, amp.promote_function):
+        assert decorate(lambda tensor: tensor.dtype)(torch.ones(1)) is torch.float32
+    assert torch_snapshot.differences(before) == []
+
+
+class NotTorchs:
+    """An optimizer that is none of torch's, as some libraries wrap them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("kind", [SGD, LBFGS, NotTorchs, list, None])
+def test_enabled_false_makes_every_later_call_do_nothing(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    before = torch_snapshot.take()
+    model, optimizer = make(LBFGS if kind is LBFGS else SGD)
+    given = {NotTorchs: NotTorchs(optimizer), list: [optimizer], None: None}.get(kind, optimizer)
+    state = values(model)
+    result = amp.initialize(model, given, False, "nonsense", num_losses=0, rules=3)
+    assert result is model if given is None else result == (model, given)
+    given = given or optimizer
+    loss = model(torch.randn(4, 4)).sum()
+    for options in ({}, {"loss_id": 7}, {"delay_unscale": True}):
+        with amp.scale_loss(loss, given, **options) as scaled_loss:
+            assert scaled_loss is loss
+    with amp.scale_loss(3.0, given) as scaled_loss:
+        assert scaled_loss == 3.0
+    destination: Any = {"kept": 1}
+    assert amp.state_dict() == {}
+    assert amp.state_dict(destination) is destination == {"kept": 1}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    amp.load_state_dict({"nonsense": 1})
+    assert amp.loss_scale() == amp.loss_scale(5) == 1.0
+    assert amp.step_was_skipped(given) is False
+    with amp.disable_casts(), amp.half_region(), amp.float_region():
+        assert model(torch.randn(4, 4)).dtype is torch.float32
+    if kind is not list:
+        loss.backward()
+        grads = [param.grad.clone() for param in amp.master_params(given)]
+        norm = amp.clip_grad_norm_(given, 1e-3)
+        assert norm == pytest.approx(torch.cat([grad.flatten() for grad in grads]).norm().item())
+        clipped = torch.cat([param.grad.flatten() for param in model.parameters()])
+        assert clipped.norm().item() == pytest.approx(1e-3, rel=1e-2)
+    assert capsys.readouterr().out == ""
+    assert torch_snapshot.differences(before) == []
+    assert same(values(model)[:4], state[:4])
+    assert "step" not in vars(optimizer)
+    amp.deactivate()
+    assert torch_snapshot.differences(before) == []
+
+
+def test_a_disabled_pair_stays_plain_beside_an_enabled_one(amp: ModuleType) -> None:
+    plain = amp.initialize(*make(), enabled=False)
+    run = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    loss = plain[0](torch.randn(4, 4)).sum()
+    with amp.scale_loss(loss, plain[1]) as scaled_loss:
+        assert scaled_loss is loss
+    assert amp.step_was_skipped(plain[1]) is False
+    assert train(*run).isfinite()
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+    amp.initialize(*make(), enabled=False)
+    assert train(*run).isfinite()
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2
+
+
+# --- scale_loss and what goes with it ---
+
+
+@pytest.mark.parametrize("optimizers", [[], (), None, 3])
+def test_scale_loss_needs_optimizers(amp: ModuleType, optimizers: Any) -> None:
+    amp.initialize(*make(), opt_level="O2", verbosity=0)
+    words = "optimizers must be a torch.optim.Optimizer"
+    if not isinstance(optimizers, int):
+        words = (
+            "with amp.scale_loss() needs the optimizer whose gradients it handles; got "
+            f"{optimizers!r}; {MEND}"
+        )
+    with pytest.raises(TypeError, match=re.escape(words)):
+        amp.scale_loss(torch.zeros(()), optimizers)
+
+
+def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    words = "with amp.scale_loss() got an optimizer that amp.initialize() did not return (Adam); "
+    with pytest.raises(RuntimeError, match=exactly(words + MEND)):
+        amp.scale_loss(torch.zeros(()), [optimizer, make(Adam)[1]])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_optimizer_named_twice_is_unscaled_once(amp: ModuleType, level: str) -> None:
+    def gradients(times: int) -> list[Tensor]:
+        model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+        inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        loss = model(inputs).square().mean()
+        with amp.scale_loss(loss, [optimizer] * times) as scaled_loss:
+            scaled_loss.backward()
+        return [param.grad for param in amp.master_params(optimizer)]
+
+    assert same(gradients(2), gradients(1))
+
+
+@pytest.mark.parametrize("loss_id", [2, -1, 1.0, "0", None])
+def test_an_unknown_loss_id_is_refused(amp: ModuleType, loss_id: Any) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
+    words = (
+        f"loss_id must be an int below the number of losses (2); got {loss_id!r}; call "
+        "amp.initialize(..., num_losses=...) with as many as there are."
+    )
+    with pytest.raises(IndexError, match=exactly(words)):
+        amp.scale_loss(torch.zeros(()), optimizer, loss_id=loss_id)
+    with pytest.raises(IndexError, match=exactly(words)):
+        amp.loss_scale(loss_id)
+
+
+def test_step_was_skipped_speaks_of_the_last_step_of_that_optimizer(amp: ModuleType) -> None:
+    run = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    other = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    seen = []
+    for factor in (1.0, float("inf"), 1.0):
+        train(*run, factor=factor)
+        seen.append((amp.step_was_skipped(run[1]), amp.step_was_skipped(other[1])))
+    assert seen == [(False, False), (True, False), (False, False)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_schedulers_see_a_skipped_first_step_as_a_step(amp: ModuleType, level: str) -> None:
+    run = amp.initialize(*make(), opt_level=level, loss_scale="dynamic", verbosity=0)
+    scheduler = StepLR(run[1], step_size=1, gamma=0.5)
+    rates = []
+    for factor in (float("inf"), 1.0, 1.0):
+        train(*run, factor=factor)
+        # A warning would be an error here.
+        if not amp.step_was_skipped(run[1]):
+            scheduler.step()
+        rates.append(run[1].param_groups[0]["lr"])
+    assert rates == [0.1, 0.05, 0.025]
+    train(*run, factor=float("inf"))
+    scheduler.step()
+    assert run[1].param_groups[0]["lr"] == 0.0125
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scheduler_built_before_initialize_does_not_warn(amp: ModuleType, level: str) -> None:
+    model, optimizer = make()
+    scheduler = StepLR(optimizer, step_size=1)
+    run = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor in (float("inf"), 1.0):
+        train(*run, factor=factor)
+        scheduler.step()
+
+
+# --- master_params and clipping ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_master_params_are_what_the_optimizer_steps_in_its_order(
+    amp: ModuleType, level: str
+) -> None:
+    model, _ = make()
+    first, second = list(model[0].parameters()), list(model[3].parameters())
+    groups = [{"params": second}, {"params": first}, {"params": list(model[1].parameters())}]
+    optimizer = SGD(groups, lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    masters = [param for param in amp.master_params(optimizer)]  # noqa: C416 - apex's idiom
+    order = [model[3].weight, model[3].bias, model[0].weight, model[0].bias]
+    order += [model[1].weight, model[1].bias]
+    assert [m.shape for m in masters] == [p.shape for p in order]
+    separate = level in ("O2", "O5")
+    assert [m is p for m, p in zip(masters, order, strict=True)] == [not separate] * 4 + [True] * 2
+    assert all(isinstance(m, nn.Parameter) and m.is_leaf for m in masters)
+    assert masters == [p for group in optimizer.param_groups for p in group["params"]]
+    nested = [[p for p in amp.master_params(o)] for o in [optimizer]]  # noqa: C416
+    assert nested == [masters]
+
+
+def clip_by_torch(optimizer: Optimizer, max_norm: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(public.master_params(optimizer), max_norm)
+
+
+@pytest.mark.parametrize("clip", [public.clip_grad_norm_, clip_by_torch])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_acts_on_unscaled_gradients(
+    amp: ModuleType, level: str, clip: Callable[[Optimizer, float], Tensor]
+) -> None:
+    inputs = torch.randn(16, 4)
+    reference, _ = make()
+    reference(inputs).square().mean().backward()
+    expected = nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    model, optimizer = amp.initialize(
+        *make(), opt_level=level, loss_scale=1024.0 if level != "O3" else 1.0, verbosity=0
+    )
+    with amp.scale_loss(model(inputs).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = [param.detach().float().clone() for param in amp.master_params(optimizer)]
+    norm = clip(optimizer, expected.item() / 4)
+    assert norm.item() == pytest.approx(expected.item(), rel=0.02)
+    optimizer.step()
+    after = [param.detach().float() for param in amp.master_params(optimizer)]
+    moved = [new - old for new, old in zip(after, before, strict=True)]
+    # SGD moves by lr * gradient.
+    distance = nn.utils.get_total_norm(moved).item() / 0.1
+    assert distance == pytest.approx(expected.item() / 4, rel=0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_scaled_gradients_are_neither_clipped_nor_stepped(amp: ModuleType, level: str) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    state = values(model)[:4]
+    loss = model(torch.randn(16, 4)).square().mean()
+    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    for caller, call in {
+        "amp.clip_grad_norm_()": lambda: amp.clip_grad_norm_(optimizer, 1.0),
+        "optimizer.step()": optimizer.step,
+    }.items():
+        words = (
+            f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True) left "
+            "them scaled. Leave delay_unscale out in the last scale_loss() before it, or clear "
+            "them with optimizer.zero_grad()."
+        )
+        with pytest.raises(RuntimeError, match=exactly(words)):
+            call()
+    assert same(values(model)[:4], state)
+
+
+# --- deactivate ---
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+@pytest.mark.parametrize("level", LEVELS)
+def test_after_deactivate_all_goes_on_as_plain_torch_from_there(
+    amp: ModuleType, level: str, kind: type[Optimizer]
+) -> None:
+    before = torch_snapshot.take()
+    options = {"momentum": 0.9} if kind is SGD else {"eps": 1e-4}
+    model, optimizer = make(kind, **options)
+    params, methods = list(model.parameters()), vars(optimizer).keys()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        train(model, optimizer)
+    masters = [param.detach().float().clone() for param in amp.master_params(optimizer)]
+    amp.deactivate()
+    amp.deactivate()
+    assert torch_snapshot.differences(before) == []
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert all(not module._state_dict_hooks for module in model.modules())
+    assert vars(optimizer).keys() == methods
+    # The very same Parameters, holding what the optimizer stepped.
+    assert all(map(lambda a, b: a is b, model.parameters(), params))
+    assert [p for g in optimizer.param_groups for p in g["params"]] == params
+    assert same([p.detach() for p in params], masters)
+    assert all(b.dtype in (torch.float32, torch.int64) for b in model.buffers())
+    assert set(optimizer.state) == set(params)
+
+    reference, plain = make(kind, **options)
+    reference.load_state_dict(model.state_dict())
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(3):
+        expected = train_plainly(reference, plain, seed)
+        assert torch.equal(train_plainly(model, optimizer, seed), expected)
+    assert same(values(model), values(reference))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_deactivate_leaves_no_scaled_or_overflowed_gradient(amp: ModuleType, level: str) -> None:
+    def after(factor: float, **delay: bool) -> list[Tensor]:
+        model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale=1024.0, verbosity=0)
+        inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        loss = model(inputs).square().mean() * factor
+        with amp.scale_loss(loss, optimizer, **delay) as scaled_loss:
+            scaled_loss.backward()
+        amp.deactivate()
+        optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    expected = after(1.0)
+    assert same(after(1.0, delay_unscale=True), expected)
+    start = after(float("inf"))
+    assert not same(start, expected)
+    assert all(value.isfinite().all() for value in start)
+    assert same(after(float("inf"), delay_unscale=True), start)
+    assert same(after(float("inf"), delay_overflow_check=True), start)
+
+
+@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize("first", LEVELS)
+def test_initialize_again_after_deactivate_is_as_the_first_time(
+    amp: ModuleType, first: str, second: str
+) -> None:
+    def losses(run: tuple[nn.Module, Optimizer]) -> list[float]:
+        return [train(*run).item() for _ in range(3)]
+
+    model, optimizer = make()
+    if first == "O3":  # it keeps no more of the weights than float16 holds
+        model.half().float()
+    expected = losses(amp.initialize(model, optimizer, opt_level=second, verbosity=0))
+    amp.deactivate()
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=first, verbosity=0)
+    amp.deactivate()
+    assert losses(amp.initialize(model, optimizer, opt_level=second, verbosity=0)) == expected
+
+
+# --- several models, threads, copies ---
+
+
+@pytest.mark.parametrize("second", LEVELS)
+@pytest.mark.parametrize("first", CASTING)
+def test_casts_hold_everywhere_but_in_the_forward_of_a_model_of_another_level(
+    amp: ModuleType, first: str, second: str
+) -> None:
+    dtypes = {"O1": torch.float16, "O4": torch.bfloat16}
+    seen: dict[str, torch.dtype] = {}
+
+    class Probe(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen[self.name] = torch.mm(inputs.float(), inputs.float()).dtype
+            return self.linear(inputs)
+
+    one, two, never = Probe("one"), Probe("two"), Probe("never initialised")
+    amp.initialize(one, opt_level=first, verbosity=0)
+    amp.initialize(two, opt_level=second, verbosity=0)
+    outside = dtypes.get(second, dtypes[first])
+    inputs = torch.eye(2)
+    for model in (one, two, never):
+        model(inputs)
+    assert seen == {
+        "one": dtypes[first],
+        "two": dtypes.get(second, torch.float32),
+        "never initialised": outside,
+    }
+    assert torch.mm(inputs, inputs).dtype is outside
+    del one, model
+    amp.initialize(Probe("three"), opt_level="O0", verbosity=0)
+    assert torch.mm(inputs, inputs).dtype is dtypes.get(second, torch.float32)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_second_half_of_a_gan_may_come_later(amp: ModuleType, level: str) -> None:
+    together = amp.initialize(
+        *zip(make(), make(), strict=True), opt_level=level, num_losses=1, verbosity=0
+    )
+    expected = [train(model, optimizer).item() for model, optimizer in zip(*together, strict=True)]
+    amp.deactivate()
+    first = amp.initialize(*make(), opt_level=level, verbosity=0)
+    got = [train(*first).item()]
+    second = amp.initialize(*make(), opt_level=level, verbosity=0)
+    got.append(train(*second).item())
+    assert got == expected
+    assert train(*first).isfinite()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_train_in_threads_as_they_do_alone(amp: ModuleType, level: str) -> None:
+    def losses(run: tuple[nn.Module, Optimizer]) -> list[float]:
+        return [train(*run).item() for _ in range(10)]
+
+    expected = losses(amp.initialize(*make(), opt_level=level, loss_scale=64.0, verbosity=0))
+    runs = [
+        amp.initialize(*make(), opt_level=level, loss_scale=64.0, verbosity=0) for _ in range(4)
+    ]
+    got: dict[int, list[float]] = {}
+    threads = [
+        threading.Thread(target=lambda n=n: got.update({n: losses(runs[n])})) for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == dict.fromkeys(range(4), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_of_a_model_computes_with_its_own_weights(amp: ModuleType, level: str) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    train(model, optimizer)
+    twin = copy.deepcopy(model).eval()
+    inputs = torch.randn(4, 4)
+    expected = twin(inputs)
+    train(model, optimizer)
+    assert torch.equal(twin(inputs), expected)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    assert not twin(inputs).any()
+    assert model(inputs).any()
+    assert twin(inputs).dtype is model(inputs).dtype
+
+
+def test_registering_what_does_not_exist_is_refused(amp: ModuleType) -> None:
+    words = (
+        f"a registered function must exist; got 'lineer', which {F!r} does not have; call "
+        "amp.register_half_function(module, name) with the name it has."
+    )
+    with pytest.raises(ValueError, match=exactly(words)):
+        amp.register_half_function(F, "lineer")
