@@ -57,6 +57,7 @@ class FP32Store:
     def clear(self) -> None:
         """Forget every value."""
         self._values = WeakTensorKeyDictionary()
+        self._converted: set[int] = set()
 
     def set(
         self, param: Tensor, value: Tensor, versions: list[int] | None = None, index: int = 0
@@ -70,6 +71,15 @@ class FP32Store:
             index: the place in ``versions``.
         """
         self._values[param] = _Exact(value, [0] if versions is None else versions, index)
+
+    def set_converted(self, param: Tensor, value: Tensor) -> None:
+        """As `set`, for a parameter converted just now; until `end_conversion` nothing writes."""
+        self.set(param, value)
+        self._converted.add(id(param))
+
+    def end_conversion(self) -> None:
+        """From now on the user may write to the parameters."""
+        self._converted.clear()
 
     def wins(self, param: Tensor) -> bool:
         """Return whether the fp32 value was written to since the parameter was equal to it."""
@@ -90,8 +100,10 @@ class FP32Store:
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
         """Return the fp32 value for a master to hold, in the stored tensor's own memory."""
-        value = self.exact(param)
         entry = self._values.get(param)
+        # To compare a whole model again would take longer than to convert it.
+        converted = entry is not None and id(param) in self._converted
+        value = entry.value.detach() if converted else self.exact(param)
         if entry is None or entry.value.device != param.device:
             return value
         # Another optimizer may step the same parameter, and with it the same memory.

@@ -94,7 +94,7 @@ class Patches:
 
 def _bindings(replacements: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any]]:
     """Yield ``(module, name, replacement)`` for each global outside torch bound to a key."""
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in list(sys.modules.items()) if replacements else ():
         if module_name.partition(".")[0] in ("torch", __package__):
             continue
         if not isinstance(module, types.ModuleType):

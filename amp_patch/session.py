@@ -89,7 +89,9 @@ class Session:
             on_error.callback(Snapshot(models, optimizers).restore)
             self._set_up_functions(level, rules, on_error)
             self._set_up_models(models, optimizers, level, on_error)
+            on_error.callback(self.store.end_conversion)
             self._set_up_optimizers(optimizers, level, scale_rule, num_losses, on_error)
+            self.store.end_conversion()
             self._unpatch_if_unused()
             on_error.pop_all()
         self.disabled = False
@@ -202,7 +204,7 @@ class Session:
         for param, original in originals.items():
             # A parameter that nothing trains needs no second copy in fp32.
             if level.master_weights and (param.requires_grad or id(param) in stepped):
-                self.store.set(param, original)
+                self.store.set_converted(param, original)
             elif original.grad is not None:
                 param.grad = original.grad.to(dtype)
 
