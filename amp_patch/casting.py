@@ -75,40 +75,23 @@ class Casts:
             rules: dotted path -> rule; ``"off"`` leaves the function as it is.
             registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
         """
-        bindings: dict[int, tuple[Any, Any]] = {}
+        installation = _Installation(patches, self.wrap)
         for module, name, rule in registered:
-            self._replace(patches, bindings, resolve_in(module, name), rule)
-        for path, rule in {**cast_rules.targets(), **rules}.items():
-            if rule != "off":
-                self._replace(patches, bindings, resolve(path), rule, path)
-        patches.replace_bindings(bindings)
-
-    def _replace(
-        self,
-        patches: Patches,
-        bindings: dict[int, tuple[Any, Any]],
-        target: tuple[Any, str, Any],
-        rule: str,
-        path: str | None = None,
-    ) -> None:
-        """Patch one attribute; one function found in several places gets one wrapper."""
-        owner, name, original = target
-        known = {id(wrapper) for _, wrapper in bindings.values()}
-        if id(original) in known:
-            return
-        if id(original) not in bindings:
-            wrapper = self.wrap(original, rule)
-            if isinstance(owner, type):
-                # What torch.compile traces for a method: it reaches the original by name only.
-                wrapper.traced = self.wrap(_method(name), rule)  # type: ignore[attr-defined]
-            if path is not None:
-                as_if_defined_at(wrapper, path)
-            bindings[id(original)] = (original, wrapper)
-        patches.replace(owner, name, bindings[id(original)][1])
+            installation.replace(resolve_in(module, name), rule)
+        registered_rules = dict(installation.wrappers.keys())
+        # First the user's: of a function found in several places (`torch.conv2d` and
+        # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
+        for path, rule in {**rules, **cast_rules.targets(), **rules}.items():
+            target = resolve(path)
+            installation.replace(target, registered_rules.get(id(target[2]), rule), path)
+        patches.replace_bindings(installation.bindings())
 
     def wrap(self, function: Function, rule: str) -> Function:
         """Return ``function`` with its arguments cast by ``rule`` while casts are on."""
-        return self._rules[rule](function)
+        wrapper = self._rules[rule](function)
+        # TorchScript compiles the original: it cannot read a closure.
+        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
+        return wrapper
 
     def to_half(self, value: Any, dtype: torch.dtype) -> Any:
         """Return ``value`` with floating tensors, also in containers, cast to ``dtype``.
@@ -140,6 +123,51 @@ class Casts:
                 kwargs = {key: to_half(value, dtype) for key, value in kwargs.items()}
             return original(*[to_half(value, dtype) for value in args], **kwargs)
 
+        return wrapper
+
+
+class _Installation:
+    """One run of `Casts.install`: each function gets one wrapper for each rule.
+
+    Attributes:
+        wrappers: ``(id(original), rule) -> (original, wrapper)``; ``"off"`` wraps in nothing.
+    """
+
+    def __init__(self, patches: Patches, wrap: Callable[[Function, str], Function]) -> None:
+        self.wrappers: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._patches = patches
+        self._wrap = wrap
+        self._made: set[int] = set()
+
+    def replace(self, target: tuple[Any, str, Any], rule: str, path: str | None = None) -> None:
+        """Patch one attribute, unless it holds one of these wrappers already."""
+        owner, name, original = target
+        if id(original) in self._made:
+            return
+        key = id(original), rule
+        if key not in self.wrappers:
+            self.wrappers[key] = original, self._make(target, rule, path)
+        if rule != "off":
+            self._patches.replace(owner, name, self.wrappers[key][1])
+
+    def bindings(self) -> dict[int, tuple[Any, Any]]:
+        """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts."""
+        found: dict[int, tuple[Any, Any]] = {}
+        for (key, _), pair in self.wrappers.items():
+            found.setdefault(key, pair)
+        return {key: pair for key, pair in found.items() if pair[0] is not pair[1]}
+
+    def _make(self, target: tuple[Any, str, Any], rule: str, path: str | None) -> Any:
+        owner, name, original = target
+        if rule == "off":
+            return original
+        wrapper = self._wrap(original, rule)
+        if isinstance(owner, type):
+            # What torch.compile traces for a method: it reaches the original by name only.
+            wrapper.traced = self._wrap(_method(name), rule)  # type: ignore[attr-defined]
+        if path is not None:
+            as_if_defined_at(wrapper, path)
+        self._made.add(id(wrapper))
         return wrapper
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -92,8 +93,27 @@ def _check_input(original: Callable[..., None]) -> Callable[..., None]:
     return check_input
 
 
+def _find_builtin(original: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """Let TorchScript see the operator behind a patched function.
+
+    torch looks operators up in a table of functions by identity, which it makes on first use:
+    here, for it must hold the functions that are found when nothing is patched.
+    """
+    original(None)
+
+    @functools.wraps(original)
+    def find_builtin(fn: Any) -> str | None:
+        if isinstance(fn, types.FunctionType) and hasattr(fn, "__prepare_scriptable__"):
+            fn = fn.__prepare_scriptable__()
+        return original(fn)
+
+    return find_builtin
+
+
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.utils.checkpoint.checkpoint": _checkpoint,
     "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
     "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
+    "torch.jit._builtins._find_builtin": _find_builtin,
+    "torch.jit._recursive._find_builtin": _find_builtin,
 }

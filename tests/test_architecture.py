@@ -52,8 +52,9 @@ LATE_IMPORTS = ("cupy.", "torch._dynamo.")
 # that tells schedulers of a step, and the metadata of a function just made.
 FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
-# "traced" is what torch.compile is to trace in a wrapper's place.
+# In a wrapper's place torch.compile traces "traced", TorchScript what "__prepare_..." returns.
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__", "traced"}
+METADATA |= {"__prepare_scriptable__"}
 
 Rule = Callable[[ast.Module], list[str]]
 

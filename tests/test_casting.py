@@ -879,6 +879,16 @@ def test_a_registered_name_that_has_a_rule_is_wrapped_once_by_the_users(amp, lib
     del model
 
 
+def test_a_registered_function_has_its_rule_wherever_it_is_found(amp, library):
+    assert torch.functional.einsum is torch.einsum
+    amp.register_float_function(torch.functional, "einsum")
+    model = activate(amp, rules={"torch.einsum": "half"})
+    h = torch.rand(2, 2).half()
+    for function in (torch.einsum, torch.functional.einsum):
+        assert function("ij,ij->", h, h).dtype is torch.float32
+    del model
+
+
 def test_registering_a_name_that_is_missing_is_refused(amp, library):
     with pytest.raises(
         ValueError,
@@ -911,6 +921,33 @@ def test_a_rule_for_a_dotted_path_holds_there_only(amp):
     assert torch.exp(x.half()).dtype is torch.float32
     assert F.relu(x).dtype is torch.float16
     assert x.relu().dtype is torch.float32
+    del model
+
+
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_a_rule_for_one_name_of_a_function_leaves_its_other_names_alone(amp, opt_level):
+    assert F.conv1d is torch.conv1d
+    rules = {"torch.nn.functional.conv1d": "float", "torch.functional.einsum": "off"}
+    model = activate(amp, opt_level, rules=rules)
+    half = HALVES[opt_level]
+    x = torch.rand(1, 3, 3)
+    assert F.conv1d(x.to(half), x).dtype is torch.float32
+    assert nn.Conv1d(3, 3, 1)(x).dtype is torch.float32
+    assert torch.conv1d(x, x).dtype is half
+    assert torch.functional.einsum("ijk,ijk->i", x, x).dtype is torch.float32
+    assert torch.einsum("ijk,ijk->i", x, x).dtype is half
+    assert pickle.loads(pickle.dumps(F.conv1d)) is F.conv1d
+    del model
+
+
+def test_a_name_bound_elsewhere_follows_the_users_rule(amp, user_module):
+    user_module.conv = F.conv1d
+    user_module.einsum = torch.functional.einsum
+    rules = {"torch.nn.functional.conv1d": "float", "torch.functional.einsum": "off"}
+    model = activate(amp, rules=rules)
+    x = torch.rand(1, 3, 3)
+    assert user_module.conv(x.half(), x).dtype is torch.float32
+    assert user_module.einsum("ijk,ijk->i", x, x).dtype is torch.float32
     del model
 
 

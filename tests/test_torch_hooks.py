@@ -507,3 +507,25 @@ def test_an_export_made_inside_disable_casts_computes_as_eager_does_there(amp, o
     torch.testing.assert_close(program.module()(x), expected)
     amp.deactivate()
     assert "to.dtype" not in str(program.graph) or opt_level not in HALF
+
+
+def scripted_function(x, w):
+    # type: (torch.Tensor, torch.Tensor) -> torch.Tensor
+    y = F.softmax(torch.matmul(x, w) + x @ w, dim=0)
+    return F.layer_norm(F.linear(y, w), [3]) + y.exp() + F.binary_cross_entropy(y, y)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("opt_level", HALF)
+def test_torchscript_compiles_the_originals(amp, opt_level):
+    model = start(amp, opt_level)
+    x, w = torch.rand(3, 3), torch.rand(3, 3)
+    with amp.disable_casts():
+        expected = scripted_function(x, w)
+    compiled = torch.jit.script(scripted_function)
+    decorated = torch.jit.script(amp.half_function(scripted_function))
+    for function in (compiled, decorated):
+        torch.testing.assert_close(function(x, w), expected, rtol=0, atol=0)
+    amp.deactivate()
+    torch.testing.assert_close(torch.jit.script(scripted_function)(x, w), expected)
+    del model
