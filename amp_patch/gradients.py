@@ -174,7 +174,12 @@ class Gradients:
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
-    """Add two gradients of which one is sparse at least; torch takes that one second."""
+    """Add two gradients of which one is sparse at least."""
+    if a.is_sparse and b.is_sparse:
+        # torch adds no sparse half tensors on the CPU; entries of one row count as their sum.
+        indices = torch.cat([a._indices(), b._indices()], dim=1)
+        entries = torch.cat([a._values(), b._values()])
+        return torch.sparse_coo_tensor(indices, entries, a.shape, check_invariants=False)
     return b + a if a.is_sparse else a + b
 
 

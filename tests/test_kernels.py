@@ -37,8 +37,7 @@ def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Tensor:
         values = values.permute(tuple(reversed(range(len(shape)))))
     elif layout == "strided" and shape:
         values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator, dtype=torch.float64)
-        values = (values * magnitude).to(dtype)[..., ::2]
-        return values
+        return (values * magnitude).to(dtype)[..., ::2]
     else:
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (values * magnitude).to(dtype)
