@@ -8,7 +8,7 @@ follows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class FP32Store:
         """As `set`, for a parameter converted just now; until `end_conversion` nothing writes."""
         self.set(param, value)
         self._converted.add(id(param))
+
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Drop the values of these parameters, whose conversion was undone."""
+        for param in params:
+            self._values.pop(param, None)
 
     def end_conversion(self) -> None:
         """From now on the user may write to the parameters."""

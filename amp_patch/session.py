@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,8 @@ class Session:
             self._start(on_error)
             on_error.callback(Snapshot(models, optimizers).restore)
             self._set_up_functions(level, rules, on_error)
-            self._set_up_models(models, optimizers, level, on_error)
             on_error.callback(self.store.end_conversion)
+            self._set_up_models(models, optimizers, level, on_error)
             self._set_up_optimizers(optimizers, level, scale_rule, num_losses, on_error)
             self.store.end_conversion()
             self._unpatch_if_unused()
@@ -157,7 +157,8 @@ class Session:
         for model in models:
             on_error.callback(self._put_back, model, self._levels.get(model))
             if level.cast_model_type in HALVES:
-                self._store_in_half(model, level, stepped)
+                originals = self._store_in_half(model, level, stepped)
+                on_error.callback(self.store.forget, originals)
             self._attach(model, level)
             self.follow_device(model)
             if level.casts_functions:
@@ -197,7 +198,9 @@ class Session:
         if level is not None:
             self._attach(model, level)
 
-    def _store_in_half(self, model: nn.Module, level: OptLevel, stepped: set[int]) -> None:
+    def _store_in_half(
+        self, model: nn.Module, level: OptLevel, stepped: set[int]
+    ) -> Iterable[nn.Parameter]:
         dtype = level.cast_model_type
         assert dtype is not None
         originals = half_model.convert(model, dtype, bool(level.keep_batchnorm_fp32))
@@ -207,6 +210,7 @@ class Session:
                 self.store.set_converted(param, original)
             elif original.grad is not None:
                 param.grad = original.grad.to(dtype)
+        return originals
 
     def _set_up_optimizers(
         self,

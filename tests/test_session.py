@@ -1,0 +1,442 @@
+"""The state of a process: calls of initialize one after the other, errors in the middle, leaks."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+import torch.optim.optimizer as torch_optimizer
+import torch_snapshot
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from amp_patch import casting, half_model, optimizer_step, torch_hooks
+from amp_patch import session as session_module
+from amp_patch.cast_mode import OFF, process
+from amp_patch.session import session
+from amp_patch.weight_cache import WeightCache
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+CASTING = ("O1", "O4")
+
+
+def make(kind: type[Optimizer] = SGD, **options: Any) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    return model, kind(model.parameters(), **{"lr": 0.1, **options})
+
+
+def train(amp: ModuleType, model: nn.Module, optimizer: Optimizer, **options: Any) -> float:
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    optimizer.zero_grad()
+    loss = model(inputs).square().mean()
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# --- an error in the middle of initialize ---
+
+
+class Broken(Exception):
+    """Raised by what a test breaks."""
+
+
+def failing_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what ``function`` does, and raise at the end of the given call, counted from 1."""
+    calls = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == call:
+            raise Broken
+        return result
+
+    return broken
+
+
+HALF = ("O2", "O3", "O5")
+# What raises, at which call, and at which levels it is called at all.
+FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
+    "hooks": (torch_hooks, "install", 1, LEVELS),
+    "conversion": (half_model, "convert", 1, HALF),
+    "conversion of the second": (half_model, "convert", 2, HALF),
+    "forward casts": (half_model.ForwardCasts, "attach", 2, LEVELS),
+    "cache": (WeightCache, "add_model", 2, CASTING),
+    "scalers": (session_module, "LossScaler", 2, LEVELS),
+    "masters": (optimizer_step, "MasterWeights", 1, ("O2", "O5")),
+    "optimizer": (session_module, "OptimizerStep", 2, LEVELS),
+    "state": (session_module.OptimizerStep, "match_state", 2, HALF),
+    "casts": (casting.Casts, "wrap", 100, CASTING),
+}
+
+
+def observed(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """Everything that initialize may touch: tensors by identity and value, hooks, methods."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    tensors += [v for state in optimizer.state.values() for v in state.values()]
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks")
+    return [
+        [(id(tensor), tensor.dtype, tensor.data_ptr(), tensor.tolist()) for tensor in tensors],
+        [[id(p) for p in group["params"]] for group in optimizer.param_groups],
+        list(map(id, optimizer.state)),
+        [list(getattr(m, kind).values()) for m in model.modules() for kind in hooks],
+        [len(m._load_state_dict_pre_hooks) for m in model.modules()],
+        {name: id(value) for name, value in vars(optimizer).items() if callable(value)},
+        len(optimizer._optimizer_step_post_hooks),
+    ]
+
+
+def observed_process() -> list[Any]:
+    return [
+        process.save(),
+        [(id(scaler), scaler.scale) for scaler in session.scalers],
+        dict(session._user_rules),
+        session.verbosity,
+        session.initialized,
+        len(session.store._values),
+    ]
+
+
+@pytest.mark.parametrize("others", [None, "O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    ("failure", "level"),
+    [(failure, level) for failure, (*_, levels) in FAILURES.items() for level in levels],
+)
+def test_an_error_in_the_middle_leaves_everything_as_it_was(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, failure: str, level: str, others: str | None
+) -> None:
+    if failure == "hooks":  # installed by the first call only
+        others = None
+    unpatched = torch_snapshot.take()
+    other = make()
+    if others is not None:
+        amp.initialize(*other, opt_level=others, loss_scale=4.0, verbosity=0)
+        train(amp, *other)
+    model, optimizer = make(Adam, eps=1e-4)
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    elsewhere = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    patched = torch_snapshot.take()
+    before = observed(model, optimizer), observed(*other), observed_process()
+    # A rule of the user's makes the casts be installed anew also beside an O1 model.
+    rules = {"softmax": "half"} if level in CASTING else None
+    owner, name, call, _ = FAILURES[failure]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing_at(call, getattr(owner, name)))
+        with pytest.raises(Broken):
+            amp.initialize(
+                [model, nn.Linear(2, 2)],
+                [optimizer, elsewhere],
+                opt_level=level,
+                num_losses=2,
+                verbosity=3,
+                rules=rules,
+            )
+    assert (observed(model, optimizer), observed(*other), observed_process()) == before
+    if others != "O1":  # its casts may have been installed anew
+        assert torch_snapshot.differences(patched) == []
+    assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is (
+        torch.float16 if others == "O1" else torch.float32
+    )
+    if others is not None:
+        train(amp, *other)
+    # and the same call succeeds once nothing is broken
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, rules=rules)
+    train(amp, model, optimizer)
+    amp.deactivate()
+    assert torch_snapshot.differences(unpatched) == []
+
+
+@pytest.mark.parametrize("earlier", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_error_leaves_a_model_of_an_earlier_call_at_its_level(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, earlier: str
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=earlier, loss_scale=4.0, verbosity=0)
+    expected = train(amp, *copy_run(model, optimizer, amp, earlier))
+    before = observed(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "OptimizerStep", failing_at(1, session_module.OptimizerStep))
+        second = SGD(model.parameters(), lr=0.1)
+        with pytest.raises(Broken):
+            amp.initialize(model, second, opt_level=level, verbosity=0)
+    assert observed(model, optimizer)[:3] == before[:3]
+    dtypes: list[torch.dtype] = []
+    model[0].register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    assert train(amp, model, optimizer) == expected
+    assert dtypes == [{"O0": torch.float32, "O1": torch.float16, "O4": torch.bfloat16}[earlier]]
+
+
+def copy_run(model: nn.Module, optimizer: Optimizer, amp: ModuleType, level: str):
+    """The same model and optimizer anew, initialised at the same level."""
+    return amp.initialize(*make(), opt_level=level, loss_scale=4.0, verbosity=0)
+
+
+def test_a_function_that_cannot_be_registered_leaves_the_casts_as_they_were(
+    amp: ModuleType,
+) -> None:
+    amp.initialize(*make(), opt_level="O1", verbosity=0)
+    with pytest.raises(TypeError, match="immutable type"):
+        amp.register_half_function(int, "bit_count")
+    ones = torch.ones(2, 2)
+    assert torch.mm(ones, ones).dtype is torch.float16
+    amp.deactivate()
+    amp.initialize(*make(), opt_level="O4", verbosity=0)
+    assert torch.mm(ones, ones).dtype is torch.bfloat16
+
+
+# --- one call after the other ---
+
+
+def wrapped_depth(function: Any) -> int:
+    depth = 0
+    while hasattr(function, "__wrapped__"):
+        function, depth = function.__wrapped__, depth + 1
+    return depth
+
+
+def test_patches_do_not_stack(amp: ModuleType) -> None:
+    before = torch_snapshot.take()
+    depth = wrapped_depth(torch.mm)
+    model, optimizer = make()
+    runs = [amp.initialize(model, optimizer, opt_level="O1", verbosity=0)]
+    sizes = len(session._cast_patches._undo), len(session._torch_patches._undo)
+    for number in range(20):
+        rules = {"softmax": "half"} if number % 5 == 4 else None
+        runs.append(amp.initialize(*make(), opt_level="O1", verbosity=0, rules=rules))
+        assert wrapped_depth(torch.mm) == depth + 1
+    assert sizes == (len(session._cast_patches._undo), len(session._torch_patches._undo))
+    assert len({train(amp, *run) for run in runs}) == 1
+    amp.deactivate()
+    assert torch_snapshot.differences(before) == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_of_a_hundred_dropped_models_is_kept(amp: ModuleType, level: str) -> None:
+    def run_once() -> list[weakref.ref[Any]]:
+        model, optimizer = amp.initialize(*make(Adam, eps=1e-4), opt_level=level, verbosity=0)
+        train(amp, model, optimizer)
+        masters = [p for p in amp.master_params(optimizer) if p not in set(model.parameters())]
+        return [weakref.ref(item) for item in (model, optimizer, *model.parameters(), *masters)]
+
+    references = [reference for _ in range(100) for reference in run_once()]
+    gc.collect()
+    assert [reference() for reference in references if reference() is not None] == []
+    assert len(session.scalers) == 1
+    survivors = {
+        "levels": len(session._levels),
+        "steps": len(session._steps),
+        "state hooks": len(session._state_hooks),
+        "store": len(session.store._values),
+        "cache": len(session.cache),
+        "owners": len(session.cache._owners),
+    }
+    assert survivors == dict.fromkeys(survivors, 0)
+    amp.initialize(*make(), opt_level=level, verbosity=0)
+    assert len(session.cache._groups) <= 1
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_functions_are_unpatched_when_the_last_model_they_were_for_is_gone(
+    amp: ModuleType, level: str
+) -> None:
+    unpatched = torch.mm
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    assert torch.mm is not unpatched
+    kept = amp.initialize(*make(), opt_level="O0", verbosity=0)
+    assert torch.mm is not unpatched
+    del model, optimizer
+    amp.initialize(*make(), opt_level="O0", verbosity=0)
+    assert torch.mm is unpatched
+    assert process.dtype is OFF
+    train(amp, *kept)
+
+
+def test_the_casts_follow_the_models_that_live(amp: ModuleType) -> None:
+    ones = torch.ones(2, 2)
+    half = make()
+    amp.initialize(*half, opt_level="O1", verbosity=0)
+    bfloat = make()
+    amp.initialize(*bfloat, opt_level="O4", verbosity=0)
+    assert torch.mm(ones, ones).dtype is torch.bfloat16
+    del bfloat
+    amp.initialize(*make(), opt_level="O0", verbosity=0)
+    assert torch.mm(ones, ones).dtype is torch.float16
+
+
+def test_rules_last_as_long_as_a_model_at_o1_or_o4(amp: ModuleType) -> None:
+    def softmax_dtype() -> torch.dtype:
+        return torch.softmax(torch.ones(2, dtype=torch.float16), 0).dtype
+
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, rules={"softmax": "half"})
+    assert softmax_dtype() is torch.float16
+    second = make()
+    amp.initialize(*second, opt_level="O1", verbosity=0, rules={"softmin": "off"})
+    assert softmax_dtype() is torch.float16
+    del model, optimizer, second
+    third = make()
+    amp.initialize(*third, opt_level="O1", verbosity=0)
+    assert softmax_dtype() is torch.float32
+    amp.deactivate()
+    fourth = make()
+    amp.initialize(*fourth, opt_level="O1", verbosity=0, rules={"softmax": "half"})
+    amp.deactivate()
+    fifth = make()
+    amp.initialize(*fifth, opt_level="O1", verbosity=0)
+    assert softmax_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_listed_twice_is_set_up_once(amp: ModuleType, level: str) -> None:
+    model, optimizer = make()
+    expected = train(amp, *amp.initialize(*make(), opt_level=level, verbosity=0))
+    result = amp.initialize([model, model], optimizer, opt_level=level, verbosity=0)
+    assert result == ([model, model], optimizer)
+    assert train(amp, model, optimizer) == expected
+    amp.deactivate()
+    assert observed(model, optimizer)[3:] == observed(*make())[3:]
+
+
+def test_the_global_step_hook_is_there_once_and_goes_with_deactivate(amp: ModuleType) -> None:
+    hooks = torch_optimizer._global_optimizer_post_hooks
+    before = len(hooks)
+    for _ in range(3):
+        amp.initialize(*make(), opt_level="O2", verbosity=0)
+    assert len(hooks) == before + 1
+    amp.deactivate()
+    assert len(hooks) == before
+
+
+def test_deactivate_leaves_half_state_of_a_users_optimizer_alone(amp: ModuleType) -> None:
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    optimizer.state[model[0].weight]["average"] = torch.zeros(8, 4, dtype=torch.bfloat16)
+    amp.deactivate()
+    assert optimizer.state[model[0].weight]["average"].dtype is torch.bfloat16
+
+
+# --- loss scalers ---
+
+
+def scales() -> list[float]:
+    return [scaler.scale for scaler in session.scalers]
+
+
+def overflow(amp: ModuleType, run: tuple[nn.Module, Optimizer], loss_id: int = 0) -> None:
+    loss = run[0](torch.randn(4, 4)).sum() * float("inf")
+    with amp.scale_loss(loss, run[1], loss_id=loss_id) as scaled_loss:
+        scaled_loss.backward()
+    run[1].step()
+
+
+def test_scalers_in_use_are_shared_extended_and_never_reset(amp: ModuleType) -> None:
+    first = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    scalers = session.scalers
+    overflow(amp, first)
+    assert scales() == [2.0**15]
+    second = amp.initialize(*make(), opt_level="O1", num_losses=3, verbosity=0)
+    assert session.scalers is scalers
+    assert scales() == [2.0**15, 2.0**16, 2.0**16]
+    overflow(amp, second)
+    overflow(amp, second, loss_id=2)
+    assert scales() == [2.0**14, 2.0**16, 2.0**15]
+    assert [amp.loss_scale(index) for index in range(3)] == scales()
+
+
+def test_another_rule_gets_scalers_of_its_own_found_by_its_own_loss_ids(amp: ModuleType) -> None:
+    first = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    second = amp.initialize(*make(), opt_level="O2", loss_scale=8.0, num_losses=2, verbosity=0)
+    third = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
+    assert scales() == [2.0**16, 8.0, 8.0, 2.0**16]
+    assert len(set(map(id, session.scalers))) == 4
+    maps = [session.find_step(optimizer).scalers for _, optimizer in (first, second, third)]
+    assert maps == [{0: 0}, {0: 1, 1: 2}, {0: 0, 1: 3}]
+    overflow(amp, third, loss_id=1)
+    overflow(amp, second, loss_id=1)
+    assert scales() == [2.0**16, 8.0, 8.0, 2.0**15]
+    loss = second[0](torch.randn(4, 4)).sum()
+    with amp.scale_loss(loss, second[1]) as scaled_loss:
+        assert torch.equal(scaled_loss, loss * 8.0)
+        scaled_loss.backward()
+
+
+def test_scalers_of_dead_optimizers_are_replaced_and_the_list_shrinks(amp: ModuleType) -> None:
+    first = amp.initialize(*make(), opt_level="O2", num_losses=3, verbosity=0)
+    overflow(amp, first, loss_id=0)
+    overflow(amp, first, loss_id=2)
+    del first
+    gc.collect()
+    amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
+    assert scales() == [2.0**16, 2.0**16]
+
+
+Call = tuple[int, float, bool]  # num_losses, loss_scale, whether the optimizer lives on
+
+
+@hypothesis.given(
+    calls=st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([2.0, 4.0]), st.booleans()), max_size=6
+    )
+)
+@hypothesis.settings(
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], max_examples=100
+)
+def test_every_living_optimizer_keeps_its_scalers_and_each_loss_has_its_own(
+    amp: ModuleType, calls: list[Call]
+) -> None:
+    living: list[tuple[Optimizer, float, list[int]]] = []
+    for num_losses, scale, lives_on in calls:
+        optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        amp.initialize(
+            [], optimizer, opt_level="O0", loss_scale=scale, num_losses=num_losses, verbosity=0
+        )
+        ids = [session.scaler_of(session.find_step(optimizer), i) for i in range(num_losses)]
+        assert len(set(ids)) == num_losses
+        scalers = [id(session.scalers[index]) for index in ids]
+        if lives_on:
+            living.append((optimizer, scale, scalers))
+        for other, other_scale, other_scalers in living:
+            step = session.find_step(other)
+            found = [session.scalers[session.scaler_of(step, i)] for i in range(len(other_scalers))]
+            assert list(map(id, found)) == other_scalers
+            assert {scaler.scale for scaler in found} == {other_scale}
+        del optimizer
+    amp.deactivate()
+
+
+# --- what a module of the user's has bound ---
+
+
+@pytest.fixture
+def users_module() -> Iterator[types.ModuleType]:
+    module = types.ModuleType("users_module")
+    module.mm = torch.mm
+    sys.modules["users_module"] = module
+    yield module
+    del sys.modules["users_module"]
+
+
+def test_bound_names_come_back_after_any_number_of_calls(
+    amp: ModuleType, users_module: types.ModuleType
+) -> None:
+    original = users_module.mm
+    for _ in range(3):
+        model, optimizer = amp.initialize(*make(), opt_level="O1", verbosity=0)
+        amp.initialize(*make(), opt_level="O4", rules={"softmax": "half"}, verbosity=0)
+        assert users_module.mm is torch.mm is not original
+        amp.deactivate()
+        assert users_module.mm is torch.mm is original
