@@ -35,7 +35,7 @@ def map_tensors(
         return _map_sequence(function, value, other)
     if isinstance(value, Mapping):
         return _map_mapping(function, value, other)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
         return _map_dataclass(function, value, other)
     return other(value)
 
@@ -47,32 +47,56 @@ def _same(new: Any, old: Any) -> bool:
 
 def _map_sequence(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
     items = [map_tensors(function, item, other) for item in value]
+    kind = type(value)
     if all(map(_same, items, value)):
         return value
-    if type(value) in (list, tuple):
-        return type(value)(items)
-    if isinstance(value, list):
+    if isinstance(value, list) and kind is not list:
         new = copy.copy(value)
         new[:] = items
         return new
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    return type(value)(items)
+    if kind in (list, tuple) or hasattr(kind, "n_fields"):  # the latter: torch.return_types
+        return kind(items)
+    # Named tuples and other subclasses, whose constructor may take anything.
+    return kind._make(items) if hasattr(kind, "_make") else tuple.__new__(kind, items)
 
 
 def _map_mapping(
     function: Callable[..., Any], value: Mapping[Any, Any], other: Callable[..., Any]
 ) -> Any:
-    items = {key: map_tensors(function, item, other) for key, item in value.items()}
-    changed = {key: item for key, item in items.items() if not _same(item, value[key])}
+    changed = {}
+    for key, old in value.items():
+        item = map_tensors(function, old, other)
+        if not _same(item, old):
+            changed[key] = item
     if not changed:
         return value
-    if type(value) is dict or not isinstance(value, MutableMapping):
-        return items
-    new = copy.copy(value)
+    if type(value) is dict:
+        return {**value, **changed}
+    if not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]  # MappingProxyType
+    new = _copy_mapping(value)
     for key, item in changed.items():
         new[key] = item
     return new
+
+
+def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Copy a mapping so that writing to the copy leaves the original alone."""
+    new = copy.copy(value)
+    attributes = getattr(value, "__dict__", {})
+    if attributes is value:
+        # The idiom ``self.__dict__ = self``, whose copy has a dictionary of its own.
+        object.__setattr__(new, "__dict__", new)
+    elif not isinstance(value, dict) and not hasattr(type(value), "__copy__"):
+        # Its items lie in an attribute, which copy.copy shares.
+        vars(new).update(
+            {name: copy.copy(kept) for name, kept in attributes.items() if _holds_items(kept)}
+        )
+    return new
+
+
+def _holds_items(attribute: Any) -> bool:
+    return isinstance(attribute, (list, MutableMapping))
 
 
 def _map_dataclass(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:

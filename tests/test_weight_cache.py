@@ -359,6 +359,15 @@ def test_a_weight_of_another_shape_trains_after_the_iteration(
     assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
+def test_a_weight_that_grows_within_an_iteration_trains(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    cache.cast(model.weight, HALF)
+    model.weight.data = torch.cat([model.weight.data] * 2)
+    cache.cast(model.weight, HALF).float().sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(4, 3, device=model.weight.device))
+
+
 def test_an_address_that_comes_back_with_other_values_is_seen_after_a_read(
     cache: WeightCache, model: nn.Linear
 ) -> None:
