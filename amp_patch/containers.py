@@ -90,13 +90,9 @@ def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     elif not isinstance(value, dict) and not hasattr(type(value), "__copy__"):
         # Its items lie in an attribute, which copy.copy shares.
         vars(new).update(
-            {name: copy.copy(kept) for name, kept in attributes.items() if _holds_items(kept)}
+            {n: kept.copy() for n, kept in attributes.items() if isinstance(kept, (dict, list))}
         )
     return new
-
-
-def _holds_items(attribute: Any) -> bool:
-    return isinstance(attribute, (list, MutableMapping))
 
 
 def _map_dataclass(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
