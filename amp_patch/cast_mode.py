@@ -93,14 +93,15 @@ class CastMode(threading.local):
     def enter_model(self, key: int, level: torch.dtype, region_dtype: torch.dtype) -> None:
         """A model's forward begins: its level decides, unless casts are off around it."""
         self.models.append((key, self.level, self.region_dtype))
+        self.level = level
         self.region_dtype = region_dtype
-        self.restore(Saved(level, self.off, self.region))
+        self.dtype = OFF if self.off else level
 
     def leave_model(self, key: int) -> None:
         """A model's forward ended or raised; without effect if it never began."""
         if self.models and self.models[-1][0] == key:
-            _, level, self.region_dtype = self.models.pop()
-            self.restore(Saved(level, self.off, self.region))
+            _, self.level, self.region_dtype = self.models.pop()
+            self.dtype = OFF if self.off else self.level
 
 
 process = ProcessMode()

@@ -6,9 +6,7 @@ that the optimizer steps (the same one, or its fp32 master).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Container
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +21,25 @@ class Held(NamedTuple):
     params: list[Tensor]
     stepped: list[Tensor]
 
-    def without(self, taken: Container[int]) -> Held:
-        """Return the rest after the stepped tensors whose ids are in ``taken``."""
-        rest = [(p, s) for p, s in zip(*self, strict=True) if id(s) not in taken]
+    def share(self, taken: set[int], by: Literal["params", "stepped"]) -> Held:
+        """Return the rows whose parameter, or stepped tensor, is not in ``taken``, and add these.
+
+        Args:
+            taken: ids of tensors that another optimizer handles.
+            by: which of the two is looked up.
+        """
+        rows = zip(*self, getattr(self, by), strict=True)
+        rest = [(p, s) for p, s, key in rows if id(key) not in taken]
+        taken.update(map(id, getattr(self, by)))
         return Held([param for param, _ in rest], [stepped for _, stepped in rest])
 
 
 class Gradients:
     """The gradients of one optimizer around one or more backward passes.
 
-    ``set_aside`` before a backward, then ``receive`` (unscale what it wrote and add what was
-    there), or ``delay`` (leave it scaled for the next backward to add to), or ``put_back``.
+    ``drop_cleared`` and ``set_aside`` before a backward, then ``receive`` (unscale what it wrote
+    and add what was there) and ``put_unwritten_back``, or ``delay`` (leave it scaled for the next
+    backward to add to), or ``put_back``.
 
     Attributes:
         delayed_scale: the scale of gradients left scaled, None where there are none.
@@ -44,7 +50,6 @@ class Gradients:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received: dict[int, int] = {}
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
-        self._room = _Room()
 
     def are_delayed(self, held: Held) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -70,12 +75,10 @@ class Gradients:
         that the backward fails. Delayed gradients stay for the backward to add to, brought to the
         new scale if it moved.
         """
-        if self.delayed_scale is not None and self.are_delayed(held):
+        if self.delayed_scale is not None:
             self._rescale_delayed(held, scale)
             return
         self._aside.clear()
-        if self._received:
-            self._drop_cleared(held)
         for param in held.params:
             grad = param.grad
             if grad is not None:
@@ -117,11 +120,15 @@ class Gradients:
         if all(map(_is, params, stepped)):
             targets = sources
         else:
-            targets = self._room.of(sources, params, stepped)
+            targets = [
+                grad if param is master else _receiver(grad, master)
+                for grad, param, master in zip(sources, params, stepped, strict=True)
+            ]
             self._received.update(
                 (id(param), grad._version) for param, grad in zip(params, sources, strict=True)
             )
-        check = kernels.unscale(sources, targets, scale)
+        filled = all(grad.is_cpu or grad.is_sparse for grad in sources)
+        check = kernels.unscale(targets if filled else sources, targets, scale)
         self._add_earlier(params, stepped, targets)
         self.delayed_scale = None
         return check, params
@@ -144,13 +151,18 @@ class Gradients:
                 master.grad = earlier
         if sums:
             kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
+
+    def put_unwritten_back(self) -> None:
+        """Restore the gradients that were set aside for a backward that did not write to them."""
         for param, grad in self._aside:
             if param.grad is None:
                 param.grad = grad
         self._aside.clear()
 
-    def _drop_cleared(self, held: Held) -> None:
+    def drop_cleared(self, held: Held) -> None:
         """Where the user cleared a half gradient, drop what its master received of it, too."""
+        if self.are_delayed(held) or not self._received:
+            return
         for param, master in zip(*held, strict=True):
             version = self._received.get(id(param))
             if param is master or version is None:
@@ -191,69 +203,12 @@ def _unchanged(param: Tensor, grad: Tensor | None, version: int) -> bool:
     return param.grad is grad and (grad is None or grad._version == version)
 
 
-#: Elements up to which a master's gradient keeps its memory from one step to the next: to make
-#: it anew costs the host as much as the whole arithmetic of a small tensor.
-_SMALL = 1 << 14
+def _receiver(grad: Tensor, master: Tensor) -> Tensor:
+    """Return a tensor for a master's gradient; on a GPU a bulk copy is still to fill it.
 
-
-# Of a tensor that only the room holds: the list's, the loop's, and getrefcount's own argument.
-_PLAIN_REFERENCES = 3
-
-
-class _Room:
-    """Tensors for masters' gradients: small ones are used again unless somebody holds one."""
-
-    def __init__(self) -> None:
-        self._masters: list[Tensor] = []
-        self._kept: list[Tensor] = []
-        self._storages: list[int] = []
-        self._uses: list[int] = []
-        self._addresses: list[int] = []
-
-    def of(
-        self, sources: list[Tensor], params: list[Tensor], stepped: list[Tensor]
-    ) -> list[Tensor]:
-        """Return the tensors that ``sources``, the gradients of ``params``, are received in."""
-        kept = self._keep(
-            [
-                (source, master)
-                for source, param, master in zip(sources, params, stepped, strict=True)
-                if param is not master and not source.is_sparse and source.numel() <= _SMALL
-            ]
-        )
-        return [
-            source
-            if param is master
-            else kept[id(master)]
-            if id(master) in kept
-            else _like_master(source, master)
-            for source, param, master in zip(sources, params, stepped, strict=True)
-        ]
-
-    def _keep(self, small: list[tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-        masters = [master for _, master in small]
-        same = len(masters) == len(self._masters) and all(map(_is, masters, self._masters))
-        if not same or not self._is_free():
-            self._masters = masters
-            self._kept = [_like_master(source, master) for source, master in small]
-            self._storages = [tensor.untyped_storage()._cdata for tensor in self._kept]
-            self._uses = [torch._C._storage_Use_Count(storage) for storage in self._storages]
-            self._addresses = [master.data_ptr() for master in masters]
-        return dict(zip(map(id, masters), self._kept, strict=True))
-
-    def _is_free(self) -> bool:
-        """True while nobody holds a kept tensor, a graph with it or a view of it."""
-        return (
-            [master.data_ptr() for master in self._masters] == self._addresses
-            and all(sys.getrefcount(tensor) <= _PLAIN_REFERENCES for tensor in self._kept)
-            and [torch._C._storage_Use_Count(storage) for storage in self._storages] == self._uses
-            and all(tensor._use_count() == 1 for tensor in self._kept)  # type: ignore[attr-defined]
-        )
-
-
-def _like_master(grad: Tensor, master: Tensor) -> Tensor:
-    """Return room for ``grad`` in the master's dtype and on its device; sparse stays sparse."""
-    if grad.is_sparse:
-        # Not coalesced: the entries of one row are to be added in the master's dtype.
-        return grad.to(device=master.device, dtype=master.dtype)
+    On the CPU a call per tensor is what a bulk copy makes too, and it saves the empty tensor. A
+    sparse gradient is not coalesced: the entries of one row are to be added in the master's dtype.
+    """
+    if grad.is_cpu or grad.is_sparse:
+        return grad.to(device=master.device, dtype=master.dtype, copy=True)
     return torch.empty_like(grad, dtype=master.dtype, device=master.device)

@@ -45,7 +45,8 @@ class ForwardCasts:
             self.observe(model)
         if self.inputs is None:
             return None
-        return cast_floats(args, self.inputs), cast_floats(kwargs, self.inputs)
+        args = tuple([cast_floats(value, self.inputs) for value in args])
+        return args, {key: cast_floats(value, self.inputs) for key, value in kwargs.items()}
 
     def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Forward hook; also called when the forward raised."""
@@ -81,6 +82,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     Containers keep their type (see `containers.map_tensors`). An object that is none but has a
     method ``to`` (a batch of the user's own) is asked to convert itself, as apex did.
     """
+    if type(value) is Tensor:  # most are, and every forward comes here
+        return value.to(dtype) if value.dtype in _FLOATS else value
     return map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.dtype in _FLOATS else tensor,
         value,

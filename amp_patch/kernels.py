@@ -182,6 +182,8 @@ class Comparison:
     def differs(self) -> bool:
         """Return whether any copy is not its source cast to its dtype. Waits for the device."""
         pairs = [(torch.cat(f), torch.cat(c)) for f, c in self._together] + self._alone
+        if all(copy.is_cpu for _, copy in pairs):
+            return not all(torch.equal(source.to(copy.dtype), copy) for source, copy in pairs)
         flags = [(source.to(copy.dtype) != copy).any() for source, copy in pairs]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
@@ -214,9 +216,11 @@ def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
 
 
 def _is_uniform(tensors: Sequence[Tensor]) -> bool:
-    dtypes = [tensor.dtype for tensor in tensors]
-    devices = [tensor.device for tensor in tensors]
-    return dtypes.count(dtypes[0]) == devices.count(devices[0]) == len(tensors)
+    # Most lists are, and this runs several times a step: a set of dtypes and, where not all is on
+    # the CPU, one of devices.
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return False
+    return all(t.is_cpu for t in tensors) or len({tensor.device for tensor in tensors}) == 1
 
 
 def _dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

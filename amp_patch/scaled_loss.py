@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -62,7 +63,9 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
         if self._idle:
             return loss
-        for step, held in self._holdings():
+        for step in self._steps:
+            step.drop_cleared()
+        for step, held in self._share("params"):
             step.begin_backward(held, scale)
         return loss * scale
 
@@ -77,7 +80,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         if self._idle:
             return
         if exc_type is not None:
-            for step, held in self._holdings():
+            for step, held in self._share("params"):
                 step.abandon_backward(held)
         elif self._delay_unscale:
             for step in self._steps:
@@ -85,21 +88,19 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         else:
             self._unscale()
 
-    def _holdings(self) -> list[tuple[OptimizerStep, Held]]:
-        """Return what each optimizer handles: what two of them step, the first one only."""
+    def _share(self, by: Literal["params", "stepped"]) -> list[tuple[OptimizerStep, Held]]:
+        """Return what each optimizer handles: of what two of them hold, the first one."""
         if len(self._steps) == 1:
             return [(self._steps[0], self._steps[0].held())]
         taken: set[int] = set()
-        holdings = []
-        for step in self._steps:
-            held = step.held().without(taken)
-            taken.update(map(id, held.stepped))
-            holdings.append((step, held))
-        return holdings
+        return [(step, step.held().share(taken, by)) for step in self._steps]
 
     def _unscale(self) -> None:
-        self._checks = [step.end_backward(held, self._scale) for step, held in self._holdings()]
+        self._checks = [
+            step.end_backward(held, self._scale) for step, held in self._share("stepped")
+        ]
         for step in self._steps:
+            step.gradients.put_unwritten_back()
             step.unsettled.append(self)
         if not self._delay_overflow_check:
             self.settle()
