@@ -6,6 +6,7 @@ that the optimizer steps (the same one, or its fp32 master).
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, NamedTuple
 
 import torch
@@ -113,22 +114,24 @@ class Gradients:
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        grads = [param.grad for param in held.params]
-        params = [p for p, grad in zip(held.params, grads, strict=True) if grad is not None]
-        stepped = [s for s, grad in zip(held.stepped, grads, strict=True) if grad is not None]
+        params, stepped = held
+        grads = [param.grad for param in params]
         sources = [grad for grad in grads if grad is not None]
-        if all(map(_is, params, stepped)):
-            targets = sources
-        else:
-            targets = [
-                grad if param is master else _receiver(grad, master)
-                for grad, param, master in zip(sources, params, stepped, strict=True)
-            ]
-            self._received.update(
-                (id(param), grad._version) for param, grad in zip(params, sources, strict=True)
-            )
-        filled = all(grad.is_cpu or grad.is_sparse for grad in sources)
-        check = kernels.unscale(targets if filled else sources, targets, scale)
+        if len(sources) < len(grads):
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+            stepped = [s for s, grad in zip(stepped, grads, strict=True) if grad is not None]
+        targets = sources
+        # On the CPU a cast per tensor is what a bulk copy makes, too; on a GPU that is one launch.
+        bulk = not all(map(_IS_CPU, sources)) or any(map(_IS_SPARSE, sources))
+        if not all(map(operator.is_, params, stepped)):
+            rows = zip(sources, params, stepped, strict=True)
+            if bulk:
+                targets = [g if p is master else _receiver(g, master) for g, p, master in rows]
+            else:
+                targets = [g if p is master else g.float() for g, p, master in rows]
+            versions = [grad._version for grad in sources]
+            self._received.update(zip(map(id, params), versions, strict=True))
+        check = kernels.unscale(sources if bulk else targets, targets, scale)
         self._add_earlier(params, stepped, targets)
         self.delayed_scale = None
         return check, params
@@ -177,7 +180,8 @@ class Gradients:
         old = self.delayed_scale
         if old is not None and scale != old:
             grads = [kernels.values(p.grad) for p in held.params if p.grad is not None]
-            torch._foreach_mul_(grads, scale / old)
+            if grads:
+                torch._foreach_mul_(grads, scale / old)
             self.delayed_scale = scale
         self._delayed_versions = [
             (param, param.grad, 0 if param.grad is None else param.grad._version)
@@ -195,20 +199,19 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse else a + b
 
 
-def _is(a: object, b: object) -> bool:
-    return a is b
-
-
 def _unchanged(param: Tensor, grad: Tensor | None, version: int) -> bool:
     return param.grad is grad and (grad is None or grad._version == version)
 
 
 def _receiver(grad: Tensor, master: Tensor) -> Tensor:
-    """Return a tensor for a master's gradient; on a GPU a bulk copy is still to fill it.
+    """Return a tensor for a master's gradient, which a bulk copy is still to fill if it is dense.
 
-    On the CPU a call per tensor is what a bulk copy makes too, and it saves the empty tensor. A
-    sparse gradient is not coalesced: the entries of one row are to be added in the master's dtype.
+    A sparse gradient is not coalesced: the entries of one row are to be added in fp32.
     """
-    if grad.is_cpu or grad.is_sparse:
+    if grad.is_sparse:
         return grad.to(device=master.device, dtype=master.dtype, copy=True)
     return torch.empty_like(grad, dtype=master.dtype, device=master.device)
+
+
+_IS_CPU = operator.attrgetter("is_cpu")
+_IS_SPARSE = operator.attrgetter("is_sparse")

@@ -83,8 +83,9 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
         scale: the loss scale, above 0.
     """
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    parts = alike(_dense(sources), _dense(targets))
-    for received, group in parts:
+    dense = _dense(targets)
+    parts = alike(dense, dense if sources is targets else _dense(sources))
+    for group, received in parts:
         if any(map(operator.is_not, received, group)):
             torch._foreach_copy_(group, received)
         device = group[0].device
@@ -96,7 +97,7 @@ def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) 
         torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
     if scale < 1.0:
         # torch checks before it multiplies: what only then overflows is found by a second pass.
-        for _, group in parts:
+        for group, _ in parts:
             found_inf, inverse = flags[group[0].device]
             torch._amp_foreach_non_finite_check_and_unscale_(
                 group, found_inf, torch.ones_like(inverse)
@@ -205,7 +206,7 @@ def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
     """
     if not lists[0]:
         return []
-    if all(_is_uniform(tensors) for tensors in lists):
+    if all(map(_is_uniform, lists)):
         return [tuple(list(tensors) for tensors in lists)]
     parts: dict[Any, tuple[list[Tensor], ...]] = {}
     for row in zip(*lists, strict=True):
@@ -216,15 +217,20 @@ def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
 
 
 def _is_uniform(tensors: Sequence[Tensor]) -> bool:
-    # Most lists are, and this runs several times a step: a set of dtypes and, where not all is on
-    # the CPU, one of devices.
-    if len({tensor.dtype for tensor in tensors}) > 1:
+    # Most lists are, and this runs several times a step. To compare devices costs most.
+    if len(set(map(_DTYPE, tensors))) > 1:
         return False
-    return all(t.is_cpu for t in tensors) or len({tensor.device for tensor in tensors}) == 1
+    return all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1
+
+
+_DTYPE = operator.attrgetter("dtype")
+_DEVICE = operator.attrgetter("device")
+_IS_CPU = operator.attrgetter("is_cpu")
+_IS_SPARSE = operator.attrgetter("is_sparse")
 
 
 def _dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if any(t.is_sparse or t.dtype.is_complex for t in tensors):
+    if any(map(_IS_SPARSE, tensors)) or any(map(Tensor.is_complex, tensors)):
         return [values(tensor) for tensor in tensors]
     return tensors
 
