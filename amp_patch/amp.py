@@ -109,7 +109,6 @@ def initialize(
     result = models if optimizers is None else (models, optimizers)
     if not enabled:
         session.disable(optimizers)
-        session.verbosity = verbosity
         return result
     level = opt_levels.resolve(
         opt_level,

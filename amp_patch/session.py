@@ -83,7 +83,6 @@ class Session:
         """Set models and optimizers up at ``level``; on an error everything is as before."""
         arguments.refuse_twice(optimizers, self._steps)
         rules = _expand(rules)
-        models = list(dict.fromkeys(models))
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
             on_error.callback(Snapshot(models, optimizers).restore)
@@ -272,9 +271,10 @@ class Session:
 
     def _set_user_rules(self, rules: dict[str, str], patched: bool) -> None:
         self._user_rules = rules
-        self._cast_patches.undo()
         if patched:
             self._reinstall()
+        else:
+            self._cast_patches.undo()
 
     def _unpatch_if_unused(self) -> None:
         """Torch's functions stay patched while a model at O1 or O4 lives, and only then."""

@@ -430,7 +430,9 @@ def test_enabled_false_makes_every_later_call_do_nothing(
     assert torch_snapshot.differences(before) == []
 
 
-def test_a_disabled_pair_stays_plain_beside_an_enabled_one(amp: ModuleType) -> None:
+def test_a_disabled_pair_stays_plain_beside_an_enabled_one(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = amp.initialize(*make(), enabled=False)
     run = amp.initialize(*make(), opt_level="O2", verbosity=0)
     loss = plain[0](torch.randn(4, 4)).sum()
@@ -440,8 +442,10 @@ def test_a_disabled_pair_stays_plain_beside_an_enabled_one(amp: ModuleType) -> N
     assert train(*run).isfinite()
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
     amp.initialize(*make(), enabled=False)
-    assert train(*run).isfinite()
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 2
+    assert capsys.readouterr().out == ""
+    train(*run, factor=float("inf"))
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
+    assert capsys.readouterr().out == ""
 
 
 # --- scale_loss and what goes with it ---
@@ -472,9 +476,10 @@ def test_one_optimizer_named_twice_is_unscaled_once(amp: ModuleType, level: str)
     def gradients(times: int) -> list[Tensor]:
         model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
         inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-        loss = model(inputs).square().mean()
-        with amp.scale_loss(loss, [optimizer] * times) as scaled_loss:
-            scaled_loss.backward()
+        for _ in range(3):
+            loss = model(inputs).square().mean()
+            with amp.scale_loss(loss, [optimizer] * times) as scaled_loss:
+                scaled_loss.backward()
         return [param.grad for param in amp.master_params(optimizer)]
 
     assert same(gradients(2), gradients(1))
@@ -552,6 +557,18 @@ def test_master_params_are_what_the_optimizer_steps_in_its_order(
     assert masters == [p for group in optimizer.param_groups for p in group["params"]]
     nested = [[p for p in amp.master_params(o)] for o in [optimizer]]  # noqa: C416
     assert nested == [masters]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_written_to_masters_reaches_the_model_at_the_next_step(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = amp.initialize(*make(lr=0.0), opt_level=level, verbosity=0)
+    expected = [2 * param.detach() for param in model.parameters()]
+    for master in amp.master_params(optimizer):
+        master.data.mul_(2)  # leaves no trace, unlike a write under no_grad
+    train(model, optimizer)
+    assert same([param.detach() for param in model.parameters()], expected)
 
 
 def clip_by_torch(optimizer: Optimizer, max_norm: float) -> Tensor:
