@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from wrapt import register_post_import_hook, resolve_path
@@ -54,6 +54,7 @@ class Patches:
         # Owners are held weakly: a patched optimizer that the user drops must go.
         self._undo: list[tuple[weakref.ref[Any], str, Any, Any]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
+        self._left_alone: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._undo)
@@ -73,14 +74,21 @@ class Patches:
             replacements: ``id(original) -> (original, replacement)``.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        for module, name, new in _bindings(replacements):
+        self._left_alone.update(
+            name for name in sys.modules if name.partition(".")[0] in ("torch", __package__)
+        )
+        for module, name, new in _bindings(replacements, self._left_alone):
             self.replace(module, name, new)
 
     def undo(self) -> None:
-        """Restore everything in reverse order; what others replaced since then is left alone."""
-        for module, name, original in _bindings(self._originals):
+        """Restore everything in reverse order; what others replaced since then is left alone.
+
+        Modules imported since then, of torch too, may have bound a replacement as a global.
+        """
+        for module, name, original in _bindings(self._originals, self._left_alone):
             setattr(module, name, original)
         self._originals.clear()
+        self._left_alone.clear()
         while self._undo:
             reference, name, old, new = self._undo.pop()
             owner = reference()
@@ -92,10 +100,12 @@ class Patches:
                 setattr(owner, name, old)
 
 
-def _bindings(replacements: Mapping[int, tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any]]:
-    """Yield ``(module, name, replacement)`` for each global outside torch bound to a key."""
+def _bindings(
+    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str]
+) -> Iterator[tuple[Any, str, Any]]:
+    """Yield ``(module, name, replacement)`` for each global bound to a key, but in some modules."""
     for module_name, module in list(sys.modules.items()) if replacements else ():
-        if module_name.partition(".")[0] in ("torch", __package__):
+        if module_name in left_alone:
             continue
         if not isinstance(module, types.ModuleType):
             continue
