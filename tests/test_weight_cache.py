@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -229,10 +230,17 @@ class Reuse(nn.Module):
         return self.last(x)
 
 
+@pytest.fixture(params=[True, False], ids=["fused", "unfused"])
+def fused(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.fixture(params=[None, True, False], ids=["plain", "reentrant", "non-reentrant"])
-def reuse(request: pytest.FixtureRequest, amp: ModuleType) -> tuple[Reuse, torch.optim.Optimizer]:
+def reuse(
+    request: pytest.FixtureRequest, amp: ModuleType, fused: bool
+) -> tuple[Reuse, torch.optim.Optimizer]:
     model = Reuse(request.param)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     return amp.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
 
 
@@ -340,9 +348,10 @@ def test_a_write_is_seen_at_once(
         lambda weight: weight[:1],
         lambda weight: weight[1:],
         lambda weight: weight.t(),
+        lambda weight: weight.as_strided((2, 3), (1, 2)),
         lambda weight: weight.flatten(),
     ],
-    ids=["grown", "cut", "cut at the front", "transposed", "flat"],
+    ids=["grown", "cut", "cut at the front", "transposed", "of another stride", "flat"],
 )
 def test_a_weight_of_another_shape_trains_after_the_iteration(
     cache: WeightCache, model: nn.Linear, reshape: Callable[[Tensor], Tensor]
@@ -479,6 +488,27 @@ def test_only_weights_of_known_models_are_kept(cache: WeightCache, model: nn.Lin
     assert len(cache) == 2
 
 
+class Searched(nn.Linear):
+    """Counts how often it was looked through."""
+
+    searches = 0
+
+    def modules(self) -> Iterator[nn.Module]:
+        self.searches += 1
+        return super().modules()
+
+
+def test_a_foreign_weight_is_searched_for_once(cache: WeightCache, device: torch.device) -> None:
+    model = Searched(2, 2, device=device)
+    cache.add_model(model)
+    foreign = nn.Parameter(torch.ones(2, device=device))
+    model.searches = 0
+    for _ in range(3):
+        cache.cast(foreign, HALF)
+        cache.mark_stale()
+    assert model.searches == 1
+
+
 def test_a_weight_in_two_places_is_kept_while_one_of_them_has_it(
     cache: WeightCache, device: torch.device
 ) -> None:
@@ -515,6 +545,27 @@ def test_weights_made_in_inference_mode_are_cast_each_time(
         model = nn.Linear(2, 2, device=device).requires_grad_(False)
     cache.add_model(model)
     assert cache.cast(model.weight, HALF).dtype is HALF
+    assert len(cache) == 0
+
+
+class Wrapping(TorchFunctionMode):
+    """Makes every cast of a class of its own."""
+
+    class Wrapped(Tensor):
+        pass
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        return result.as_subclass(self.Wrapped) if func is Tensor.to else result
+
+
+def test_a_cast_that_a_mode_made_something_else_of_is_not_kept(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    with Wrapping():
+        assert type(cache.cast(model.weight, HALF)) is Wrapping.Wrapped
     assert len(cache) == 0
 
 
