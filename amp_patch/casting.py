@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 from . import cast_rules
 from .cast_mode import OFF, mode, process
@@ -99,7 +101,7 @@ class Casts:
         Weights come from the cache. float64, complex and integer tensors, and tensors on other
         devices than the models', stay as they are.
         """
-        if type(value) is nn.Parameter:
+        if type(value) is Parameter and not is_compiling():
             return self._cache.cast(value, dtype)
         if isinstance(value, Tensor):
             found = value.dtype
@@ -263,7 +265,7 @@ def _untouched(kwargs: dict[str, Any]) -> bool:
     """
     if kwargs and kwargs.get("out") is not None:
         return True
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return _below_autograd(_AUTOGRAD) and not torch.is_inference_mode_enabled()
 

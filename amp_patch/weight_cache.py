@@ -7,10 +7,11 @@ by one multi-tensor call and no weight is cast in a forward.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from .cast_mode import mode, process
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
+_USE_COUNT = operator.methodcaller("_use_count")
+_RUN_AT_ONCE = 1 << 63
 # The entry's, the local variable's, and the argument's of sys.getrefcount itself.
 _PLAIN_REFERENCES = 3
 
@@ -33,6 +36,7 @@ class _Group:
         self.stale = True
         self.training = root.training
         self.entries: dict[int, _Entry] = {}
+        self.bulk: _Bulk | None = None
 
 
 class _Entry:
@@ -74,6 +78,46 @@ class _Entry:
         )
 
 
+class _Bulk:
+    """All casts of a model as lists: to check and to refresh them takes a few calls.
+
+    Made right after each was found to be usable and held by nobody.
+    """
+
+    def __init__(self, entries: Sequence[_Entry], owners: Sequence[_Owner]) -> None:
+        self.entries = list(entries)
+        self.params = [entry.param for entry in entries]
+        self.casts = [entry.cast for entry in entries]
+        self._slots = [owner.slot() for owner in owners]
+        self._pointers = [entry.pointer for entry in entries]
+        self._requires_grad = [entry.requires_grad for entry in entries]
+        self._strides = [param.stride() for param in self.params]
+        self._sizes = [param.numel() for param in self.params]
+        self._storages = [cast.untyped_storage()._cdata for cast in self.casts]
+        self._uses = self._count_uses()
+        self._references = self._count_references()
+
+    def usable(self) -> bool:
+        """True while every parameter stands and nobody holds a cast (see `_Entry`)."""
+        params = self.params
+        return (
+            [param.data_ptr() for param in params] == self._pointers
+            and [param.requires_grad for param in params] == self._requires_grad
+            and [param.stride() for param in params] == self._strides
+            and [param.numel() for param in params] == self._sizes
+            and all(map(operator.is_, [slots.get(name) for slots, name in self._slots], params))
+            and self._count_references() == self._references
+            and self._count_uses() == self._uses
+            and set(map(_USE_COUNT, self.casts)) == {1}
+        )
+
+    def _count_references(self) -> list[int]:
+        return [sys.getrefcount(cast) for cast in self.casts]
+
+    def _count_uses(self) -> list[int]:
+        return [torch._C._storage_Use_Count(storage) for storage in self._storages]
+
+
 class _Owner:
     """The module that a parameter is registered on; weak, so that a dropped model is freed."""
 
@@ -86,6 +130,11 @@ class _Owner:
 
     def owns(self, param: nn.Parameter) -> bool:
         return self.param_id() == id(param)
+
+    def slot(self) -> tuple[dict[str, nn.Parameter | None], str]:
+        """Return the dictionary and the name under which the parameter is registered."""
+        module = self.module()
+        return ({} if module is None else module._parameters), self.name
 
     def param_id(self) -> int:
         """Return the id of the parameter that stands at this place now."""
@@ -154,8 +203,6 @@ class WeightCache:
         Differentiable. Without grad (except in a checkpoint's own forward, which is repeated
         with grad) the weight is read as it is now.
         """
-        if torch.compiler.is_compiling():
-            return param.to(dtype) if _castable(param, dtype) else param
         entry = self._entries.get(id(param))
         # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
         # entry keeps its parameter alive: no other one has its id.
@@ -205,21 +252,29 @@ class WeightCache:
         # released storage has no address to compare.
         if type(cast) is Tensor and param.data_ptr() != 0:
             entry = _Entry(param, cast, group)
+            if cast.grad_fn is not None:
+                # The engine runs later nodes first: the node of a kept cast, older than all of
+                # its iteration's, would wait for the end and hold every half gradient till then.
+                cast.grad_fn._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]
+            group.bulk = None
             group.entries[id(param)] = self._entries[id(param)] = entry
         return cast
 
     def _refresh(self, group: _Group) -> None:
         """Bring the casts of a group up to date in one call; drop those that must be made anew."""
-        kept = []
-        for key, entry in list(group.entries.items()):
-            if self._usable(entry) and not entry.held():
-                kept.append(entry)
-            else:
-                group.entries.pop(key, None)
-                self._entries.pop(key, None)
-        kernels.cast([entry.param for entry in kept], [entry.cast for entry in kept])
-        for entry in kept:
-            entry.version = entry.param._version
+        bulk = group.bulk
+        if bulk is None or len(bulk.entries) != len(group.entries) or not bulk.usable():
+            # Its lists would make each cast look held.
+            group.bulk = bulk = None
+            for key, entry in list(group.entries.items()):
+                if not self._usable(entry) or entry.held():
+                    self._drop(key)
+            entries = list(group.entries.values())
+            owners = [self._owners[key] for key in group.entries]
+            group.bulk = bulk = _Bulk(entries, owners)
+        kernels.cast(bulk.params, bulk.casts)
+        for entry, param in zip(bulk.entries, bulk.params, strict=True):
+            entry.version = param._version
         group.stale = False
 
     def _usable(self, entry: _Entry) -> bool:
@@ -298,6 +353,7 @@ class WeightCache:
         entry = self._entries.pop(param_id, None)
         if entry is not None:
             entry.group.entries.pop(param_id, None)
+            entry.group.bulk = None
 
 
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
