@@ -78,7 +78,7 @@ class OptimizerStep:
         self._clears_plainly = (
             type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
         )
-        self._hook = self._publish_before_other_hooks(optimizer) if self.masters else None
+        self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
@@ -180,6 +180,7 @@ class OptimizerStep:
         delayed_scale = self.gradients.delayed_scale
         if delayed_scale is not None and self.gradients.are_delayed(self.held()):
             overflow |= self.gradients.receive(self.held(), delayed_scale)[0].overflow
+            self.gradients.put_unwritten_back()
         if overflow:
             for tensor in (*self.held().params, *self.held().stepped):
                 tensor.grad = None

@@ -761,7 +761,6 @@ def test_any_sequence_of_writes_steps_and_loads_follows_the_rule(
 ) -> None:
     @given(st.lists(ACTIONS, max_size=12))
     def run(actions: list[tuple[Any, ...]]) -> None:
-        amp.deactivate()
         model = fine_linear()
         reference = Reference(model.weight.detach(), LEVELS[level])
         model, optimizer = prepared(
