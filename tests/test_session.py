@@ -17,7 +17,7 @@ import torch.optim.optimizer as torch_optimizer
 import torch_snapshot
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_patch import casting, half_model, optimizer_step, torch_hooks
 from amp_patch import session as session_module
@@ -107,6 +107,8 @@ def observed_process() -> list[Any]:
         session.verbosity,
         session.initialized,
         len(session.store._values),
+        {id(model): level.name for model, level in session._levels.items()},
+        len(session._steps),
     ]
 
 
@@ -317,6 +319,25 @@ def test_the_global_step_hook_is_there_once_and_goes_with_deactivate(amp: Module
     assert len(hooks) == before + 1
     amp.deactivate()
     assert len(hooks) == before
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_weights_used_between_backward_and_step_are_read_anew_after_it(
+    amp: ModuleType, level: str
+) -> None:
+    """A fused optimizer moves no version counter: only the hook on all steps tells of it."""
+    inputs = torch.randn(16, 4)
+    model, optimizer = make(AdamW, fused=True)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(model(inputs).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = model(inputs).detach()
+    optimizer.step()
+    after = model(inputs).detach()
+    fresh, _ = amp.initialize(*make(), opt_level=level, verbosity=0)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(after, fresh(inputs))
+    assert not torch.equal(after, before)
 
 
 def test_deactivate_leaves_half_state_of_a_users_optimizer_alone(amp: ModuleType) -> None:
