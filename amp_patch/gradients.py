@@ -7,6 +7,7 @@ that the optimizer steps (the same one, or its fp32 master).
 from __future__ import annotations
 
 import operator
+from itertools import repeat
 from typing import Literal, NamedTuple
 
 import torch
@@ -120,27 +121,40 @@ class Gradients:
         if len(sources) < len(grads):
             params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
             stepped = [s for s, grad in zip(stepped, grads, strict=True) if grad is not None]
-        targets = sources
-        # On the CPU a cast per tensor is what a bulk copy makes, too; on a GPU that is one launch.
-        bulk = not all(map(_IS_CPU, sources)) or any(map(_IS_SPARSE, sources))
-        if not all(map(operator.is_, params, stepped)):
-            rows = zip(sources, params, stepped, strict=True)
-            if bulk:
-                targets = [g if p is master else _receiver(g, master) for g, p, master in rows]
-            else:
-                targets = [g if p is master else g.float() for g, p, master in rows]
-            versions = [grad._version for grad in sources]
-            self._received.update(zip(map(id, params), versions, strict=True))
-        check = kernels.unscale(sources if bulk else targets, targets, scale)
+        if all(map(operator.is_, params, stepped)):
+            targets = sources
+            check = kernels.unscale(sources, sources, scale)
+        else:
+            self._received.update(zip(map(id, params), map(_VERSION, sources), strict=True))
+            check, targets = self._receive(params, stepped, sources, scale)
         self._add_earlier(params, stepped, targets)
         self.delayed_scale = None
         return check, params
+
+    def _receive(
+        self, params: list[Tensor], stepped: list[Tensor], sources: list[Tensor], scale: float
+    ) -> tuple[GradCheck, list[Tensor]]:
+        """Unscale half gradients into new fp32 ones, and those of fp32 parameters in place."""
+        rows = zip(sources, params, stepped, strict=True)
+        if all(map(_IS_CPU, sources)) and not any(map(_IS_SPARSE, sources)):
+            # A cast per tensor is what a bulk copy makes on the CPU, too.
+            targets = [g if p is master else g.float() for g, p, master in rows]
+            return kernels.unscale(targets, targets, scale), targets
+        targets = [g if p is master else _receiver(g, master) for g, p, master in rows]
+        return kernels.unscale(sources, targets, scale), targets
 
     @torch.no_grad()
     def _add_earlier(
         self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]
     ) -> None:
         """Add what was there before the backward: gradients set aside, or a master's own."""
+        earlier_grads = [master.grad for master in stepped]
+        if not self._aside and all(map(operator.is_, earlier_grads, repeat(None))):
+            for master, target in zip(stepped, targets, strict=True):
+                master.grad = target
+            return
+        if not self._aside and all(map(operator.is_, earlier_grads, targets)):
+            return
         aside = {id(param): grad for param, grad in self._aside}
         sums: list[tuple[Tensor, Tensor]] = []
         for param, master, target in zip(params, stepped, targets, strict=True):
@@ -214,4 +228,5 @@ def _receiver(grad: Tensor, master: Tensor) -> Tensor:
 
 
 _IS_CPU = operator.attrgetter("is_cpu")
+_VERSION = operator.attrgetter("_version")
 _IS_SPARSE = operator.attrgetter("is_sparse")

@@ -182,7 +182,8 @@ class Comparison:
     @torch.no_grad()
     def differs(self) -> bool:
         """Return whether any copy is not its source cast to its dtype. Waits for the device."""
-        pairs = [(torch.cat(f), torch.cat(c)) for f, c in self._together] + self._alone
+        pairs = [(torch.cat(f), torch.cat(c)) for f, c in self._together]
+        pairs += self._alone
         if all(copy.is_cpu for _, copy in pairs):
             return not all(torch.equal(source.to(copy.dtype), copy) for source, copy in pairs)
         flags = [(source.to(copy.dtype) != copy).any() for source, copy in pairs]
@@ -206,7 +207,7 @@ def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
     """
     if not lists[0]:
         return []
-    if all(map(_is_uniform, lists)):
+    if all(_is_uniform(tensors) for tensors in {id(one): one for one in lists}.values()):
         return [tuple(list(tensors) for tensors in lists)]
     parts: dict[Any, tuple[list[Tensor], ...]] = {}
     for row in zip(*lists, strict=True):

@@ -7,8 +7,10 @@ follows.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels
 
+_VERSION = operator.attrgetter("_version")
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -287,10 +290,10 @@ class MasterWeights:
         return self._comparison
 
     def _find_addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._params + self._masters]
+        return list(map(Tensor.data_ptr, chain(self._params, self._masters)))
 
     def _note_equal(self) -> None:
-        self._versions[:] = [master._version for master in self._masters]
+        self._versions[:] = map(_VERSION, self._masters)
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""

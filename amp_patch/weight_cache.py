@@ -22,6 +22,8 @@ from .cast_mode import mode, process
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_VERSION = operator.attrgetter("_version")
 _USE_COUNT = operator.methodcaller("_use_count")
 _RUN_AT_ONCE = 1 << 63
 # The entry's, the local variable's, and the argument's of sys.getrefcount itself.
@@ -88,6 +90,7 @@ class _Bulk:
         self.entries = list(entries)
         self.params = [entry.param for entry in entries]
         self.casts = [entry.cast for entry in entries]
+        self._parts = kernels.alike(self.casts, self.params)
         self._slots = [owner.slot() for owner in owners]
         self._pointers = [entry.pointer for entry in entries]
         self._requires_grad = [entry.requires_grad for entry in entries]
@@ -101,21 +104,29 @@ class _Bulk:
         """True while every parameter stands and nobody holds a cast (see `_Entry`)."""
         params = self.params
         return (
-            [param.data_ptr() for param in params] == self._pointers
-            and [param.requires_grad for param in params] == self._requires_grad
-            and [param.stride() for param in params] == self._strides
-            and [param.numel() for param in params] == self._sizes
+            list(map(Tensor.data_ptr, params)) == self._pointers
+            and list(map(_REQUIRES_GRAD, params)) == self._requires_grad
+            and list(map(Tensor.stride, params)) == self._strides
+            and list(map(Tensor.numel, params)) == self._sizes
             and all(map(operator.is_, [slots.get(name) for slots, name in self._slots], params))
             and self._count_references() == self._references
             and self._count_uses() == self._uses
             and set(map(_USE_COUNT, self.casts)) == {1}
         )
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the parameters into their casts, one call per device and dtype."""
+        for casts, params in self._parts:
+            torch._foreach_copy_(casts, params)
+        for entry, version in zip(self.entries, map(_VERSION, self.params), strict=True):
+            entry.version = version
+
     def _count_references(self) -> list[int]:
-        return [sys.getrefcount(cast) for cast in self.casts]
+        return list(map(sys.getrefcount, self.casts))
 
     def _count_uses(self) -> list[int]:
-        return [torch._C._storage_Use_Count(storage) for storage in self._storages]
+        return list(map(torch._C._storage_Use_Count, self._storages))
 
 
 class _Owner:
@@ -272,9 +283,7 @@ class WeightCache:
             entries = list(group.entries.values())
             owners = [self._owners[key] for key in group.entries]
             group.bulk = bulk = _Bulk(entries, owners)
-        kernels.cast(bulk.params, bulk.casts)
-        for entry, param in zip(bulk.entries, bulk.params, strict=True):
-            entry.version = param._version
+        bulk.refresh()
         group.stale = False
 
     def _usable(self, entry: _Entry) -> bool:
