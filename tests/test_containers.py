@@ -231,7 +231,7 @@ def test_a_container_without_a_change_is_returned_itself(name: str) -> None:
     [
         None, True, 3, 2.5, 1j, "text", b"bytes", torch.Size([2, 3]), torch.float32,
         torch.device("cpu"), {1, 2}, frozenset({1}), range(3), slice(1), int, FrozenSample,
-        object(),
+        pytest.param(object(), id="object"),
     ],
     ids=repr,
 )  # fmt: skip
