@@ -440,7 +440,7 @@ def test_a_refresh_that_fails_is_repeated(
     model.weight.data.neg_()
     cache.mark_stale()
     with monkeypatch.context() as patch:
-        patch.setattr("amp_patch.kernels.cast", lambda *_: 1 / 0)
+        patch.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.cast(model.weight, HALF)
     assert torch.equal(cache.cast(model.weight, HALF), model.weight.to(HALF))
@@ -486,6 +486,22 @@ def test_only_weights_of_known_models_are_kept(cache: WeightCache, model: nn.Lin
     model.extra = nn.Linear(2, 2, device=foreign.device)
     assert cache.cast(model.extra.weight, HALF) is cache.cast(model.extra.weight, HALF)
     assert len(cache) == 2
+
+
+def test_a_model_at_the_address_of_a_dead_one_is_told_apart(
+    cache: WeightCache, device: torch.device
+) -> None:
+    dead = nn.Linear(2, 2, device=device)
+    cache.observe(dead)
+    address = id(dead)
+    del dead
+    models = [nn.Linear(2, 2, device=device)]
+    while id(models[-1]) != address and len(models) < 10_000:
+        models.append(nn.Linear(2, 2, device=device))
+    model = models[-1]
+    assert id(model) == address
+    cache.observe(model)
+    assert cache.cast(model.weight, HALF) is cache.cast(model.weight, HALF)
 
 
 class Searched(nn.Linear):
@@ -645,6 +661,11 @@ def objects_of_the_cache() -> int:
     )
 
 
+def dead_references() -> int:
+    gc.collect()
+    return sum(type(thing) is weakref.ref and thing() is None for thing in gc.get_objects())
+
+
 def train_once(amp: ModuleType) -> weakref.ref[nn.Module]:
     model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -658,12 +679,14 @@ def train_once(amp: ModuleType) -> weakref.ref[nn.Module]:
 
 def test_a_hundred_models_leave_nothing_behind(amp: ModuleType) -> None:
     train_once(amp)
-    before = objects_of_the_cache()
+    before, dead_before = objects_of_the_cache(), dead_references()
     models = [train_once(amp) for _ in range(100)]
     gc.collect()
     assert all(model() is None for model in models)
+    del models
     # the group of the last model goes when the next one comes
     assert objects_of_the_cache() <= before + 1
+    assert dead_references() <= dead_before + 20
 
 
 def call_with_new_parameters(cache: WeightCache, model: nn.Module) -> None:
@@ -705,6 +728,18 @@ def test_passing_parameters_do_not_pile_up(
     for _ in range(20):
         use(cache, model)
     assert objects_of_the_cache() <= before
+
+
+def test_foreign_weights_that_are_gone_are_not_remembered(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    before = dead_references()
+    foreign = [nn.Parameter(torch.ones(2, device=model.weight.device)) for _ in range(100)]
+    for weight in foreign:
+        cache.cast(weight, HALF)
+    del foreign, weight
+    cast_foreign(cache, model)
+    assert dead_references() < before + 50
 
 
 # -- threads, transforms, tracing ------------------------------------------------------------
@@ -842,13 +877,14 @@ def test_a_traced_graph_casts_the_weight_itself(
     assert torch.equal(graph(x), F.linear(x, model.weight.to(HALF)))
 
 
-def test_a_compiled_function_casts_the_weight_itself(cache: WeightCache, model: nn.Linear) -> None:
-    compiled = torch.compile(
-        lambda weight: cache.cast(weight, HALF) * 2, backend="eager", fullgraph=True
-    )
-    for _ in range(2):
-        assert torch.equal(compiled(model.weight), model.weight.to(HALF) * 2)
-        cache.cast(model.weight, HALF)
+def test_a_compiled_function_casts_the_weight_itself(amp: ModuleType) -> None:
+    model = nn.Linear(3, 2)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.randn(4, 3, dtype=HALF)
+    compiled = torch.compile(lambda x: F.linear(x, model.weight), backend="eager", fullgraph=True)
+    for _ in range(3):
+        assert torch.equal(compiled(x), F.linear(x, model.weight.to(HALF)))
+        model(x)
         model.weight.data.neg_()
 
 
