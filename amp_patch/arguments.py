@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
@@ -85,6 +86,22 @@ def _refuse_half(model: nn.Module) -> None:
                     f"models must come in float32, amp.initialize() casts them; got {kind} "
                     f"{name!r} in {tensor.dtype}. Leave out your own .half() or .bfloat16(); if "
                     "an earlier amp.initialize() cast this model, call amp.deactivate() first."
+                )
+
+
+def refuse_uninitialized(models: Iterable[nn.Module]) -> None:
+    """Raise for a lazy module (`nn.LazyLinear`) that has no weights yet to store in half.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for model in models:
+        for name, param in model.named_parameters():
+            if isinstance(param, UninitializedParameter):
+                raise RuntimeError(
+                    "models must have weights before amp.initialize() stores them in half "
+                    f"precision; got the lazy parameter {name!r}, which has none yet. Call the "
+                    "model once on a batch, then amp.initialize(model, ...)."
                 )
 
 

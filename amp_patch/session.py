@@ -82,6 +82,8 @@ class Session:
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before."""
         arguments.refuse_twice(optimizers, self._steps)
+        if level.cast_model_type in HALVES:
+            arguments.refuse_uninitialized(models)
         rules = _expand(rules)
         with contextlib.ExitStack() as on_error:
             self._start(on_error)

@@ -280,6 +280,13 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
         TypeError,
         "got LBFGS",
     ),
+    "lazy model": (
+        lambda model, optimizer: public.initialize(
+            [model, nn.LazyLinear(1)], optimizer, opt_level="O5"
+        ),
+        RuntimeError,
+        "got the lazy parameter 'weight'",
+    ),
     "no model": (
         lambda model, optimizer: public.initialize([model, 3], optimizer, opt_level="O2"),
         TypeError,
@@ -789,6 +796,14 @@ def test_a_copy_of_a_model_computes_with_its_own_weights(amp: ModuleType, level:
     assert not twin(inputs).any()
     assert model(inputs).any()
     assert twin(inputs).dtype is model(inputs).dtype
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_a_lazy_model_gets_its_weights_at_its_first_forward(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(nn.Sequential(nn.LazyLinear(3)), opt_level=level, verbosity=0)
+    assert model(torch.ones(2, 4)).dtype is not torch.float32
+    assert model[0].weight.shape == (3, 4)
+    assert model[0].weight.dtype is torch.float32
 
 
 def test_registering_what_does_not_exist_is_refused(amp: ModuleType) -> None:

@@ -120,6 +120,19 @@ def test_a_parallel_wrapper_is_refused(kind: type) -> None:
         arguments.models_of([nn.ReLU(), unconstructed(kind)])
 
 
+def test_a_lazy_model_without_weights_is_refused() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.LazyLinear(2))
+    message = (
+        "models must have weights before amp.initialize() stores them in half precision; got the "
+        "lazy parameter '1.weight', which has none yet. Call the model once on a batch, then "
+        "amp.initialize(model, ...)."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_uninitialized([nn.Linear(1, 1), model])
+    model(torch.ones(1, 3))
+    arguments.refuse_uninitialized([model])
+
+
 def test_lbfgs_is_refused() -> None:
     message = (
         "optimizers must evaluate the loss before they change anything; got LBFGS, whose line "
