@@ -1,0 +1,444 @@
+"""One backward pass of a scaled loss: what is yielded, checked, said, and how the scale moves."""
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from amp_patch.session import session
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+STEP_SKIPPED = "Gradient overflow.  Skipping step, loss scaler {} {} {}\n"
+
+
+class Weight(nn.Module):
+    """A loss whose gradient is the factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def loss(self, factor: float, bias: float = 1.0) -> Tensor:
+        return self.weight.float().sum() * factor + self.bias.float().sum() * bias
+
+
+def prepared(
+    amp: ModuleType, level: str = "O2", loss_scale: Any = "dynamic", **options: Any
+) -> tuple[Weight, Optimizer]:
+    model = Weight()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    return amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=loss_scale, **{"verbosity": 0, **options}
+    )
+
+
+def backward(
+    amp: ModuleType, model: Weight, optimizers: Any, factor: float = 1.0, **options: Any
+) -> None:
+    with amp.scale_loss(model.loss(factor), optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def train_step(
+    amp: ModuleType, model: Weight, optimizer: Any, factor: float = 1.0, **options: Any
+) -> None:
+    optimizer.zero_grad()
+    backward(amp, model, optimizer, factor, **options)
+    optimizer.step()
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Give what was printed since the last call."""
+    return lambda: capsys.readouterr().out
+
+
+# --- what is yielded ---
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_loss_comes_scaled_in_fp32_or_float64(
+    amp: ModuleType, level: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    _, optimizer = prepared(amp, level, 2.0**12)
+    loss = torch.full(shape, 65000.0, dtype=dtype)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss.dtype is (F64 if dtype is F64 else F32)
+        assert torch.equal(scaled_loss, loss.to(scaled_loss.dtype) * 2.0**12)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_a_scale_of_one_changes_nothing_and_checks_nothing(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, None)
+    assert amp.loss_scale() == 1.0
+    loss = model.loss(1.0)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+        scaled_loss.backward()
+    grad = model.weight.grad
+    with amp.scale_loss(model.loss(INF), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert model.weight.grad is grad
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert model.weight.isinf().all()
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_o5_accumulates_at_its_scale_of_one(amp: ModuleType, delay: bool) -> None:
+    model, optimizer = prepared(amp, "O5", None)
+    for i in range(3):
+        backward(amp, model, optimizer, delay_unscale=delay and i < 2)
+    weight, _ = amp.master_params(optimizer)
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_float64_gradients_keep_their_precision(amp: ModuleType) -> None:
+    model = Weight()
+    model.precise = nn.Parameter(torch.zeros(1, dtype=F64))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=64.0, verbosity=0)
+    with amp.scale_loss(model.precise.sum() * (1 + 2.0**-45), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert model.precise.grad.item() == 1 + 2.0**-45
+
+
+# --- several losses, optimizers, ids ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_one_loss_of_two_optimizers_unscales_both(amp: ModuleType, level: str, kind: type) -> None:
+    models = [Weight(), Weight()]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(models[0].loss(1.0) + models[1].loss(2.0), kind(optimizers)) as scaled:
+            scaled.backward()
+    for optimizer, factor in zip(optimizers, (2.0, 4.0), strict=True):
+        assert next(amp.master_params(optimizer)).grad.tolist() == [factor] * 2
+
+
+def test_an_overflow_skips_every_optimizer_of_the_loss(
+    amp: ModuleType, printed: Callable[[], str]
+) -> None:
+    models = [Weight(), Weight()]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", loss_scale=8.0)
+    printed()
+    with amp.scale_loss(models[0].loss(1.0) + models[1].loss(INF), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer, model in zip(optimizers, models, strict=True):
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert model.weight.tolist() == [0.0, 0.0]
+    assert printed() == 2 * STEP_SKIPPED.format(0, "keeping loss scale at", 8.0)
+
+
+def test_each_loss_id_has_its_own_scale(amp: ModuleType, printed: Callable[[], str]) -> None:
+    model, optimizer = prepared(amp, num_losses=3, verbosity=1)
+    session.scalers[0].scale = session.scalers[1].scale = 4.0
+    printed()
+    train_step(amp, model, optimizer, INF, loss_id=1)
+    assert [amp.loss_scale(i) for i in range(3)] == [4.0, 2.0, 65536.0]
+    assert printed() == STEP_SKIPPED.format(1, "reducing loss scale to", 2.0)
+    optimizer.zero_grad()
+    backward(amp, model, optimizer, loss_id=0)
+    backward(amp, model, optimizer, loss_id=1)
+    weight, _ = amp.master_params(optimizer)
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_finite_loss_after_one_that_overflowed_does_not_save_the_step(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, loss_scale=8.0, num_losses=2)
+    backward(amp, model, optimizer, INF, loss_id=0)
+    backward(amp, model, optimizer, loss_id=1)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert model.weight.tolist() == [0.0, 0.0]
+
+
+def test_an_optimizer_that_was_not_passed_is_left_alone(amp: ModuleType) -> None:
+    models = [Weight(), Weight()]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level="O1", loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(models[0].loss(1.0) + models[1].loss(1.0), optimizers[0]) as scaled_loss:
+        scaled_loss.backward()
+    assert models[0].weight.grad.tolist() == [1.0, 1.0]
+    assert models[1].weight.grad.tolist() == [8.0, 8.0]
+
+
+# --- nesting ---
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_blocks_of_one_optimizer_inside_each_other_are_refused(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, 8.0)
+    message = (
+        "scale_loss() blocks of one optimizer must follow each other, for both would unscale the "
+        "same gradients; got one inside another. Add the losses and scale the sum, or leave the "
+        "first block before the second (delay_unscale=True keeps its gradients)."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):  # noqa: SIM117
+        with amp.scale_loss(model.loss(1.0), optimizer):
+            backward(amp, model, optimizer)
+    train_step(amp, model, optimizer)
+    assert model.weight.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_blocks_of_different_optimizers_may_be_nested(amp: ModuleType, level: str) -> None:
+    models = [Weight(), Weight()]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
+    with (
+        amp.scale_loss(models[0].loss(1.0), optimizers[0]) as outer,
+        amp.scale_loss(models[1].loss(3.0), optimizers[1]) as inner,
+    ):
+        (inner + outer).backward()
+    for optimizer, factor in zip(optimizers, (1.0, 3.0), strict=True):
+        optimizer.step()
+        assert next(amp.master_params(optimizer)).tolist() == [-factor] * 2
+
+
+# --- the scale ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_a_static_scale_is_checked_and_stays(
+    amp: ModuleType, printed: Callable[[], str], level: str, bad: float
+) -> None:
+    model, optimizer = prepared(amp, level, 128.0, verbosity=1)
+    printed()
+    for _ in range(3):
+        train_step(amp, model, optimizer, bad)
+        assert amp.step_was_skipped(optimizer)
+        assert amp.loss_scale() == 128.0
+        assert printed() == STEP_SKIPPED.format(0, "keeping loss scale at", 128.0)
+    train_step(amp, model, optimizer)
+    assert model.weight.tolist() == [-1.0, -1.0]
+    assert printed() == ""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_skipped_step_is_said_in_apexs_words_unless_verbosity_is_0(
+    amp: ModuleType, printed: Callable[[], str], level: str
+) -> None:
+    model, optimizer = prepared(amp, level, verbosity=1)
+    printed()
+    backward(amp, model, optimizer, INF)
+    assert printed() == ""
+    optimizer.step()
+    assert printed() == STEP_SKIPPED.format(0, "reducing loss scale to", 32768.0)
+    session.verbosity = 0
+    train_step(amp, model, optimizer, INF)
+    assert printed() == ""
+
+
+def test_the_scale_moves_once_per_backward_pass(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, growth_interval=4, max_loss_scale=2.0**20)
+    session.scalers[0].scale = 4.0
+    for i in range(2):
+        backward(amp, model, optimizer, delay_unscale=True)
+        backward(amp, model, optimizer)
+        backward(amp, model, optimizer)
+        assert amp.state_dict()["loss_scaler0"]["unskipped"] == (2, 0)[i]
+    assert amp.loss_scale() == 8.0
+
+
+FACTORS = st.lists(st.sampled_from([1.0, -2.0, 0.5, 3e4, INF, NAN]), max_size=12)
+
+
+@pytest.mark.parametrize("make", [
+    lambda params: SGD(params, lr=0.01, momentum=0.9),
+    lambda params: Adam(params, lr=0.01, fused=True),
+], ids=["sgd", "adam"])  # fmt: skip
+def test_in_fp32_it_trains_as_torchs_grad_scaler(
+    amp: ModuleType, make: Callable[..., Optimizer]
+) -> None:
+    @given(FACTORS)
+    def run(factors: list[float]) -> None:
+        amp.deactivate()
+        model, reference = Weight(), Weight()
+        optimizer, expected = make(model.parameters()), make(reference.parameters())
+        options = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+        amp.initialize(
+            model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0,
+            max_loss_scale=2.0**60, **options,
+        )  # fmt: skip
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, **options)
+        for factor in factors:
+            train_step(amp, model, optimizer, factor)
+            expected.zero_grad()
+            scaler.scale(reference.loss(factor)).backward()
+            scaler.step(expected)
+            scaler.update()
+            assert amp.loss_scale() == scaler.get_scale()
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+
+    run()
+
+
+# --- the floor ---
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_the_second_overflow_in_a_row_at_the_floor_names_the_parameters(
+    amp: ModuleType, printed: Callable[[], str], level: str
+) -> None:
+    model, optimizer = prepared(amp, level, min_loss_scale=2.0**15, verbosity=1)
+    printed()
+    train_step(amp, model, optimizer, INF)  # reaches the floor
+    train_step(amp, model, optimizer, INF)  # the first at the floor
+    assert printed() == (
+        STEP_SKIPPED.format(0, "reducing loss scale to", 32768.0)
+        + STEP_SKIPPED.format(0, "keeping loss scale at", 32768.0)
+    )
+    message = (
+        "gradients must become finite at some loss scale; got two steps in a row that are not, "
+        "with loss scaler 0 at its floor 32768.0: weight (NaN), bias (inf). Look for what makes "
+        "them so at these parameters (a division, a logarithm, the learning rate), or call "
+        "amp.initialize(..., opt_level='O0') to train in fp32."
+    )
+    optimizer.zero_grad()
+    with pytest.raises(FloatingPointError, match=f"^{re.escape(message)}$"):  # noqa: SIM117
+        with amp.scale_loss(model.loss(NAN, INF), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert model.weight.tolist() == [0.0, 0.0]
+
+
+def test_a_finite_step_at_the_floor_begins_the_count_anew(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, min_loss_scale=2.0**15, max_loss_scale=2.0**15)
+    for factor in (INF, 0.5, INF, 0.5, INF):
+        train_step(amp, model, optimizer, factor)
+    with pytest.raises(FloatingPointError, match=r"weight \(inf\)"):
+        train_step(amp, model, optimizer, INF)
+
+
+def test_the_floor_is_there_without_being_asked_for(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp)
+    for _ in range(16 + 24 + 1):
+        train_step(amp, model, optimizer, INF)
+    assert amp.loss_scale() == 2.0**-24
+    with pytest.raises(FloatingPointError, match="floor 5.96"):
+        train_step(amp, model, optimizer, INF)
+
+
+def test_a_mixture_of_inf_and_nan_and_many_parameters_is_said_shortly(amp: ModuleType) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(13)])
+    optimizer = SGD([*model, nn.Parameter(torch.zeros(2, 3))], lr=1.0)
+    amp.initialize(
+        model, optimizer, opt_level="O1", verbosity=0, min_loss_scale=2.0**16, loss_scale="dynamic"
+    )
+    bad = torch.tensor([INF, NAN])
+
+    def overflow() -> None:
+        loss = sum((param * bad).sum() for param in model)
+        loss = loss + optimizer.param_groups[0]["params"][-1].sum() * INF
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    overflow()
+    message = r"65536.0: 0 \(inf and NaN\), 1 \(inf and NaN\), .*, 9 \(inf and NaN\) and 4 more\. "
+    with pytest.raises(FloatingPointError, match=message):
+        overflow()
+
+
+def test_a_parameter_of_no_model_is_named_by_its_shape(amp: ModuleType) -> None:
+    stray = nn.Parameter(torch.zeros(2, 3))
+    optimizer = SGD([stray], lr=1.0)
+    amp.initialize(
+        [], optimizer, opt_level="O1", verbosity=0, min_loss_scale=2.0**16, loss_scale="dynamic"
+    )
+
+    def overflow() -> None:
+        with amp.scale_loss(stray.sum() * INF, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    overflow()
+    with pytest.raises(FloatingPointError, match=r"a parameter of shape \(2, 3\) \(inf\)\. "):
+        overflow()
+
+
+# --- delay_overflow_check ---
+
+
+SETTLING: dict[str, Callable[[ModuleType, Weight, Optimizer], Any]] = {
+    "step": lambda amp, model, optimizer: optimizer.step(),
+    "loss_scale": lambda amp, model, optimizer: amp.loss_scale(),
+    "state_dict": lambda amp, model, optimizer: amp.state_dict(),
+    "scale_loss": lambda amp, model, optimizer: backward(amp, model, optimizer),
+    "zero_grad": lambda amp, model, optimizer: optimizer.zero_grad(),
+    "closure": lambda amp, model, optimizer: optimizer.step(lambda: torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("by", SETTLING)
+def test_a_delayed_check_is_made_when_somebody_asks(amp: ModuleType, by: str) -> None:
+    model, optimizer = prepared(amp)
+    backward(amp, model, optimizer, INF, delay_overflow_check=True)
+    assert session.scalers[0].scale == 2.0**16
+    SETTLING[by](amp, model, optimizer)
+    assert session.scalers[0].scale == 2.0**15
+    if by not in ("step", "closure"):
+        optimizer.step()
+    assert amp.step_was_skipped(optimizer) == (by != "zero_grad")
+    assert model.weight.tolist() == [0.0, 0.0]
+
+
+def test_a_delayed_check_cleared_with_its_gradients_skips_nothing(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, loss_scale=8.0)
+    backward(amp, model, optimizer, INF, delay_overflow_check=True)
+    optimizer.zero_grad()
+    train_step(amp, model, optimizer, delay_overflow_check=True)
+    assert not amp.step_was_skipped(optimizer)
+    assert model.weight.tolist() == [-1.0, -1.0]
+
+
+def test_a_delayed_check_of_two_optimizers_is_made_once(amp: ModuleType) -> None:
+    models = [Weight(), Weight()]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    with amp.scale_loss(
+        models[0].loss(INF) + models[1].loss(1.0), optimizers, delay_overflow_check=True
+    ) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+    assert amp.loss_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_delayed_checks_train_as_checks_made_at_once(amp: ModuleType, level: str) -> None:
+    @given(FACTORS)
+    def run(factors: list[float]) -> None:
+        amp.deactivate()
+        runs = [prepared(amp, level, num_losses=2) for _ in range(2)]
+        for i in range(2):
+            session.scalers[i].scale = 16.0
+        for factor in factors:
+            for i, (model, optimizer) in enumerate(runs):
+                train_step(amp, model, optimizer, factor, loss_id=i, delay_overflow_check=bool(i))
+        amp.loss_scale()
+        states = amp.state_dict()
+        assert states["loss_scaler0"] == states["loss_scaler1"]
+        assert torch.equal(runs[0][0].weight, runs[1][0].weight)
+
+    run()
