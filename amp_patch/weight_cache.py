@@ -26,6 +26,9 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
 _USE_COUNT = operator.methodcaller("_use_count")
 _RUN_AT_ONCE = 1 << 63
+# CPU builds of torch before 2.8 cannot tell: there every cast counts as held, and is made anew
+# for each iteration, as autocast does.
+_count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: sys.maxsize)
 # The entry's, the local variable's, and the argument's of sys.getrefcount itself.
 _PLAIN_REFERENCES = 3
 
@@ -75,7 +78,7 @@ class _Entry:
         storage = cast.untyped_storage()._cdata
         return (
             cast._use_count() > 1  # type: ignore[attr-defined]  # missing in torch's stubs
-            or torch._C._storage_Use_Count(storage) > 2
+            or _count_storage_uses(storage) > 2
             or sys.getrefcount(cast) > _PLAIN_REFERENCES
         )
 
@@ -126,7 +129,7 @@ class _Bulk:
         return list(map(sys.getrefcount, self.casts))
 
     def _count_uses(self) -> list[int]:
-        return list(map(torch._C._storage_Use_Count, self._storages))
+        return list(map(_count_storage_uses, self._storages))
 
 
 class _Owner:
@@ -389,5 +392,4 @@ def _may_keep(param: nn.Parameter) -> bool:
 _TRACING_MODES = (
     torch._C._TorchDispatchModeKey.FAKE,
     torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )

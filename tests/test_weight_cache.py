@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from amp_patch import weight_cache
 from amp_patch.cast_mode import mode, process
 from amp_patch.weight_cache import WeightCache
 
@@ -303,6 +305,20 @@ def test_an_iteration_that_held_its_graph_costs_the_next_one_casts_of_its_own(
     assert (released.of_weights, released.bulk_copies) == (0, 1)
 
 
+def test_where_torch_cannot_tell_what_is_held_each_iteration_casts_anew(
+    cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: sys.maxsize)
+    first = cache.cast(model.weight, HALF)
+    before = first.detach().clone()
+    assert cache.cast(model.weight, HALF) is first
+    for _ in range(2):
+        model.weight.data.neg_()
+        cache.mark_stale()
+        assert torch.equal(cache.cast(model.weight, HALF), model.weight.to(HALF))
+    assert torch.equal(first, before)
+
+
 # -- changes that leave little trace ---------------------------------------------------------
 
 
@@ -551,6 +567,12 @@ def test_weights_without_an_address_are_cast_each_time(
     model = nn.ParameterDict({"weight": nn.Parameter(make())})
     cache.add_model(model)
     assert cache.cast(model["weight"], HALF).dtype is HALF
+    assert len(cache) == 0
+
+
+def test_casts_made_in_inference_mode_are_not_kept(cache: WeightCache, model: nn.Linear) -> None:
+    with torch.inference_mode(), torch.enable_grad():
+        assert cache.cast(model.weight, HALF).dtype is HALF
     assert len(cache) == 0
 
 
