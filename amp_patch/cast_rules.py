@@ -170,6 +170,9 @@ COMPOSITES = {
     "sum_to_size": "float",
     "trapezoid": "float",
     "trapz": "float",
+    "upsample": "float",
+    "upsample_bilinear": "float",
+    "upsample_nearest": "float",
 }
 
 # Operators in none of the lists whose forward or backward has no float16 or no bfloat16 kernel on

@@ -432,6 +432,7 @@ def print_level(level: OptLevel) -> None:
 
 #: The session of this process. Hooks on models must be picklable, so they find it here.
 session = Session()
+torch_compile.leave_out(ForwardCasts.enter, ForwardCasts.leave)
 
 
 def _nothing() -> None:

@@ -8,8 +8,10 @@ All are of torch's internals: what a version of torch does not have is left out.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +26,10 @@ def install(patches: Patches) -> None:
     # Imported late, for that changes torch (it replaces torch.manual_seed). Building any torch
     # optimizer has imported it already.
     import torch._dynamo.output_graph
-    import torch._dynamo.variables.torch as variables
 
-    # A table made on first use; it must hold the originals, for these are what a graph calls.
-    variables.get_overridable_functions()
+    for path in _TABLES:
+        with contextlib.suppress(AttributeError):
+            resolve(path)[2]()
     for path, make in _REPLACEMENTS.items():
         try:
             owner, name, original = resolve(path)
@@ -36,6 +38,22 @@ def install(patches: Patches) -> None:
         patches.replace(owner, name, make(original))
     handlers = torch._dynamo.variables.builtin.BuiltinVariable
     getattr(handlers, "call_function_handler_cache", {}).clear()
+
+
+def leave_out(*functions: Callable[..., Any]) -> None:
+    """Never compile a call of these by itself; where another function is traced they still are.
+
+    torch.compile runs the hooks of a model around the graph of its forward, and would compile
+    each for each model.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    for function in functions:
+        code = function.__code__
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+        else:  # before torch 2.7
+            frames.skip_code(code)
 
 
 def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,15 +85,16 @@ def _handle_operator(original: Callable[..., Any]) -> Callable[..., Any]:
     """Trace an operator on tensors through the patched function that eager mode would reach."""
 
     @functools.wraps(original)
-    def handle(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def handle(self: Any, tx: Any, given: Any, kwargs: Any) -> Any:
+        args = given
+        name, reflected = _OPERATORS.get(self.fn, (None, None))
         on_tensors = [_is_tensor(arg) for arg in args]
-        if self.fn in _OPERATORS and any(on_tensors):
-            function = _traced(tx, _OPERATORS[self.fn])
-            return function.call_function(tx, list(args), kwargs)
-        if self.fn is operator.truediv and on_tensors == [False, True]:
-            function = _traced(tx, "Tensor.__rtruediv__.traced")
-            return function.call_function(tx, [args[1], args[0]], kwargs)
-        return original(self, tx, args, kwargs)
+        if on_tensors == [False, True]:
+            name, args = reflected, [args[1], args[0]]
+        # torch.compile keeps handlers, so this one may be called when nothing is patched any more.
+        if name is None or not any(on_tensors) or not _is_patched(getattr(torch.Tensor, name)):
+            return original(self, tx, given, kwargs)
+        return _traced(tx, f"Tensor.{name}.traced").call_function(tx, list(args), kwargs)
 
     return handle
 
@@ -100,6 +119,44 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
+def _lookup_inner(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace into the functions of torch that call a patched one.
+
+    torch.compile would put a call of ``torch.nn.functional.normalize`` into its graph as it is,
+    where nothing casts any more.
+    """
+    from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
+
+    @functools.wraps(original)
+    def lookup_inner(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = original(obj, *args, **kwargs)
+        if rule is TorchInGraphFunctionVariable and _calls_patched(obj, set()):
+            return UserFunctionVariable
+        return rule
+
+    return lookup_inner
+
+
+def _calls_patched(function: Any, seen: set[int]) -> bool:
+    """Tell whether a Python function of torch, not patched itself, names one that is."""
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return False
+    seen.add(id(function))
+    own: dict[str, Any] = function.__globals__
+    if id(own.get(function.__name__)) != id(function):
+        return False
+    for name in function.__code__.co_names:
+        if any(_is_patched(getattr(place, name, None)) for place in _PLACES):
+            return True
+        if _is_patched(own.get(name)) or _calls_patched(own.get(name), seen):
+            return True
+    return False
+
+
+def _is_patched(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and hasattr(value, "__prepare_scriptable__")
+
+
 def _traced(tx: Any, path: str) -> Any:
     """Return torch.compile's view of the function that stands at ``torch.<path>`` now."""
     from torch._dynamo.source import AttrSource
@@ -117,9 +174,23 @@ def _is_tensor(variable: Any) -> bool:
     return isinstance(variable, TensorVariable)
 
 
-_OPERATORS: dict[Callable[..., Any], str] = {operator.matmul: "matmul", operator.pow: "pow"}
+# The methods that eager mode calls for an operator, and for one with the tensor on its right only.
+_OPERATORS: dict[Callable[..., Any], tuple[str | None, str]] = {
+    operator.matmul: ("__matmul__", "__rmatmul__"),
+    operator.pow: ("__pow__", "__rpow__"),
+    operator.truediv: (None, "__rtruediv__"),
+}
+_PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
+# Made on first use; they must hold the originals, for these are what a graph calls.
+_TABLES = (
+    "torch._dynamo.trace_rules.get_tensor_method",
+    "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+    "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
+    "torch._dynamo.variables.torch.get_overridable_functions",
+)
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch._dynamo.output_graph.OutputGraph.call_user_compiler": _call_user_compiler,
+    "torch._dynamo.trace_rules.lookup_inner": _lookup_inner,
     "torch._dynamo.utils.run_node": _without_casts,
     "torch._dynamo.variables.builtin.BuiltinVariable._handle_insert_op_in_graph": _handle_operator,
     "torch._dynamo.variables.tensor.TensorVariable.call_method": _call_method,

@@ -1,0 +1,493 @@
+"""torch.compile of whole graphs computes what eager mode computes, at every level."""
+
+import contextlib
+import copy
+import dataclasses
+import types
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+FUNCTION_LEVELS = ("O1", "O4")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # torch's own, from tracing with the functorch state of the backends
+    pytest.mark.filterwarnings("ignore:.*isinstance.*treespec:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Start with no compiled code, and end with none."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def start(amp, opt_level="O1", model=None, **options):
+    model = nn.Linear(3, 3) if model is None else model
+    amp.initialize(model, opt_level=opt_level, verbosity=0, **options)
+    return model
+
+
+def compiled(function, backend="eager"):
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def assert_same(got, expected, exact=True):
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-2, "atol": 1e-2}
+    got, expected = _pytree.tree_leaves(got), _pytree.tree_leaves(expected)
+    assert [t.dtype for t in got] == [t.dtype for t in expected]
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+H = X.half()
+W = torch.linspace(-0.5, 0.5, 9).reshape(3, 3)
+FUNCTIONS = {
+    "linear": lambda x: F.linear(x, W),
+    "matmul": lambda x: torch.matmul(x, W),
+    "method": lambda x: x.matmul(W),
+    "chained methods": lambda x: x.mm(W).softmax(dim=-1).sum(dim=0),
+    "operator": lambda x: x @ W,
+    "reflected operator": lambda x: 1 / (x @ W + 3),
+    "reflected division of a float": lambda x: 2.5 / (x @ W + 3),
+    "power": lambda x: (x @ W) ** 2,
+    "reflected power": lambda x: 2 ** (x @ W),
+    "power method": lambda x: (x @ W).pow(2),
+    "tensor division": lambda x: (x @ W) / (x @ W + 3),
+    "division by a number": lambda x: (x @ W) / 2,
+    "addition": lambda x: (x @ W) + x,
+    "comparison": lambda x: (x @ W) > 0,
+    "exp": lambda x: torch.exp(x @ W),
+    "norms": lambda x: F.layer_norm(x @ W, (3,)) + (x @ W).norm(),
+    "loss": lambda x: F.cross_entropy(x @ W, torch.tensor([0, 1, 2, 0])),
+    "bce": lambda x: F.binary_cross_entropy(torch.sigmoid(x @ W), torch.ones(4, 3)),
+    "promoted": lambda x: torch.addcmul(x @ W, x, x),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, W),
+    "list": lambda x: torch.linalg.multi_dot([x, W, W]),
+    "nested list": lambda x: torch.cat([x @ W, x]).sum(),
+    "keywords": lambda x: F.linear(input=x, weight=W, bias=None),
+    "special": lambda x: torch.special.expm1(x @ W),
+    "asked dtype": lambda x: (x @ W).sum(dtype=torch.float64),
+    "softmax of dtype": lambda x: F.softmax(x @ W, dim=0, dtype=torch.float16),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "in place": lambda x: (x @ W).add_(1).exp_(),
+    "inverse": lambda x: torch.linalg.inv(x.mT @ x + torch.eye(3)),
+    "float64": lambda x: x.double() @ W.double(),
+    "conv": lambda x: F.conv1d(x[None], W[:, :1].expand(3, 4)[..., None]),
+    "tensor method by class": lambda x: torch.Tensor.matmul(x, W),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_a_function_computes_what_eager_computes(amp, function, backend):
+    model = start(amp)
+    x = X.clone().requires_grad_()
+    expected = function(x)
+    got = compiled(function, backend)(x)
+    assert_same(got, expected)
+    assert graphs() == 1
+    if expected.requires_grad:
+        (want,) = torch.autograd.grad(expected.double().sum(), x)
+        (grad,) = torch.autograd.grad(got.double().sum(), x)
+        assert_same(grad, want, exact=backend == "eager")
+    del model
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("name", ["operator", "chained methods", "exp", "loss", "reflected power"])
+def test_functions_follow_the_level(amp, opt_level, name):
+    model = start(amp, opt_level)
+    function = FUNCTIONS[name]
+    assert_same(compiled(function)(X), function(X))
+    del model
+
+
+class Net(nn.Module):
+    """Convolution, norms, a recurrent cell, attention and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 4, 3, padding=1)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.cell = nn.GRUCell(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = F.relu(self.batch_norm(self.conv(x))).transpose(1, 2)
+        state = self.cell(y[:, 0])
+        z, _ = self.attention(y, y, y, need_weights=False)
+        z = self.norm(z + y) * (1 / (1 + state.exp().unsqueeze(1)))
+        return self.head(z).softmax(-1)
+
+
+def step(forward, model, x, amp, optimizer):
+    """Train one step; return the loss, the result and the gradients."""
+    out = forward(x)
+    loss = out.float().square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    grads = [p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None]
+    optimizer.step()
+    return loss.detach(), out.detach(), grads
+
+
+def pair(amp, opt_level, net, **options):
+    """Initialize two equal models with optimizers; return both."""
+    models = [net, copy.deepcopy(net)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    amp.initialize(models, optimizers, opt_level=opt_level, verbosity=0, **options)
+    return models, optimizers
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_training_equals_eager_training_and_compiles_once(amp, opt_level, backend):
+    (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, Net(), loss_scale=128.0)
+    forward = compiled(model, backend)
+    for i in range(4):
+        x = torch.rand(3, 3, 5)
+        expected = step(plain, plain, x, amp, plain_optimizer)
+        got = step(forward, model, x, amp, optimizer)
+        assert_same(got, expected, exact=backend == "eager" and i == 0)
+        if i == 1:
+            after_two = graphs()
+    assert graphs() == after_two <= 2
+    assert_same(model.state_dict(), plain.state_dict(), exact=False)
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_model_compiled_before_initialize_follows_it(amp, opt_level):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    forward = compiled(model)
+    in_float = forward(X)
+    assert in_float.dtype is torch.float32
+    start(amp, opt_level, model)
+    for _ in range(2):
+        assert_same(forward(X), model(X))
+    amp.deactivate()
+    assert_same(forward(X), in_float, exact=opt_level in ("O0", "O1", "O4"))
+
+
+@pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
+def test_a_function_compiled_before_initialize_follows_it_and_deactivate(amp, opt_level):
+    function = compiled(lambda x: (x @ W).softmax(0) + (x @ W))
+    assert function(X).dtype is torch.float32
+    in_float = function(X)
+
+    def dtype_of_product():
+        return compiled_product(X).dtype
+
+    compiled_product = compiled(lambda x: x @ W)
+    assert dtype_of_product() is torch.float32
+    models = [start(amp, opt_level)]
+    assert dtype_of_product() is HALF[opt_level]
+    other_level = "O4" if opt_level == "O1" else "O1"
+    models.append(start(amp, other_level))
+    assert dtype_of_product() is HALF[other_level]
+    amp.deactivate()
+    assert dtype_of_product() is torch.float32
+    assert_same(function(X), in_float)
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("name", ["disable_casts", "half_region", "float_region"])
+def test_a_mode_inside_and_around_a_compiled_function(amp, opt_level, name):
+    model = start(amp, opt_level)
+    mode = getattr(amp, name)
+
+    def inside(x):
+        before = x @ W
+        with mode():
+            within = x @ W, x + x, 1 / (x + 3), x.exp(), F.relu(x).sum()
+        return before, within, x @ W
+
+    def plain(x):
+        return x @ W, x.exp()
+
+    assert_same(compiled(inside)(X), inside(X))
+    around = compiled(plain)
+    for _ in range(2):
+        assert_same(around(X), plain(X))
+        with mode():
+            assert_same(around(X), plain(X))
+    assert_same(around(X), plain(X))
+    del model
+
+
+def test_nested_modes_inside_a_compiled_function(amp):
+    model = start(amp)
+
+    def nested(x):
+        with amp.half_region():
+            with amp.float_region():
+                a = x.half() + x.half()
+                with amp.disable_casts():
+                    b = x @ W, x.half() + 1
+            c = x + 1
+        with amp.disable_casts(), amp.half_region():
+            d = x + 1
+        return a, b, c, d, x @ W
+
+    assert_same(compiled(nested)(X), nested(X))
+    del model
+
+
+def test_a_batch_norm_in_a_region_updates_its_statistics(amp):
+    for opt_level, name in (("O1", "half_region"), ("O3", "float_region")):
+        norm = start(amp, opt_level, nn.Sequential(nn.BatchNorm1d(3)))
+        other = copy.deepcopy(norm)
+
+        def run(model, name=name):
+            with getattr(amp, name)():
+                return model(X)
+
+        assert_same(compiled(lambda other=other, run=run: run(other))(), run(norm))
+        assert_same(other.state_dict(), norm.state_dict())
+        amp.deactivate()
+
+
+@dataclasses.dataclass
+class Batch:
+    """An input with two tensors."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class TakesBatch(nn.Module):
+    """Takes a dict or a dataclass, and returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, batch):
+        if isinstance(batch, Batch):
+            batch = {"first": batch.first, "second": batch.second}
+        return {"out": self.fc(batch["first"]), "sum": [batch["second"] + 1]}
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("kind", ["dict", "dataclass"])
+def test_containers_go_in_and_out_of_a_compiled_model(amp, opt_level, kind):
+    model = start(amp, opt_level, TakesBatch())
+    batch = {"first": X, "second": X} if kind == "dict" else Batch(X, X)
+    got, expected = compiled(model)(batch), model(batch)
+    assert got.keys() == expected.keys()
+    assert_same(got, expected)
+
+
+class Checkpointed(nn.Module):
+    """A block under a checkpoint that torch.compile traces."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, x):
+        y = checkpoint(self.block, x, use_reentrant=False)
+        return y @ W.to(y.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*AccumulateGrad.*:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_checkpoint_inside_a_compiled_model(amp, opt_level, backend):
+    (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, Checkpointed())
+    forward = compiled(model, backend)
+    for _ in range(2):
+        expected = step(plain, plain, X, amp, plain_optimizer)
+        assert_same(step(forward, model, X, amp, optimizer), expected, exact=False)
+
+
+@pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
+def test_compiled_functions_in_inference_mode_and_no_grad(amp, opt_level):
+    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
+    forward = compiled(model)
+    for grad_mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext):
+        with grad_mode():
+            assert_same(forward(X), model(X))
+
+
+def test_a_compiled_model_reads_weights_as_they_are_now(amp):
+    model = start(amp, "O1", nn.Linear(3, 3))
+    forward = compiled(model)
+    forward(X)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    assert forward(X).abs().sum() == 0
+    model.weight.data = torch.eye(3)
+    assert_same(forward(X), X.half())
+
+
+def test_a_decorated_function_inside_a_compiled_one(amp):
+    model = start(amp)
+
+    @amp.half_function
+    def halved(x, *, factor):
+        return x * factor
+
+    @amp.float_function
+    def full(x):
+        return x + 1
+
+    def function(x):
+        return halved(x, factor=2.0), full(H), halved(full(H), factor=W[0])
+
+    assert_same(compiled(function)(X), function(X))
+    del model
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"relu": "half", "matmul": "off", "exp": "bfloat16"},
+        {"torch.Tensor.__matmul__": "bfloat16", "torch.matmul": "off", "torch.exp": "half"},
+        {"torch.Tensor.__matmul__": "off", "torch.Tensor.matmul": "float", "mm": "bfloat16"},
+        {"pow": "half", "torch.Tensor.__rpow__": "off", "reciprocal": "off"},
+    ],
+)
+def test_users_rules_hold_in_compiled_functions(amp, rules):
+    model = start(amp, rules=rules)
+
+    def function(x):
+        products = x @ W, x.matmul(W), torch.matmul(x, W), torch.mm(x, W)
+        return F.relu(x), products, x.exp(), torch.exp(x), x**2, 2**H, 1 / (H + 3), H.pow(2)
+
+    assert_same(compiled(function)(X), function(X))
+    del model
+
+
+@pytest.mark.parametrize("inside", ["O1", "O5"])
+def test_a_model_of_another_level_inside_a_compiled_function(amp, inside):
+    inner = start(amp, inside, nn.Linear(3, 3))
+    other = start(amp, "O4")
+
+    def function(x):
+        return x @ W, inner(x), x @ W
+
+    for _ in range(2):
+        assert_same(compiled(function)(X), function(X))
+    del other
+
+
+def test_out_and_float64_stay_as_they_are(amp):
+    model = start(amp)
+
+    def function(x):
+        out = torch.empty(4, 3)
+        torch.mm(x, W, out=out)
+        return out, x.double() @ W.double()
+
+    assert_same(compiled(function)(X), function(X))
+    del model
+
+
+def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
+    model = start(amp, "O1", nn.Linear(3, 3))
+    forward = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for batch in (2, 5, 7, 9):
+        assert_same(forward(torch.ones(batch, 3)), model(torch.ones(batch, 3)))
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_inductor_trains_near_eager(amp, opt_level):
+    net = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
+    (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, net, loss_scale=128.0)
+    forward = compiled(model, "inductor")
+    for _ in range(2):
+        expected = step(plain, plain, X, amp, plain_optimizer)
+        assert_same(step(forward, model, X, amp, optimizer), expected, exact=False)
+
+
+def test_an_operator_compiles_after_deactivate_as_before(amp):
+    def function(x):
+        return 1 / (x + 3), 2**x, x @ W, x**2, x.exp()
+
+    expected = function(X)
+    model = start(amp)
+    assert compiled(function)(X)[2].dtype is torch.float16
+    amp.deactivate()
+    torch._dynamo.reset()
+    assert_same(compiled(function)(X), expected)
+    del model
+
+
+COMPOSITES = {
+    "normalize": lambda x: F.normalize(x),
+    "interpolate": lambda x: F.interpolate(x[None], scale_factor=2.0, mode="linear"),
+    "upsample": lambda x: F.upsample(x[None], scale_factor=2.0, mode="linear"),
+    "lp_pool1d": lambda x: F.lp_pool1d(x.abs(), 2.0, 2),
+    "softmin": lambda x: F.softmin(x, dim=0),
+    "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
+    "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x, (x > 0).to(x.dtype)),
+    "triplet_margin_with_distance_loss": lambda x: F.triplet_margin_with_distance_loss(
+        x, -x, x + 1
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nn.functional.upsample:UserWarning")
+@pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_functions_of_torch_that_call_patched_ones(amp, opt_level, name):
+    model = start(amp, opt_level)
+    half = X.to(HALF[opt_level])
+    assert_same(compiled(COMPOSITES[name])(half), COMPOSITES[name](half))
+    del model
+
+
+def test_more_models_than_torch_compiles_one_function_for(amp):
+    limit = torch._dynamo.config.recompile_limit
+    models = [nn.Sequential(nn.Linear(3, 2 + i)) for i in range(limit + 2)]
+    amp.initialize(models, opt_level="O2", verbosity=0)
+    for model in models:
+        # a forward of its own, which torch.compile counts apart
+        namespace = {}
+        exec("def forward(self, x):\n    return self[0](x)", namespace)
+        model.forward = types.MethodType(namespace["forward"], model)
+        assert_same(compiled(model)(X), model(X))
+
+
+def test_graph_breaks_are_traced_on_both_sides(amp):
+    model = start(amp)
+
+    def function(x):
+        y = x @ W
+        torch._dynamo.graph_break()
+        return y, x.exp() @ W
+
+    assert_same(torch.compile(function, backend="eager")(X), function(X))
+    del model
+
+
+def test_deactivate_restores_torch_compile(amp):
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    original = TensorVariable.call_method
+    model = start(amp)
+    assert TensorVariable.call_method is not original
+    amp.deactivate()
+    assert TensorVariable.call_method is original
+    del model
