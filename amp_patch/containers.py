@@ -57,7 +57,7 @@ def _map_sequence(function: Callable[..., Any], value: Any, other: Callable[...,
     if kind in (list, tuple) or hasattr(kind, "n_fields"):  # the latter: torch.return_types
         return kind(items)
     # Named tuples and other subclasses, whose constructor may take anything.
-    return kind._make(items) if hasattr(kind, "_make") else tuple.__new__(kind, items)
+    return tuple.__new__(kind, items)
 
 
 def _map_mapping(
@@ -87,8 +87,8 @@ def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     if attributes is value:
         # The idiom ``self.__dict__ = self``, whose copy has a dictionary of its own.
         object.__setattr__(new, "__dict__", new)
-    elif not isinstance(value, dict) and not hasattr(type(value), "__copy__"):
-        # Its items lie in an attribute, which copy.copy shares.
+    elif attributes:
+        # What is no dict keeps its items in an attribute, which copy.copy shares.
         vars(new).update(
             {n: kept.copy() for n, kept in attributes.items() if isinstance(kept, (dict, list))}
         )

@@ -74,9 +74,9 @@ class Patches:
             replacements: ``id(original) -> (original, replacement)``.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        self._left_alone.update(
+        self._left_alone = {
             name for name in sys.modules if name.partition(".")[0] in ("torch", __package__)
-        )
+        }
         for module, name, new in _bindings(replacements, self._left_alone):
             self.replace(module, name, new)
 
@@ -88,7 +88,6 @@ class Patches:
         for module, name, original in _bindings(self._originals, self._left_alone):
             setattr(module, name, original)
         self._originals.clear()
-        self._left_alone.clear()
         while self._undo:
             reference, name, old, new = self._undo.pop()
             owner = reference()

@@ -132,6 +132,11 @@ class FrozenSample:
     nested: Any = None
 
 
+@dataclasses.dataclass
+class DefaultSample:
+    data: Tensor = torch.tensor(1.0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlottedSample:
     data: Tensor
@@ -176,7 +181,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], lis
     "user dict": (lambda x, y: Named("n", {"x": x, "y": y}), lambda c: [c["x"], c["y"]]),
     "mapping": (lambda x, y: CaseInsensitive(X=x, y=y), lambda c: [c["x"], c["Y"]]),
     "mapping proxy": (
-        lambda x, y: types.MappingProxyType({"x": x, "y": y}),
+        lambda x, y: types.MappingProxyType({"x": x, "y": y, "n": 1}),
         lambda c: [c["x"], c["y"]],
     ),
     "dataclass": (lambda x, y: Sample(x), lambda c: [c.data]),
@@ -215,6 +220,8 @@ def test_every_container_is_mapped_to_one_of_its_kind(name: str) -> None:
     for found, original in zip(tensors(result), tensors(container), strict=True):
         assert torch.equal(found, original.half())
     assert result is not container
+    if hasattr(container, "keys"):
+        assert list(result) == list(container)
     assert content(container) == before
     assert {t.dtype for t in tensors(container)} == {torch.float32}
 
@@ -230,7 +237,7 @@ def test_a_container_without_a_change_is_returned_itself(name: str) -> None:
     "leaf",
     [
         None, True, 3, 2.5, 1j, "text", b"bytes", torch.Size([2, 3]), torch.float32,
-        torch.device("cpu"), {1, 2}, frozenset({1}), range(3), slice(1), int, FrozenSample,
+        torch.device("cpu"), {1, 2}, frozenset({1}), range(3), slice(1), int, DefaultSample,
         pytest.param(object(), id="object"),
     ],
     ids=repr,
@@ -321,7 +328,7 @@ def test_a_model_output_keeps_its_unset_fields() -> None:
 
 def test_a_packed_sequence_keeps_its_order() -> None:
     packed = pack_sequence([Y, X], enforce_sorted=False)
-    result = map_tensors(half, packed)
+    result = map_tensors(torch.clone, packed)
     assert isinstance(result, PackedSequence)
     for found, expected in zip(result[1:], packed[1:], strict=True):
         assert found is expected
