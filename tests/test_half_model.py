@@ -442,6 +442,17 @@ def test_initialize_again_replaces_the_hooks(amp: ModuleType) -> None:
     assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
 
 
+def test_attach_replaces_what_was_attached() -> None:
+    model = nn.Linear(4, 3)
+    casts = half_model.ForwardCasts(level=OFF, region_dtype=F16, inputs=F16, outputs=F32)
+    for _ in range(2):
+        casts.attach(model)
+    hooks = [value for name, value in vars(model).items() if "forward" in name]
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    half_model.detach(model)
+    assert not any(hooks)
+
+
 def test_detach_removes_our_hooks_and_no_others(amp: ModuleType) -> None:
     model = Echo()
     model.register_forward_pre_hook(lambda *_: None)
