@@ -185,6 +185,7 @@ _PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
 _TABLES = (
     "torch._dynamo.trace_rules.get_tensor_method",
     "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+    "torch._dynamo.variables.builtin.populate_builtin_to_tensor_fn_map",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     "torch._dynamo.variables.torch.get_overridable_functions",
 )
