@@ -434,6 +434,21 @@ def test_an_operator_compiles_after_deactivate_as_before(amp):
     del model
 
 
+def test_an_operator_traced_before_initialize_is_traced_anew(amp):
+    # torch.compile keeps how it handles an operator on arguments of some kinds
+    def function(x, y):
+        return x @ y, x**2, 2**x, 1 / x, x**y
+
+    square = X[:3].abs().half() + 1
+    compiled(function)(square, square)
+    model = start(amp)
+    torch._dynamo.reset()
+    got = compiled(lambda x, y: function(x, y))(square, square)
+    assert_same(got, function(square, square))
+    assert [t.dtype for t in got] == [torch.float16] + [torch.float32] * 4
+    del model
+
+
 COMPOSITES = {
     "normalize": lambda x: F.normalize(x),
     "interpolate": lambda x: F.interpolate(x[None], scale_factor=2.0, mode="linear"),
