@@ -29,7 +29,6 @@ LAYERS = {
     "gradients": 1,
     "regions": 1,
     "torch_compile": 1,
-    "torch_compile": 1,
     "torch_hooks": 1,
     "weight_cache": 1,
     "__init__": 0,
@@ -41,7 +40,6 @@ LAYERS = {
     "loss_scaler": 0,
     "opt_levels": 0,
     "patching": 0,
-    "snapshot": 0,
     "snapshot": 0,
 }
 MAX_FUNCTION_LINES = 60
