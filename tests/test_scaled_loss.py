@@ -105,6 +105,14 @@ def test_o5_accumulates_at_its_scale_of_one(amp: ModuleType, delay: bool) -> Non
     assert weight.grad.tolist() == [3.0, 3.0]
 
 
+def test_o5_does_not_check_at_its_scale_of_one(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O5", None)
+    train_step(amp, model, optimizer, INF)
+    assert not amp.step_was_skipped(optimizer)
+    assert model.weight.isinf().all()
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1.0, "unskipped": 1}
+
+
 def test_float64_gradients_keep_their_precision(amp: ModuleType) -> None:
     model = Weight()
     model.precise = nn.Parameter(torch.zeros(1, dtype=F64))
@@ -392,10 +400,11 @@ SETTLING: dict[str, Callable[[ModuleType, Weight, Optimizer], Any]] = {
 @pytest.mark.parametrize("by", SETTLING)
 def test_a_delayed_check_is_made_when_somebody_asks(amp: ModuleType, by: str) -> None:
     model, optimizer = prepared(amp)
+    session.scalers[0].scale = 8.0
     backward(amp, model, optimizer, INF, delay_overflow_check=True)
-    assert session.scalers[0].scale == 2.0**16
+    assert session.scalers[0].scale == 8.0
     SETTLING[by](amp, model, optimizer)
-    assert session.scalers[0].scale == 2.0**15
+    assert session.scalers[0].scale == 4.0
     if by not in ("step", "closure"):
         optimizer.step()
     assert amp.step_was_skipped(optimizer) == (by != "zero_grad")
