@@ -22,7 +22,6 @@ from .cast_mode import mode, process
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _VERSION = operator.attrgetter("_version")
 _USE_COUNT = operator.methodcaller("_use_count")
 _RUN_AT_ONCE = 1 << 63
@@ -96,7 +95,6 @@ class _Bulk:
         self._parts = kernels.alike(self.casts, self.params)
         self._slots = [owner.slot() for owner in owners]
         self._pointers = [entry.pointer for entry in entries]
-        self._requires_grad = [entry.requires_grad for entry in entries]
         self._strides = [param.stride() for param in self.params]
         self._sizes = [param.numel() for param in self.params]
         self._storages = [cast.untyped_storage()._cdata for cast in self.casts]
@@ -108,7 +106,6 @@ class _Bulk:
         params = self.params
         return (
             list(map(Tensor.data_ptr, params)) == self._pointers
-            and list(map(_REQUIRES_GRAD, params)) == self._requires_grad
             and list(map(Tensor.stride, params)) == self._strides
             and list(map(Tensor.numel, params)) == self._sizes
             and all(map(operator.is_, [slots.get(name) for slots, name in self._slots], params))
@@ -277,7 +274,7 @@ class WeightCache:
     def _refresh(self, group: _Group) -> None:
         """Bring the casts of a group up to date in one call; drop those that must be made anew."""
         bulk = group.bulk
-        if bulk is None or len(bulk.entries) != len(group.entries) or not bulk.usable():
+        if bulk is None or not bulk.usable():
             # Its lists would make each cast look held.
             group.bulk = bulk = None
             for key, entry in list(group.entries.items()):

@@ -304,21 +304,39 @@ def test_frozen_weights_are_cached_too(amp: ModuleType) -> None:
     assert [counter.of_weights for counter in counters] == [4, 0]
 
 
-def test_an_iteration_that_held_its_graph_costs_the_next_one_casts_of_its_own(
+def test_a_weight_that_is_held_costs_the_next_iteration_one_cast(
     cache: WeightCache, model: nn.Linear, warm_up: Callable[..., None]
 ) -> None:
+    def count() -> CastCounter:
+        cache.mark_stale()
+        with CastCounter(model.parameters()) as counter:
+            for weight in model.parameters():
+                cache.cast(weight, HALF)
+        return counter
+
     warm_up(*model.parameters())
+    cache.cast(model.bias, HALF)
     x = torch.randn(2, 3, dtype=HALF, device=model.weight.device, requires_grad=True)
     output = F.linear(x, cache.cast(model.weight, HALF))
-    cache.mark_stale()
-    with CastCounter([model.weight]) as held:
-        cache.cast(model.weight, HALF)
+    held = count()
     output.sum().backward()
-    cache.mark_stale()
-    with CastCounter([model.weight]) as released:
-        cache.cast(model.weight, HALF)
-    assert held.of_weights == 1
+    released = count()
+    assert (held.of_weights, held.bulk_copies) == (1, 1)
     assert (released.of_weights, released.bulk_copies) == (0, 1)
+
+
+def test_gradients_of_weights_come_as_soon_as_they_are_known(amp: ModuleType) -> None:
+    """As under autocast; else all half gradients would live until the end of the backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    order: list[str] = []
+    model[1].weight.register_post_accumulate_grad_hook(lambda _: order.append("weight"))
+    model[0].register_forward_hook(
+        lambda _, args, hidden: hidden.register_hook(lambda _: order.append("hidden")) and None
+    )
+    for _ in range(2):
+        model(torch.randn(2, 4, requires_grad=True)).float().sum().backward()
+    assert order == ["weight", "hidden"] * 2
 
 
 def test_where_torch_cannot_tell_what_is_held_each_iteration_casts_anew(
@@ -383,11 +401,12 @@ def test_a_write_is_seen_at_once(
         lambda weight: torch.cat([weight, weight]),
         lambda weight: weight[:1],
         lambda weight: weight[1:],
+        lambda weight: weight[:, :2],
         lambda weight: weight.t(),
         lambda weight: weight.as_strided((2, 3), (1, 2)),
         lambda weight: weight.flatten(),
     ],
-    ids=["grown", "cut", "cut at the front", "transposed", "of another stride", "flat"],
+    ids=["grown", "cut", "cut at the front", "narrowed", "transposed", "of another stride", "flat"],
 )
 def test_a_weight_of_another_shape_trains_after_the_iteration(
     cache: WeightCache,
@@ -402,7 +421,7 @@ def test_a_weight_of_another_shape_trains_after_the_iteration(
     weight.data = reshape(weight.data)
     cache.mark_stale()
     cast = cache.cast(weight, HALF)
-    assert (cast.shape, cast.stride()) == (weight.shape, weight.stride())
+    assert (cast.shape, cast.stride()) == (weight.shape, weight.to(HALF).stride())
     assert torch.equal(cast, weight.to(HALF))
     cast.float().sum().backward()
     assert torch.equal(weight.grad, torch.ones_like(weight))
@@ -707,6 +726,32 @@ def test_a_replaced_parameter_goes_at_the_next_use_of_its_model(
     cache.mark_stale()
     cache.cast(model.weight, HALF)
     assert len(cache) == 1
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_a_removed_parameter_goes_at_the_next_refresh(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[..., None]
+) -> None:
+    warm_up(*model.parameters())
+    references = trained(cache, model)[2:]
+    model.bias = None
+    cache.mark_stale()
+    cache.cast(model.weight, HALF)
+    assert [reference() for reference in references] == [None] * 2
+
+
+def test_a_part_of_a_model_may_lose_its_storage(
+    cache: WeightCache, device: torch.device, warm_up: Callable[..., None]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(device)
+    cache.add_model(model)
+    warm_up(*model.parameters())
+    trained(cache, model)
+    for weight in model[0].parameters():
+        weight.untyped_storage().resize_(0)
+    cache.mark_stale()
+    assert torch.equal(cache.cast(model[1].weight, HALF), model[1].weight.to(HALF))
+    assert len(cache) == 2
 
 
 def objects_of_the_cache() -> int:
