@@ -25,9 +25,10 @@ _is_grad_enabled = torch.is_grad_enabled
 _VERSION = operator.attrgetter("_version")
 _USE_COUNT = operator.methodcaller("_use_count")
 _RUN_AT_ONCE = 1 << 63
+_MANY_USES = sys.maxsize
 # CPU builds of torch before 2.8 cannot tell: there every cast counts as held, and is made anew
 # for each iteration, as autocast does.
-_count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: sys.maxsize)
+_count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: _MANY_USES)
 # The entry's, the local variable's, and the argument's of sys.getrefcount itself.
 _PLAIN_REFERENCES = 3
 

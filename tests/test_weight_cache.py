@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -325,6 +324,20 @@ def test_a_weight_that_is_held_costs_the_next_iteration_one_cast(
     assert (released.of_weights, released.bulk_copies) == (0, 1)
 
 
+def test_a_weight_used_later_than_the_others_is_refreshed_with_them(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    for _ in range(3):
+        cache.cast(model.weight, HALF)
+        cache.mark_stale()
+    cache.cast(model.weight, HALF)
+    cache.cast(model.bias, HALF)
+    model.bias.data.neg_()
+    cache.mark_stale()
+    cache.cast(model.weight, HALF)
+    assert torch.equal(cache.cast(model.bias, HALF), model.bias.to(HALF))
+
+
 def test_gradients_of_weights_come_as_soon_as_they_are_known(amp: ModuleType) -> None:
     """As under autocast; else all half gradients would live until the end of the backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -342,7 +355,7 @@ def test_gradients_of_weights_come_as_soon_as_they_are_known(amp: ModuleType) ->
 def test_where_torch_cannot_tell_what_is_held_each_iteration_casts_anew(
     cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: sys.maxsize)
+    monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: weight_cache._MANY_USES)
     first = cache.cast(model.weight, HALF)
     before = first.detach().clone()
     assert cache.cast(model.weight, HALF) is first
