@@ -355,15 +355,16 @@ def test_gradients_of_weights_come_as_soon_as_they_are_known(amp: ModuleType) ->
 def test_where_torch_cannot_tell_what_is_held_each_iteration_casts_anew(
     cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: weight_cache._MANY_USES)
-    first = cache.cast(model.weight, HALF)
-    before = first.detach().clone()
-    assert cache.cast(model.weight, HALF) is first
+    unknown = weight_cache._MANY_USES
+    monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: unknown)
+    assert cache.cast(model.weight, HALF) is cache.cast(model.weight, HALF)
+    alias = cache.cast(model.weight, HALF).detach()
+    before = alias.clone()
     for _ in range(2):
         model.weight.data.neg_()
         cache.mark_stale()
         assert torch.equal(cache.cast(model.weight, HALF), model.weight.to(HALF))
-    assert torch.equal(first, before)
+    assert torch.equal(alias, before)
 
 
 # -- changes that leave little trace ---------------------------------------------------------
