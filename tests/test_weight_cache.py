@@ -355,6 +355,7 @@ def test_gradients_of_weights_come_as_soon_as_they_are_known(amp: ModuleType) ->
 def test_where_torch_cannot_tell_what_is_held_each_iteration_casts_anew(
     cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model.requires_grad_(False)
     unknown = weight_cache._MANY_USES
     monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: unknown)
     assert cache.cast(model.weight, HALF) is cache.cast(model.weight, HALF)
