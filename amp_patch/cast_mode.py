@@ -103,6 +103,11 @@ class CastMode(threading.local):
             _, self.level, self.region_dtype = self.models.pop()
             self.dtype = OFF if self.off else self.level
 
+    def leave_all_models(self) -> None:
+        """No model's forward runs: torch calls no hook where an interrupt ended one."""
+        while self.models:
+            self.leave_model(self.models[-1][0])
+
 
 process = ProcessMode()
 mode = CastMode()

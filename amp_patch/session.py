@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import arguments, cast_rules, half_model, torch_compile, torch_hooks
-from .cast_mode import OFF, process
+from .cast_mode import OFF, mode, process
 from .casting import Casts
 from .half_model import ForwardCasts
 from .loss_scaler import LossScaler, ScaleRule
@@ -85,6 +85,7 @@ class Session:
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
         rules = _expand(rules)
+        mode.leave_all_models()
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
             on_error.callback(Snapshot(models, optimizers).restore)
@@ -105,6 +106,7 @@ class Session:
 
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
+        mode.leave_all_models()
         steps = list(self._steps.values())
         levels = list(self._levels.items())
         for step in steps:

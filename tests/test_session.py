@@ -459,3 +459,28 @@ def test_bound_names_come_back_after_any_number_of_calls(
         assert users_module.mm is torch.mm is not original
         amp.deactivate()
         assert users_module.mm is torch.mm is original
+
+
+class Interrupted(nn.Module):
+    """A model whose forward ends as Ctrl-C ends one: torch calls no hook then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("again", ["initialize", "deactivate and initialize"])
+def test_an_interrupted_forward_does_not_set_the_casts_of_later_models(
+    amp: ModuleType, again: str
+) -> None:
+    interrupted = amp.initialize(Interrupted(), opt_level="O2", verbosity=0)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(torch.ones(2, 2))
+    if again == "deactivate and initialize":
+        amp.deactivate()
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+    assert model(torch.ones(2, 2)).dtype is torch.float16
