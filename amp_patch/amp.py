@@ -6,10 +6,9 @@ Signatures, defaults and order of apex.amp (NVIDIA); what is new is keyword-only
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,18 @@ from torch.optim import Optimizer
 from . import arguments, kernels, loss_scaler, opt_levels, regions
 from .cast_mode import mode
 from .loss_scaler import ScaleRule
-from .patching import when_imported
 from .scaled_loss import ScaledLoss
-from .session import parameters_of, print_level, session
-
-F = TypeVar("F", bound=Callable[..., Any])
+from .session import session
+from .user_functions import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 
 __all__ = [
     "bfloat16_function",
@@ -138,7 +144,7 @@ def initialize(
     )
     session.verbosity = verbosity
     if verbosity > 0:
-        print_level(level)
+        opt_levels.print_level(level)
     return result
 
 
@@ -186,14 +192,14 @@ def scale_loss(
     steps = session.steps_of(optimizers, "with amp.scale_loss()")
     if steps is None:
         return contextlib.nullcontext(loss)
-    scaler_id = session.scaler_of(steps[0], loss_id)
+    scaler_id = session.optimizers.scaler_of(steps[0], loss_id)
     return ScaledLoss(
         arguments.loss_of(loss),
         steps,
         session.scalers[scaler_id],
         scaler_id,
         session.cache,
-        session.name_of,
+        session.models.name_of,
         delay_unscale,
         delay_overflow_check,
     )
@@ -205,10 +211,10 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     In the order of its ``param_groups``. What is written to a master until the next step is
     rounded into the model's parameter.
     """
-    step = session.find_step(optimizer)
+    step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
         step.masters.expose()
-    return parameters_of(optimizer)
+    return _parameters_of(optimizer)
 
 
 def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
@@ -228,10 +234,10 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
     Raises:
         RuntimeError: the gradients are still scaled (``delay_unscale``).
     """
-    step = session.find_step(optimizer)
+    step = session.optimizers.steps.get(optimizer)
     if step is not None:
         step.refuse_delayed("amp.clip_grad_norm_()")
-    grads = [param.grad for param in parameters_of(optimizer) if param.grad is not None]
+    grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
     return kernels.clip_by_norm(grads, float(max_norm), float(norm_type))
 
 
@@ -257,8 +263,8 @@ def loss_scale(loss_id: int = 0) -> float:
     """
     if session.is_off("amp.loss_scale()"):
         return 1.0
-    session.settle()
-    return session.scalers[session.check_scaler(loss_id)].loss_scale()
+    session.optimizers.settle()
+    return session.scalers[session.optimizers.check_scaler(loss_id)].loss_scale()
 
 
 def state_dict(
@@ -278,7 +284,7 @@ def state_dict(
     """
     result = OrderedDict() if destination is None else destination
     if not session.is_off("amp.state_dict()"):
-        session.settle()
+        session.optimizers.settle()
         result.update(loss_scaler.state_dict(session.scalers))
     return result
 
@@ -291,7 +297,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         TypeError, ValueError: an entry that holds no scale.
     """
     if not session.is_off("amp.load_state_dict()"):
-        session.settle()
+        session.optimizers.settle()
         loss_scaler.load_state_dict(session.scalers, state_dict)
 
 
@@ -319,62 +325,6 @@ def float_region() -> contextlib.AbstractContextManager[None]:
     return regions.region(half=False)
 
 
-def half_function(fn: F) -> F:
-    """Decorate a function: under O1/O4 its floating arguments come in the level's half dtype."""
-    return cast(F, session.casts.wrap(fn, "half"))
-
-
-def float_function(fn: F) -> F:
-    """Decorate a function: under O1/O4 its half arguments come in fp32."""
-    return cast(F, session.casts.wrap(fn, "float"))
-
-
-def promote_function(fn: F) -> F:
-    """Decorate a function: under O1/O4 arguments of mixed floating dtypes come in fp32."""
-    return cast(F, session.casts.wrap(fn, "promote"))
-
-
-def bfloat16_function(fn: F) -> F:
-    """Decorate a function: under O1/O4 its floating arguments come in bfloat16."""
-    return cast(F, session.casts.wrap(fn, "bfloat16"))
-
-
-def register_half_function(module: Any, name: str) -> None:
-    """Cast the arguments of ``module.name`` to the level's half dtype under O1/O4.
-
-    Args:
-        module: the module or class that holds the function, or a module's name; one that is not
-            imported yet is patched when it is.
-        name: the function's name there.
-
-    Raises:
-        ValueError: it has no such attribute.
-    """
-    _register(module, name, "half")
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Cast the half arguments of ``module.name`` to fp32; see `register_half_function`."""
-    _register(module, name, "float")
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Cast mixed arguments of ``module.name`` to fp32; see `register_half_function`."""
-    _register(module, name, "promote")
-
-
-def register_bfloat16_function(module: Any, name: str) -> None:
-    """Cast the arguments of ``module.name`` to bfloat16; see `register_half_function`."""
-    _register(module, name, "bfloat16")
-
-
-def _register(module: Any, name: str, rule: str) -> None:
-    if isinstance(module, str):
-        when_imported(module, functools.partial(_register, name=name, rule=rule))
-        return
-    if not hasattr(module, name):
-        raise ValueError(
-            f"a registered function must exist; got {name!r}, which {module!r} does not have; "
-            f"call amp.register_{rule}_function(module, name) with the name it has."
-        )
-    session.register(module, name, rule)
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
+import torch.distributed
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,18 @@ def resolve(
         "cast_model_outputs": cast_model_outputs,
     }
     overrides: dict[str, Any] = {
-        option: _CHECKS[option](level, value)
+        option: _checked(option, level, value)
         for option, value in requested.items()
         if value is not None
     }
     return replace(level, **overrides)
+
+
+def print_level(level: OptLevel) -> None:
+    """Print the options in apex's words, on the first rank only."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_rank() == 0:
+        print(describe(level))
 
 
 def describe(level: OptLevel) -> str:
@@ -228,16 +236,26 @@ def _mend_name(opt_level: str) -> tuple[str, str]:
     return "O1", ""
 
 
+def _checked(option: str, level: OptLevel, value: Any) -> Any:
+    """Return the value of an override as `OptLevel` holds it."""
+    if level.casts_functions and option in _WITH_CAST_MODEL:
+        raise RuntimeError(
+            f"{option} must be None at opt_level='{level.name}', where {_WITH_CAST_MODEL[option]}; "
+            f"got {value!r}. Call amp.initialize(..., opt_level='{level.name}') without it."
+        )
+    return _CHECKS[option](level, value)
+
+
 def _check_cast_model_type(level: OptLevel, value: object) -> torch.dtype | None:
-    if level.casts_functions and value is not False and value is not torch.float32:
+    if value is False:
+        return None
+    if level.casts_functions and value is not torch.float32:
         stored = "O2" if level.half_dtype is torch.float16 else "O5"
         raise RuntimeError(
             f"cast_model_type at opt_level='{level.name}' must be None, False or torch.float32, "
             f"because the weights stay float32 there; got {value!r}. Leave it out, or call "
             f"amp.initialize(..., opt_level='{stored}') to store the model in half precision."
         )
-    if value is False:
-        return None
     if isinstance(value, torch.dtype) and value in (torch.float16, torch.bfloat16, torch.float32):
         return value
     raise RuntimeError(
@@ -260,26 +278,10 @@ def _check_patch_torch_functions(level: OptLevel, value: object) -> bool:
 
 
 def _check_keep_batchnorm_fp32(level: OptLevel, value: object) -> bool:
-    if level.casts_functions:
-        raise RuntimeError(
-            f"keep_batchnorm_fp32 must be None at opt_level='{level.name}', where batch norms "
-            f"keep their float32 weights by themselves; got {value!r}. Call amp.initialize(..., "
-            f"opt_level='{level.name}') without it."
-        )
     spelled = {"True": True, "False": False}
     return _flag(
         "keep_batchnorm_fp32", spelled.get(value, value) if isinstance(value, str) else value
     )
-
-
-def _check_master_weights(level: OptLevel, value: object) -> bool:
-    if level.casts_functions:
-        raise RuntimeError(
-            f"master_weights must be None at opt_level='{level.name}', where the model's own "
-            f"weights are float32; got {value!r}. Call amp.initialize(..., "
-            f"opt_level='{level.name}') without it."
-        )
-    return _flag("master_weights", value)
 
 
 def _check_loss_scale(level: OptLevel, value: Any) -> float | Literal["dynamic"]:
@@ -317,11 +319,16 @@ def _flag(option: str, value: object) -> bool:
     )
 
 
+#: Overrides that say how a cast model is stored, and why O1 and O4, which cast none, refuse them.
+_WITH_CAST_MODEL: Final = {
+    "keep_batchnorm_fp32": "batch norms keep their float32 weights by themselves",
+    "master_weights": "the model's own weights are float32",
+}
 _CHECKS: Final[Mapping[str, Callable[[OptLevel, Any], Any]]] = {
     "cast_model_type": _check_cast_model_type,
     "patch_torch_functions": _check_patch_torch_functions,
     "keep_batchnorm_fp32": _check_keep_batchnorm_fp32,
-    "master_weights": _check_master_weights,
+    "master_weights": lambda level, value: _flag("master_weights", value),
     "loss_scale": _check_loss_scale,
     "cast_model_outputs": _check_cast_model_outputs,
 }

@@ -19,9 +19,13 @@ CORE = sorted(PACKAGE.glob("*.py"))
 
 # A module imports from lower layers only; modules of one layer never import each other.
 LAYERS = {
-    "amp": 5,
+    "amp": 7,
+    "user_functions": 6,
+    "session": 5,
     "scaled_loss": 4,
-    "session": 4,
+    "prepared_optimizers": 4,
+    "patched_functions": 3,
+    "prepared_models": 3,
     "optimizer_step": 3,
     "casting": 2,
     "half_model": 2,
@@ -40,6 +44,7 @@ LAYERS = {
     "loss_scaler": 0,
     "opt_levels": 0,
     "patching": 0,
+    "reuse": 0,
     "snapshot": 0,
 }
 MAX_FUNCTION_LINES = 60

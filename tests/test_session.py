@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from amp_patch import casting, half_model, optimizer_step, torch_hooks
-from amp_patch import session as session_module
+from amp_patch import casting, half_model, optimizer_step, prepared_optimizers, torch_hooks
 from amp_patch.cast_mode import OFF, process
 from amp_patch.session import session
 from amp_patch.weight_cache import WeightCache
@@ -74,10 +73,10 @@ FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
     "conversion of the second": (half_model, "convert", 2, HALF),
     "forward casts": (half_model.ForwardCasts, "attach", 2, LEVELS),
     "cache": (WeightCache, "add_model", 2, CASTING),
-    "scalers": (session_module, "LossScaler", 2, LEVELS),
+    "scalers": (prepared_optimizers, "LossScaler", 2, LEVELS),
     "masters": (optimizer_step, "MasterWeights", 1, ("O2", "O5")),
-    "optimizer": (session_module, "OptimizerStep", 2, LEVELS),
-    "state": (session_module.OptimizerStep, "match_state", 2, HALF),
+    "optimizer": (prepared_optimizers, "OptimizerStep", 2, LEVELS),
+    "state": (optimizer_step.OptimizerStep, "match_state", 2, HALF),
     "casts": (casting.Casts, "wrap", 100, CASTING),
 }
 
@@ -103,12 +102,12 @@ def observed_process() -> list[Any]:
     return [
         process.save(),
         [(id(scaler), scaler.scale) for scaler in session.scalers],
-        dict(session._user_rules),
+        dict(session.functions._rules),
         session.verbosity,
         session.initialized,
         len(session.store._values),
-        {id(model): level.name for model, level in session._levels.items()},
-        len(session._steps),
+        {id(model): level.name for model, level in session.models.levels.items()},
+        len(session.optimizers.steps),
     ]
 
 
@@ -174,7 +173,8 @@ def test_an_error_leaves_a_model_of_an_earlier_call_at_its_level(
     amp.initialize(*around, opt_level="O1" if earlier == "O4" else "O4", verbosity=0)
     before = observed(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "OptimizerStep", failing_at(1, session_module.OptimizerStep))
+        failing = failing_at(1, optimizer_step.OptimizerStep)
+        patch.setattr(prepared_optimizers, "OptimizerStep", failing)
         second = SGD(model.parameters(), lr=0.1)
         with pytest.raises(Broken):
             amp.initialize(model, second, opt_level=level, verbosity=0)
@@ -213,12 +213,12 @@ def test_patches_do_not_stack(amp: ModuleType) -> None:
     depth = wrapped_depth(torch.mm)
     model, optimizer = make()
     runs = [amp.initialize(model, optimizer, opt_level="O1", verbosity=0)]
-    sizes = len(session._cast_patches._undo), len(session._torch_patches._undo)
+    sizes = len(session.functions._patches._undo), len(session._torch_patches._undo)
     for number in range(20):
         rules = {"softmax": "half"} if number % 5 == 4 else None
         runs.append(amp.initialize(*make(), opt_level="O1", verbosity=0, rules=rules))
         assert wrapped_depth(torch.mm) == depth + 1
-    assert sizes == (len(session._cast_patches._undo), len(session._torch_patches._undo))
+    assert sizes == (len(session.functions._patches._undo), len(session._torch_patches._undo))
     assert len({train(amp, *run) for run in runs}) == 1
     amp.deactivate()
     assert torch_snapshot.differences(before) == []
@@ -237,9 +237,9 @@ def test_nothing_of_a_hundred_dropped_models_is_kept(amp: ModuleType, level: str
     assert [reference() for reference in references if reference() is not None] == []
     assert len(session.scalers) == 1
     survivors = {
-        "levels": len(session._levels),
-        "steps": len(session._steps),
-        "state hooks": len(session._state_hooks),
+        "levels": len(session.models.levels),
+        "steps": len(session.optimizers.steps),
+        "state hooks": len(session.models._state_hooks),
         "store": len(session.store._values),
         "cache": len(session.cache),
         "owners": len(session.cache._owners),
@@ -355,6 +355,11 @@ def scales() -> list[float]:
     return [scaler.scale for scaler in session.scalers]
 
 
+def scaler_ids(optimizer: Optimizer, num_losses: int) -> list[int]:
+    step = session.optimizers.steps[optimizer]
+    return [session.optimizers.scaler_of(step, loss_id) for loss_id in range(num_losses)]
+
+
 def overflow(amp: ModuleType, run: tuple[nn.Module, Optimizer], loss_id: int = 0) -> None:
     loss = run[0](torch.randn(4, 4)).sum() * float("inf")
     with amp.scale_loss(loss, run[1], loss_id=loss_id) as scaled_loss:
@@ -382,7 +387,7 @@ def test_another_rule_gets_scalers_of_its_own_found_by_its_own_loss_ids(amp: Mod
     third = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
     assert scales() == [2.0**16, 8.0, 8.0, 2.0**16]
     assert len(set(map(id, session.scalers))) == 4
-    maps = [session.find_step(optimizer).scalers for _, optimizer in (first, second, third)]
+    maps = [session.optimizers.steps[optimizer].scalers for _, optimizer in (first, second, third)]
     assert maps == [{0: 0}, {0: 1, 1: 2}, {0: 0, 1: 3}]
     overflow(amp, third, loss_id=1)
     overflow(amp, second, loss_id=1)
@@ -423,14 +428,13 @@ def test_every_living_optimizer_keeps_its_scalers_and_each_loss_has_its_own(
         amp.initialize(
             [], optimizer, opt_level="O0", loss_scale=scale, num_losses=num_losses, verbosity=0
         )
-        ids = [session.scaler_of(session.find_step(optimizer), i) for i in range(num_losses)]
+        ids = scaler_ids(optimizer, num_losses)
         assert len(set(ids)) == num_losses
         scalers = [id(session.scalers[index]) for index in ids]
         if lives_on:
             living.append((optimizer, scale, scalers))
         for other, other_scale, other_scalers in living:
-            step = session.find_step(other)
-            found = [session.scalers[session.scaler_of(step, i)] for i in range(len(other_scalers))]
+            found = [session.scalers[index] for index in scaler_ids(other, len(other_scalers))]
             assert list(map(id, found)) == other_scalers
             assert {scaler.scale for scaler in found} == {other_scale}
         del optimizer

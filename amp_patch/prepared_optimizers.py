@@ -1,0 +1,130 @@
+"""The initialized optimizers, and which loss scaler each of their losses uses.
+
+Knows no model; what an optimizer's step does is `optimizer_step`'s, how a scale moves is
+`loss_scaler`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .loss_scaler import LossScaler, ScaleRule
+from .master_weights import HALVES, FP32Store
+from .opt_levels import OptLevel
+from .optimizer_step import OptimizerStep
+
+
+class PreparedOptimizers:
+    """What was set up for each optimizer; both go when the user drops the optimizer.
+
+    Args:
+        scalers: the list of the process, extended here; a loss_id of an optimizer points into it.
+        announce: gets the message of each skipped step.
+
+    Attributes:
+        steps: what was set up for each optimizer, held weakly.
+    """
+
+    def __init__(self, scalers: list[LossScaler], announce: Callable[[str], None]) -> None:
+        self._scalers = scalers
+        self._announce = announce
+        self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def set_up(
+        self,
+        optimizers: Iterable[Optimizer],
+        level: OptLevel,
+        store: FP32Store,
+        scale_rule: ScaleRule,
+        num_losses: int,
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        """Patch the steps of the optimizers of one call, which share its loss scalers.
+
+        Args:
+            optimizers: none of them set up before.
+            level: says whether they step masters, and whether the models were cast.
+            store: where the masters' fp32 values come from.
+            scale_rule: of each of the call's losses.
+            num_losses: how many there are.
+            on_error: gets what undoes it.
+        """
+        on_error.callback(self._set_scalers, list(self._scalers))
+        scaler_ids = self._assign_scalers(scale_rule, num_losses)
+        for optimizer in optimizers:
+            masters_from = store if level.master_weights else None
+            step = OptimizerStep(optimizer, masters_from, scaler_ids, self._announce)
+            on_error.callback(step.release)
+            self.steps[optimizer] = step
+            on_error.callback(self.steps.pop, optimizer, None)
+            if level.cast_model_type in HALVES:
+                step.match_state()
+
+    def match_state(self) -> None:
+        """Bring the optimizers' state to the dtypes of their parameters, which were cast."""
+        for step in list(self.steps.values()):
+            step.match_state()
+
+    def release(self) -> None:
+        """Undo it: every optimizer steps its own parameters again, state kept."""
+        for step in list(self.steps.values()):
+            step.release()
+
+    def settle(self) -> None:
+        """Finish every check that ``delay_overflow_check`` left open."""
+        for step in list(self.steps.values()):
+            step.settle()
+
+    def scaler_of(self, step: OptimizerStep, loss_id: Any) -> int:
+        """Return the index of the scaler of an optimizer's loss.
+
+        Raises:
+            IndexError: no such loss.
+        """
+        known = loss_id in step.scalers if isinstance(loss_id, int) else False
+        return step.scalers[loss_id] if known else self.check_scaler(loss_id)
+
+    def check_scaler(self, index: Any) -> int:
+        """Return ``index`` if the list of scalers has it.
+
+        Raises:
+            IndexError: it has not.
+        """
+        if not isinstance(index, int) or not 0 <= index < len(self._scalers):
+            raise IndexError(
+                f"loss_id must be an int below the number of losses ({len(self._scalers)}); got "
+                f"{index!r}; call amp.initialize(..., num_losses=...) with as many as there are."
+            )
+        return index
+
+    def _set_scalers(self, scalers: Iterable[LossScaler]) -> None:
+        self._scalers[:] = scalers
+
+    def _assign_scalers(self, rule: ScaleRule, num_losses: int) -> dict[int, int]:
+        """Return loss_id -> index in the list of scalers for the optimizers of one call.
+
+        A scaler in use by a living optimizer is shared where its rule is the same and never
+        reset; where the rule differs the call gets one of its own at the end of the list.
+        """
+        scalers = self._scalers
+        in_use = {index for step in self.steps.values() for index in step.scalers.values()}
+        del scalers[max(in_use, default=-1) + 1 :]
+        assigned: dict[int, int] = {}
+        for loss_id in range(num_losses):
+            index = loss_id
+            shared = index in in_use and scalers[index].rule == rule
+            taken = index in in_use or index in assigned.values()
+            if index >= len(scalers) or (taken and not shared):
+                index = len(scalers)
+                scalers.append(LossScaler(rule))
+            elif not shared:
+                scalers[index] = LossScaler(rule)
+            assigned[loss_id] = index
+        return assigned

@@ -1,0 +1,76 @@
+"""Has functions of the user's own cast their arguments under O1 and O4, as torch's do.
+
+The functions that users call; how arguments are cast is `casting`'s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from .patching import when_imported
+from .session import session
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def half_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 its floating arguments come in the level's half dtype."""
+    return cast(F, session.casts.wrap(fn, "half"))
+
+
+def float_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 its half arguments come in fp32."""
+    return cast(F, session.casts.wrap(fn, "float"))
+
+
+def promote_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 arguments of mixed floating dtypes come in fp32."""
+    return cast(F, session.casts.wrap(fn, "promote"))
+
+
+def bfloat16_function(fn: F) -> F:
+    """Decorate a function: under O1/O4 its floating arguments come in bfloat16."""
+    return cast(F, session.casts.wrap(fn, "bfloat16"))
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Cast the arguments of ``module.name`` to the level's half dtype under O1/O4.
+
+    Args:
+        module: the module or class that holds the function, or a module's name; one that is not
+            imported yet is patched when it is.
+        name: the function's name there.
+
+    Raises:
+        ValueError: it has no such attribute.
+    """
+    _register(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Cast the half arguments of ``module.name`` to fp32; see `register_half_function`."""
+    _register(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Cast mixed arguments of ``module.name`` to fp32; see `register_half_function`."""
+    _register(module, name, "promote")
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """Cast the arguments of ``module.name`` to bfloat16; see `register_half_function`."""
+    _register(module, name, "bfloat16")
+
+
+def _register(module: Any, name: str, rule: str) -> None:
+    if isinstance(module, str):
+        when_imported(module, functools.partial(_register, name=name, rule=rule))
+        return
+    if not hasattr(module, name):
+        raise ValueError(
+            f"a registered function must exist; got {name!r}, which {module!r} does not have; "
+            f"call amp.register_{rule}_function(module, name) with the name it has."
+        )
+    session.functions.register(module, name, rule)
