@@ -1,6 +1,6 @@
-"""Has functions of the user's own cast their arguments under O1 and O4, as torch's do.
+"""Casts for functions of the user's own under O1 and O4: decorators, and functions by name.
 
-The functions that users call; how arguments are cast is `casting`'s.
+Users call these as members of `amp`; how arguments are cast is known to `casting` alone.
 """
 
 from __future__ import annotations
