@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import arguments, kernels, loss_scaler, opt_levels, regions
-from .cast_mode import mode
 from .loss_scaler import ScaleRule
 from .scaled_loss import ScaledLoss
 from .session import session
@@ -301,28 +300,23 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         loss_scaler.load_state_dict(session.scalers, state_dict)
 
 
-@contextlib.contextmanager
-def disable_casts() -> Iterator[None]:
+def disable_casts() -> regions.CastsOff:
     """Switch the casts of O1/O4 off for this thread; also a decorator. May be nested."""
-    saved = mode.switch_off()
-    try:
-        yield
-    finally:
-        mode.restore(saved)
+    return regions.CastsOff()
 
 
-def half_region() -> contextlib.AbstractContextManager[None]:
+def half_region() -> regions.HalfRegion:
     """Compute in the level's half dtype (fp16 at O0) inside the block, at every level.
 
     For this thread; may be nested, the innermost region decides; also a decorator. Functions
     without a half kernel on the CPU run in fp32 there.
     """
-    return regions.region(half=True)
+    return regions.HalfRegion()
 
 
-def float_region() -> contextlib.AbstractContextManager[None]:
+def float_region() -> regions.FloatRegion:
     """Compute in fp32 inside the block, at every level; see `half_region`."""
-    return regions.region(half=False)
+    return regions.FloatRegion()
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

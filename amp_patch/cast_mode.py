@@ -64,6 +64,7 @@ class CastMode(threading.local):
         region_dtype: half dtype of a region in the running model's forward, None outside.
         in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
         models: models whose forward runs, innermost last, with the mode around them.
+        around: the modes around the blocks (regions, ``disable_casts``) that are open.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class CastMode(threading.local):
         self.region_dtype: torch.dtype | None = None
         self.in_checkpoint = False
         self.models: list[tuple[int, torch.dtype | None, torch.dtype | None]] = []
+        self.around: list[Saved] = []
 
     def save(self) -> Saved:
         """Return what `restore` needs."""

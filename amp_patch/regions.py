@@ -1,4 +1,4 @@
-"""Local precision: everything in one dtype inside a ``with``, at every level.
+"""Local precision: everything in one dtype inside a ``with``, at every level; or no casts there.
 
 Knows which functions compute (`cast_rules.region_targets`) and the mode of the thread; knows
 nothing of patches, for a region acts through torch's own function modes.
@@ -6,9 +6,9 @@ nothing of patches, for a region acts through torch's own function modes.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from . import cast_rules
 from .cast_mode import mode, process
 from .containers import map_tensors
 from .patching import resolve
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -54,20 +56,65 @@ class Region(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def region(half: bool) -> Iterator[None]:
-    """Run the body in the level's half dtype, or in fp32; nothing happens before initialize."""
-    half_dtype = mode.region_dtype or process.region_dtype
-    if half_dtype is None:
-        yield
-        return
-    inner = Region(half_dtype if half else torch.float32)
-    saved = mode.switch_off(region=inner)
-    try:
-        with inner:
-            yield
-    finally:
+class Block:
+    """A ``with`` block, or each call of a function that it decorates, in a mode of its own.
+
+    Its state is in the thread's mode: one object may be entered again, and in several threads.
+    A class and no generator, which torch.compile cannot enter before torch 2.7.
+    """
+
+    def __call__(self, function: F) -> F:
+        """Return ``function`` with each of its calls run in such a block."""
+
+        @functools.wraps(function)
+        def in_block(*args: Any, **kwargs: Any) -> Any:
+            # torch.compile enters only what it has seen being made.
+            with type(self)():
+                return function(*args, **kwargs)
+
+        return cast(F, in_block)
+
+    def __enter__(self) -> None:
+        mode.around.append(mode.save())
+        self._begin()
+
+    def __exit__(self, *error: object) -> None:
+        saved = mode.around.pop()
+        if mode.region is not None and mode.region is not saved.region:
+            mode.region.__exit__(*error)
         mode.restore(saved)
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+
+class CastsOff(Block):
+    """The casts of O1 and O4 are off inside, and no region around acts."""
+
+    def _begin(self) -> None:
+        mode.switch_off()
+
+
+class HalfRegion(Block):
+    """Everything is in the level's half dtype inside; nothing happens before initialize."""
+
+    def _begin(self) -> None:
+        _begin_region(half=True)
+
+
+class FloatRegion(Block):
+    """Everything is in fp32 inside; nothing happens before initialize."""
+
+    def _begin(self) -> None:
+        _begin_region(half=False)
+
+
+def _begin_region(half: bool) -> None:
+    half_dtype = mode.region_dtype or process.region_dtype
+    if half_dtype is not None:
+        region = Region(half_dtype if half else torch.float32)
+        mode.switch_off(region)
+        region.__enter__()
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -122,6 +122,58 @@ def test_a_region_is_a_decorator_that_can_be_called_again_and_recursively(level)
     assert product() is (half if amp_casts(amp) else torch.float32)
 
 
+@pytest.mark.parametrize("name", ["disable_casts", "half_region", "float_region"])
+def test_one_object_may_be_entered_again_inside_itself_and_in_other_threads(level, name):
+    amp, half = level
+    inside = half if name == "half_region" else torch.float32
+    outside, block = product(), getattr(amp, name)()
+    entered, left = threading.Event(), threading.Event()
+    seen = []
+
+    def in_a_thread():
+        with block, amp.half_region():
+            entered.set()
+            left.wait(10)
+            seen.append(product())
+        seen.append(product())
+
+    thread = threading.Thread(target=in_a_thread)
+    with amp.float_region():
+        with block:
+            thread.start()
+            entered.wait(10)
+            with block:
+                assert product() is inside
+            assert product() is inside
+        assert product() is torch.float32
+    left.set()
+    thread.join()
+    assert seen == [half, outside]
+    assert product() is outside
+
+
+def test_one_decorator_serves_several_threads(level):
+    amp, half = level
+    both, seen = threading.Barrier(2, timeout=10), []
+
+    @amp.half_region()
+    def in_half():
+        both.wait()
+        seen.append(product())
+
+    def run():
+        in_half()
+        seen.append(product())
+
+    outside = product()
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, seen)) == sorted(map(str, [half, half, outside, outside]))
+
+
 def amp_casts(amp):
     return hasattr(F.linear, "__wrapped__")
 

@@ -251,6 +251,23 @@ def test_nested_modes_inside_a_compiled_function(amp):
     del model
 
 
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("name", ["disable_casts", "half_region", "float_region"])
+def test_a_decorated_function_runs_in_its_mode_inside_a_compiled_one(amp, opt_level, name):
+    model = start(amp, opt_level)
+
+    @getattr(amp, name)()
+    def decorated(x):
+        return x @ W, x + x
+
+    def function(x):
+        return decorated(x), x @ W, x + x
+
+    for got in (compiled(function)(X), (compiled(decorated)(X), X @ W, X + X)):
+        assert_same(got, function(X))
+    del model
+
+
 def test_a_batch_norm_in_a_region_updates_its_statistics(amp):
     for opt_level, name in (("O1", "half_region"), ("O3", "float_region")):
         norm = start(amp, opt_level, nn.Sequential(nn.BatchNorm1d(3)))
