@@ -1,81 +1,62 @@
-// cast: copies many float32 tensors into half-precision ones, in one launch.
+// cast: copies many tensors into tensors of another dtype (or of the same), in one launch.
 //
-// The host cuts every tensor into chunks and uploads one record per chunk; the table stays on the
-// device for as long as the addresses do. One block casts one chunk, so that a launch has as many
-// blocks as the table has records, whatever the number and the sizes of the tensors.
+//   cast_{source}_to_{target}  <<<number of chunks, THREADS>>>(tensors, chunks)
+//       for source and target among float16, bfloat16, float32
 //
-//   launch: cast_to_float16  <<<number of chunks, 256>>>(chunks)
-//           cast_to_bfloat16 <<<number of chunks, 256>>>(chunks)
+//   tensors  const Row*    24 bytes: source address, target address, number of elements
+//   chunks   const Chunk*  as in tensor_table.cuh
 //
-// Rounding is to nearest even, as in torch's Tensor.to: infinities and NaN stay what they are, and
-// a value above the largest finite half becomes an infinity.
+// A target may be its source only where the dtypes are of one size.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "dtypes.cuh"
+#include "sweep.cuh"
 
-// The host builds the same layout: two addresses and a length, 24 bytes.
-struct Chunk {
-    const float* source;
+struct Row {
+    const void* source;
     void* target;
-    long long length;  // elements; may be 0
+    long long length;
 };
 
-static_assert(sizeof(Chunk) == 24, "the host packs a chunk into 24 bytes");
+static_assert(sizeof(Row) == 24, "the host packs a row into 24 bytes");
 
-__device__ __forceinline__ void round_to(float value, __half& out) { out = __float2half_rn(value); }
+template <typename Source, typename Target>
+struct Cast {
+    const Source* source;
+    Target* target;
 
-__device__ __forceinline__ void round_to(float value, __nv_bfloat16& out) {
-    out = __float2bfloat16_rn(value);
-}
+    template <int WIDTH>
+    using Operands = Pack<Source, WIDTH>;
 
-// Eight elements move at once: two 16-byte loads and one 16-byte store.
-constexpr int VECTOR = 8;
+    template <int WIDTH>
+    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
+        return load<WIDTH>(source + i);
+    }
 
-template <typename Half>
-struct alignas(16) HalfVector {
-    Half element[VECTOR];
+    template <int WIDTH>
+    __device__ __forceinline__ void write(int i, const Operands<WIDTH>& operands) const {
+        Pack<Target, WIDTH> result;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            round_to(result.element[k], to_float(operands.element[k]));
+        }
+        store(target + i, result);
+    }
 };
 
-__device__ __forceinline__ bool is_aligned(const void* address) {
-    return reinterpret_cast<unsigned long long>(address) % 16 == 0;
+template <typename Source, typename Target>
+__device__ __forceinline__ void cast_chunk(const Row* tensors, const Chunk& chunk) {
+    constexpr int WIDTH = vector_width<Source, Target>;
+    const Row row = tensors[chunk.tensor];
+    const Part part(chunk, row.length);
+    Cast<Source, Target> cast{part.of(static_cast<const Source*>(row.source)),
+                              part.of(static_cast<Target*>(row.target))};
+    sweep<WIDTH, 4>(part.length, all_aligned<WIDTH>(cast.source, cast.target), cast);
 }
 
-template <typename Half>
-__device__ __forceinline__ void cast_vector(const float4* source, HalfVector<Half>* target) {
-    const float4 low = source[0];
-    const float4 high = source[1];
-    HalfVector<Half> packed;
-    round_to(low.x, packed.element[0]);
-    round_to(low.y, packed.element[1]);
-    round_to(low.z, packed.element[2]);
-    round_to(low.w, packed.element[3]);
-    round_to(high.x, packed.element[4]);
-    round_to(high.y, packed.element[5]);
-    round_to(high.z, packed.element[6]);
-    round_to(high.w, packed.element[7]);
-    *target = packed;
-}
-
-template <typename Half>
-__device__ void cast_chunk(const Chunk& chunk) {
-    const float* source = chunk.source;
-    Half* target = static_cast<Half*>(chunk.target);
-    // A view may start anywhere: unless both ends are aligned every element goes by itself.
-    const bool aligned = is_aligned(source) && is_aligned(target);
-    const long long vectors = aligned ? chunk.length / VECTOR : 0;
-    for (long long i = threadIdx.x; i < vectors; i += blockDim.x) {
-        cast_vector(reinterpret_cast<const float4*>(source) + 2 * i,
-                    reinterpret_cast<HalfVector<Half>*>(target) + i);
+#define MAKE_CAST(SOURCE, TARGET)                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS)                   \
+        cast_##SOURCE##_to_##TARGET(const Row* tensors, const Chunk* chunks) { \
+        cast_chunk<SOURCE, TARGET>(tensors, chunks[blockIdx.x]);            \
     }
-    for (long long i = vectors * VECTOR + threadIdx.x; i < chunk.length; i += blockDim.x) {
-        round_to(source[i], target[i]);
-    }
-}
 
-extern "C" __global__ void cast_to_float16(const Chunk* chunks) {
-    cast_chunk<__half>(chunks[blockIdx.x]);
-}
-
-extern "C" __global__ void cast_to_bfloat16(const Chunk* chunks) {
-    cast_chunk<__nv_bfloat16>(chunks[blockIdx.x]);
-}
+AMP_FOR_EACH_PAIR(MAKE_CAST)

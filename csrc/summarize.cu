@@ -1,0 +1,80 @@
+// summarize: makes totals per tensor and in all of what a pass found in its chunks, in one launch.
+//
+//   summarize  <<<number of tensors, THREADS>>>(ranges, chunks, tensors, total, found_inf, keep,
+//                                               ticket)
+//
+//   ranges     const Range*       per tensor, int32 begin and end of its entries in `chunks`; empty
+//                                 for a tensor without elements. It depends on the sizes only.
+//   chunks     const Statistics*  what unscale and accumulate found, as in statistics.cuh, however
+//                                 many launches wrote it
+//   tensors    Statistics*        written, one per tensor
+//   total      Statistics*        written, one
+//   found_inf  float*             1 where any value is inf or NaN, else 0; 0 (null): not written
+//   keep       int                not 0: a found_inf that is up already stays up
+//   ticket     unsigned*          0 before the first launch, and left at 0
+//
+// There must be at least one tensor. The same bits come out on every run.
+//
+//   clip_coefficient  <<<1, 32>>>(total, max_norm, norm, coefficient)
+//
+//   total        const Statistics*  of the unscaled gradients
+//   max_norm     float
+//   norm         float*             written: their norm
+//   coefficient  float*             written: min(1, max_norm / (norm + 1e-6)), as torch clips
+
+#include "statistics.cuh"
+
+struct Range {
+    int begin;
+    int end;
+};
+
+static_assert(sizeof(Range) == 8, "the host packs a range into 8 bytes");
+
+__device__ __forceinline__ Statistics total_of(const Statistics* statistics, int begin, int end) {
+    Statistics mine{};
+    for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += THREADS) {
+        mine.add(statistics[i]);
+    }
+    return block_total(mine);
+}
+
+// Tell whether all other blocks have written what they had to; one block of a launch gets true.
+__device__ bool is_last_block(unsigned* ticket) {
+    __shared__ bool is_last;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return is_last;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    summarize(const Range* ranges, const Statistics* chunks, Statistics* tensors, Statistics* total,
+              float* found_inf, int keep, unsigned* ticket) {
+    const Range range = ranges[blockIdx.x];
+    const Statistics tensor = total_of(chunks, range.begin, range.end);
+    if (threadIdx.x == 0) tensors[blockIdx.x] = tensor;
+    if (!is_last_block(ticket)) return;
+    const Statistics all = total_of(tensors, 0, static_cast<int>(gridDim.x));
+    if (threadIdx.x != 0) return;
+    *total = all;
+    if (found_inf == nullptr) return;
+    if (all.flags != 0) {
+        *found_inf = 1.0f;
+    } else if (keep == 0) {
+        *found_inf = 0.0f;
+    }
+}
+
+extern "C" __global__ void clip_coefficient(const Statistics* total, float max_norm, float* norm,
+                                            float* coefficient) {
+    if (threadIdx.x != 0) return;
+    const float rounded = static_cast<float>(sqrt(total->sum_of_squares));
+    const float factor = max_norm / (rounded + 1e-6f);
+    *norm = rounded;
+    // Written so that a NaN stays one, as in torch.
+    *coefficient = factor > 1.0f ? 1.0f : factor;
+}

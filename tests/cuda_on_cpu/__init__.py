@@ -1,0 +1,136 @@
+"""Compiles the text of the CUDA kernels for the CPU and launches them; knows no kernel.
+
+What is emulated, and what is reported as an error, stands in cuda_on_cpu.h.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+CSRC = FOLDER.parent.parent / "csrc"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+PAIRS = list(product(DTYPES, DTYPES))
+FLAGS = (
+    *("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
+    *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", f"-I{FOLDER}", f"-I{CSRC}"),
+    # every access is checked; its report goes to the handler in cuda_on_cpu.h
+    *("-fsanitize=alignment,null", "-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
+)
+CTYPES = {
+    "P": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "q": ctypes.c_longlong,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
+COMPILER = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+
+Argument = Tensor | int | float | None
+
+
+class LaunchError(Exception):
+    """What the emulation reports of a launch, as cuda_on_cpu.h lists it."""
+
+
+class Kernels:
+    """The kernels of one source, compiled for the CPU."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+
+    def launch(self, name: str, grid: int, *arguments: Argument, seed: int = 0) -> None:
+        """Run a kernel with the GPU's launch shape, `grid` blocks of THREADS threads.
+
+        Args:
+            name: the kernel.
+            grid: number of blocks.
+            arguments: a tensor goes as its address, None as the null address.
+            seed: of the order in which blocks and threads run.
+
+        Raises:
+            LaunchError: the kernel did what a GPU does not allow.
+        """
+        letters = self._function("parameters", name)().decode()
+        assert len(letters) == len(arguments), f"{name} takes {letters}"
+        values = [
+            CTYPES[letter](argument.data_ptr() if isinstance(argument, Tensor) else argument)
+            for letter, argument in zip(letters, arguments, strict=True)
+        ]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        seed = ctypes.c_uint64(seed).value
+        launch = self._function("launch", name)
+        if error := launch(grid, THREADS, ctypes.c_uint64(seed), addresses).decode():
+            raise LaunchError(f"{name}: {error}")
+
+    @functools.cache  # noqa: B019
+    def _function(self, kind: str, name: str) -> ctypes._CFuncPtr:
+        function = self._library[f"{kind}_{name}"]
+        function.restype = ctypes.c_char_p
+        return function
+
+
+def require_compiler() -> None:
+    """Skip the test, with the reason, where nothing can be compiled."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler on the PATH: g++, c++ or clang++")
+
+
+def compiled(source: str, names: Sequence[str], config: pytest.Config) -> Kernels:
+    """Compile ``csrc/<source>`` and give its kernels; skip the test where no compiler is.
+
+    The library is kept in pytest's cache, under a digest of all that it is made of.
+    """
+    require_compiler()
+    text = "\n".join(
+        ['#include "cuda_on_cpu.h"', f'#include "{source}"', *map("EMULATE({})".format, names)]
+    )
+    digest = hashlib.sha256(text.encode() + repr((COMPILER, FLAGS)).encode())
+    for path in sorted((*CSRC.iterdir(), *FOLDER.glob("*.h"))):
+        digest.update(path.read_bytes())
+    folder = config.cache.mkdir("cuda_on_cpu")
+    return _load(folder / f"{Path(source).stem}-{digest.hexdigest()[:16]}.so", text)
+
+
+@functools.cache
+def _load(library: Path, text: str) -> Kernels:
+    if not library.exists():
+        compile_library(library, text)
+    return Kernels(library)
+
+
+def compile_library(library: Path, text: str) -> None:
+    """Compile a source that includes cuda_on_cpu.h first and EMULATEs its kernels."""
+    # several test processes may do so at once: only a complete library gets the name
+    unfinished = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
+    run = subprocess.run(
+        [str(COMPILER), "-x", "c++", "-", "-o", str(unfinished), *FLAGS],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    unfinished.replace(library)
+
+
+def constant(name: str) -> int:
+    """Return an integer that tensor_table.cuh defines."""
+    text = (CSRC / "tensor_table.cuh").read_text(encoding="utf-8")
+    match = re.search(rf"^constexpr int {name} = (\d+);$", text, re.MULTILINE)
+    assert match, name
+    return int(match[1])
+
+
+CHUNK, THREADS = constant("CHUNK"), constant("THREADS")
