@@ -20,7 +20,7 @@
 //   total        const Statistics*  of the unscaled gradients
 //   max_norm     float
 //   norm         float*             written: their norm
-//   coefficient  float*             written: min(1, max_norm / (norm + 1e-6)), as torch clips
+//   coefficient  float*             written: min(1, max_norm / (norm + 1e-6)), torch's bits
 
 #include "statistics.cuh"
 
@@ -73,8 +73,8 @@ extern "C" __global__ void clip_coefficient(const Statistics* total, float max_n
                                             float* coefficient) {
     if (threadIdx.x != 0) return;
     const float rounded = static_cast<float>(sqrt(total->sum_of_squares));
-    const float factor = max_norm / (rounded + 1e-6f);
+    // The division's two roundings and the NaN that stays one are torch's.
+    const float factor = 1.0f / (rounded + 1e-6f) * max_norm;
     *norm = rounded;
-    // Written so that a NaN stays one, as in torch.
     *coefficient = factor > 1.0f ? 1.0f : factor;
 }

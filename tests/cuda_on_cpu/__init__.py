@@ -50,14 +50,17 @@ class Kernels:
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
 
-    def launch(self, name: str, grid: int, *arguments: Argument, seed: int = 0) -> None:
-        """Run a kernel with the GPU's launch shape, `grid` blocks of THREADS threads.
+    def launch(
+        self, name: str, grid: int, *arguments: Argument, seed: int = 0, threads: int | None = None
+    ) -> None:
+        """Run a kernel with the GPU's launch shape.
 
         Args:
             name: the kernel.
             grid: number of blocks.
             arguments: a tensor goes as its address, None as the null address.
             seed: of the order in which blocks and threads run.
+            threads: in a block, whole warps; THREADS unless given.
 
         Raises:
             LaunchError: the kernel did what a GPU does not allow.
@@ -71,7 +74,7 @@ class Kernels:
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         seed = ctypes.c_uint64(seed).value
         launch = self._function("launch", name)
-        if error := launch(grid, THREADS, ctypes.c_uint64(seed), addresses).decode():
+        if error := launch(grid, threads or THREADS, ctypes.c_uint64(seed), addresses).decode():
             raise LaunchError(f"{name}: {error}")
 
     @functools.cache  # noqa: B019
