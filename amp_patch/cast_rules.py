@@ -2,7 +2,7 @@
 
 It must not know how a cast is made, when casts are active or how an attribute is replaced.
 
-The five lists are those of torch's CUDA autocast (ATen/autocast_mode.h, torch 2.13), written with
+The five lists are those of torch's CUDA autocast (ATen/autocast_mode.h, torch 2.15), written with
 the operators' names; they hold on every device. `targets()` says on which public attributes of
 the running torch each of them is reached.
 """
@@ -76,6 +76,7 @@ FLOAT = (
     "kl_div",
     "l1_loss",
     "layer_norm",
+    "linalg_matrix_sqrth",
     "log",
     "log10",
     "log1p",
@@ -181,7 +182,6 @@ NO_HALF_ON_CPU = frozenset(
     {
         "_upsample_lanczos2d_aa",
         "avg_pool3d",
-        "cholesky",
         "cholesky_inverse",
         "cholesky_solve",
         "complex",
@@ -231,6 +231,7 @@ NO_HALF_ON_CPU = frozenset(
         "linalg_matrix_power",
         "linalg_matrix_rank",
         "linalg_pinv",
+        "linalg_polar",
         "linalg_qr",
         "linalg_slogdet",
         "linalg_solve",
@@ -251,7 +252,6 @@ NO_HALF_ON_CPU = frozenset(
         "ormqr",
         "pinverse",
         "polar",
-        "qr",
         "quantile",
         "rrelu",
         "slogdet",
@@ -267,8 +267,6 @@ NO_HALF_ON_CPU = frozenset(
         "special_erfcx",
         "special_hermite_polynomial_h",
         "special_hermite_polynomial_he",
-        "special_i1",
-        "special_i1e",
         "special_laguerre_polynomial_l",
         "special_legendre_polynomial_p",
         "special_log_ndtr",
@@ -292,6 +290,16 @@ NO_HALF_ON_CPU = frozenset(
     }
 )
 
+# The same for older versions of torch: the one named got the kernels, or removed the function.
+NO_HALF_ON_CPU_BEFORE = {
+    "cholesky": (2, 14),
+    "logcumsumexp": (2, 9),
+    "qr": (2, 14),
+    "special_i1": (2, 15),
+    "special_i1e": (2, 15),
+    "trace": (2, 13),
+}
+
 # What differs from torch's CUDA autocast, and why. A composite's rule casts once, before all of it,
 # where autocast casts inside C++: results have the same dtype, and steps between may be in float32.
 DIFFERENCES = {
@@ -300,14 +308,24 @@ DIFFERENCES = {
     "cross_entropy": "its log_softmax is float32 too; autocast's has the input's dtype",
     "cumulative_trapezoid": "its differences are float32 too; autocast's are half",
     "inner": "a number as a tensor counts as well; autocast lets the other operand's dtype rule",
+    "ldexp": "stays half; before torch 2.11 autocast runs the pow inside in float32",
     "linalg_matrix_power": "stays float32; a negative power inverts, which has no half kernel",
+    "linalg_matrix_sqrth": "float32; before torch 2.15 autocast leaves it alone",
     "linear_cross_entropy": "as cross_entropy, which it calls",
     "matrix_power": "stays float32; a negative power inverts, which has no half kernel",
     "pairwise_distance": "its differences are float32 too; autocast's are half",
+    "rms_norm": "float32; before torch 2.12 autocast leaves it alone",
     "sum_to_size": "always float32; autocast leaves the dtype where nothing is to be summed",
     "trapezoid": "its differences are float32 too; autocast's are half",
     "trapz": "its differences are float32 too; autocast's are half",
     "triplet_margin_with_distance_loss": "as pairwise_distance, which it calls",
+}
+
+# The version of torch whose autocast came to do the same.
+DIFFERENCES_BEFORE = {
+    "ldexp": (2, 11),
+    "linalg_matrix_sqrth": (2, 15),
+    "rms_norm": (2, 12),
 }
 
 # The operator behind each operator method of Tensor; in-place ones are never wrapped.
@@ -442,9 +460,10 @@ _REGION_FIRST_ARGUMENT = ("batch_norm", "instance_norm")
 
 
 def rules() -> dict[str, str]:
-    """Return the rule of every operator that has one, by the operator's name."""
+    """Return the rule of every operator that has one in some version of torch, by its name."""
     return {
         **dict.fromkeys(NO_HALF_ON_CPU, "float_on_cpu"),
+        **dict.fromkeys(NO_HALF_ON_CPU_BEFORE, "float_on_cpu"),
         **COMPOSITES,
         **dict.fromkeys(HALF, "half"),
         **dict.fromkeys(FLOAT, "float"),
@@ -463,7 +482,9 @@ def targets() -> dict[str, str]:
     'float_on_cpu' half ones on the CPU to float32; 'banned' refuses the call as autocast
     does, except on the CPU, where it is 'float_on_cpu'.
     """
-    return {path: rule for op, rule in rules().items() for path in _paths(op)}
+    running = tuple(map(int, torch.__version__.split(".")[:2]))
+    outdated = {op for op, version in NO_HALF_ON_CPU_BEFORE.items() if version <= running}
+    return {path: rule for op, rule in rules().items() if op not in outdated for path in _paths(op)}
 
 
 def region_targets() -> list[str]:

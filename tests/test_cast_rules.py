@@ -1,5 +1,6 @@
 """The rules are torch's: its dispatcher, its test lists and its CUDA autocast are the oracles."""
 
+import contextlib
 import logging
 import pkgutil
 import warnings
@@ -20,8 +21,6 @@ LISTS = {
     "promote": cast_rules.PROMOTE,
     "banned": cast_rules.BANNED,
 }
-# The version whose lists cast_rules.py has; an older torch may lack some of them.
-LISTS_VERSION = (2, 13)
 # Registered by builds with cuDNN only, where torch.lstm and its kind run it.
 CUDNN_ONLY = {"_cudnn_rnn"}
 # The database's way to the operator is not a public function of torch.
@@ -52,28 +51,42 @@ def registered_operators() -> set[str]:
     return {name.removeprefix("aten::").split(".")[0] for name in cast} - CUDNN_ONLY
 
 
+def is_offered(op: str) -> bool:
+    """Tell whether the running torch has the operator, or a function of this name."""
+    if torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(cast_rules.user_rule_targets(op))
+    return False
+
+
+def differences() -> set[str]:
+    """Return those of `DIFFERENCES` that the running torch has."""
+    since = cast_rules.DIFFERENCES_BEFORE
+    names = {op for op in cast_rules.DIFFERENCES if is_offered(op)}
+    return {op for op in names if op not in since or torch.__version__ < since[op]}
+
+
 def test_every_operator_that_cuda_autocast_registers_stands_in_a_list():
     listed = {name for names in LISTS.values() for name in names}
-    missing = registered_operators() - listed - set(cast_rules.DIFFERENCES)
+    missing = registered_operators() - listed - differences()
     assert not missing, f"add to the lists of cast_rules.py: {sorted(missing)}"
 
 
-@pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < LISTS_VERSION,
-    reason="the lists are those of a newer torch",
-)
 def test_every_listed_operator_is_registered_with_cuda_autocast():
-    listed = {name for names in LISTS.values() for name in names}
-    stale = listed - registered_operators() - set(cast_rules.DIFFERENCES)
+    listed = {name for names in LISTS.values() for name in names if is_offered(name)}
+    stale = listed - registered_operators() - differences()
     assert not stale, f"remove from the lists of cast_rules.py: {sorted(stale)}"
 
 
 def test_no_operator_stands_in_two_lists_and_each_list_is_sorted():
     everything = [name for names in LISTS.values() for name in names]
     everything += [*cast_rules.COMPOSITES, *cast_rules.NO_HALF_ON_CPU]
+    everything += cast_rules.NO_HALF_ON_CPU_BEFORE
     assert len(everything) == len(set(everything))
-    for names in (*LISTS.values(), tuple(cast_rules.COMPOSITES), tuple(cast_rules.DIFFERENCES)):
+    for names in (*LISTS.values(), cast_rules.COMPOSITES, cast_rules.DIFFERENCES):
         assert list(names) == sorted(names)
+    assert set(cast_rules.DIFFERENCES_BEFORE) < set(cast_rules.DIFFERENCES)
 
 
 def torch_lists() -> dict[str, list[Any]]:
@@ -101,7 +114,7 @@ def test_the_operators_of_torchs_autocast_test_lists_have_the_rule_of_their_list
         found = {path: cast_rules.targets()[path] for path in paths_named(name)}
         assert found, f"{name} is not patched anywhere"
         assert set(found.values()) <= allowed, f"{name}: {found}"
-        assert name not in cast_rules.DIFFERENCES
+        assert name not in differences()
 
 
 def test_what_torch_promotes_by_itself_is_not_patched():
@@ -164,9 +177,9 @@ def compare_with_autocast() -> tuple[Mismatches, set[str]]:
 
 def test_every_operator_computes_in_the_dtypes_of_torchs_cuda_autocast():
     mismatches, changed = compare_with_autocast()
-    unexplained = set(mismatches) - set(cast_rules.DIFFERENCES) - UNREACHED
+    unexplained = set(mismatches) - differences() - UNREACHED
     assert not unexplained, "\n".join(mismatches[name][0] for name in sorted(unexplained))
-    stale = set(cast_rules.DIFFERENCES) - set(mismatches)
+    stale = differences() - set(mismatches)
     assert not stale, f"remove from DIFFERENCES: {sorted(stale)}"
     assert len(changed) > 150
 
@@ -192,17 +205,20 @@ EXTRA_CPU_CALLS = [
 
 def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
     failing, failing_in_spite = set(), defaultdict(list)
+    older = cast_rules.NO_HALF_ON_CPU_BEFORE.items()
+    no_half = {op for op in cast_rules.NO_HALF_ON_CPU if is_offered(op)}
+    no_half |= {op for op, version in older if torch.__version__ < version}
     casts = oracle.Casts()
     with casts.patched(cast_rules.targets()):
         for name, path, sample in cpu_samples():
-            listed = name in cast_rules.NO_HALF_ON_CPU and name not in failing
+            listed = name in no_half and name not in failing
             if listed and oracle.half_failures(casts, path, sample, active=False):
                 failing.add(name)
             if failures := oracle.half_failures(casts, path, sample, active=True):
                 failing_in_spite[name].append(f"{path}: {failures}")
     missing = set(failing_in_spite) - NOT_ABOUT_HALF
     assert not missing, "\n".join(failing_in_spite[name][0] for name in sorted(missing))
-    stale = cast_rules.NO_HALF_ON_CPU - failing
+    stale = no_half - failing
     assert not stale, f"remove from NO_HALF_ON_CPU: {sorted(stale)}"
 
 
