@@ -1,13 +1,12 @@
 // statistics.cuh: what a pass finds out about the values that it writes, and how blocks add it up.
 //
-// Knows nothing of tables. Nothing here depends on the order in which threads or blocks run: sums
-// are formed along fixed trees, so that the same values give the same bits.
+// Knows nothing of tables. The same values at the same alignments give the same bits on every run.
 
 #pragma once
 
 #include "dtypes.cuh"
+#include "reduction.cuh"
 #include "sweep.cuh"
-#include "tensor_table.cuh"
 
 enum Flag { HAS_INF = 1, HAS_NAN = 2 };
 
@@ -21,6 +20,11 @@ struct Statistics {
         sum_of_squares += other.sum_of_squares;
         largest = fmaxf(largest, other.largest);
         flags |= other.flags;
+    }
+
+    __device__ Statistics from_lane(int lanes) const {
+        return {::from_lane(sum_of_squares, lanes), ::from_lane(largest, lanes),
+                ::from_lane(flags, lanes)};
     }
 };
 
@@ -46,18 +50,7 @@ __device__ __forceinline__ void examine(const Pack<Type, WIDTH>& pack, Statistic
 
 // Add up what the threads of a block found; the result is in thread 0. All threads must call it,
 // and meet at a barrier before they call it again.
-__device__ Statistics block_total(Statistics mine) {
-    constexpr unsigned WARP = 0xffffffffu;
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        mine.add({__shfl_xor_sync(WARP, mine.sum_of_squares, lanes),
-                  __shfl_xor_sync(WARP, mine.largest, lanes),
-                  __shfl_xor_sync(WARP, mine.flags, lanes)});
-    }
-    __shared__ Statistics warps[THREADS / 32];
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int warp = 1; warp < THREADS / 32; ++warp) mine.add(warps[warp]);
-    }
-    return mine;
+__device__ Statistics block_total(const Statistics& mine) {
+    __shared__ Statistics warps[WARPS];
+    return block_sum(mine, warps);
 }

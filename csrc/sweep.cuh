@@ -39,16 +39,18 @@ template <int WIDTH, int AHEAD, typename Operation>
 __device__ __forceinline__ void sweep_packs(int begin, int end, Operation& operation) {
     constexpr int STRIDE = THREADS * WIDTH;
     int i = begin + static_cast<int>(threadIdx.x) * WIDTH;
+    if constexpr (AHEAD > 1) {
 #pragma unroll 1
-    for (; i + (AHEAD - 1) * STRIDE < end; i += AHEAD * STRIDE) {
-        typename Operation::template Operands<WIDTH> operands[AHEAD];
+        for (; i + (AHEAD - 1) * STRIDE < end; i += AHEAD * STRIDE) {
+            typename Operation::template Operands<WIDTH> operands[AHEAD];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            operands[k] = operation.template read<WIDTH>(i + k * STRIDE);
-        }
+            for (int k = 0; k < AHEAD; ++k) {
+                operands[k] = operation.template read<WIDTH>(i + k * STRIDE);
+            }
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k) {
-            operation.template write<WIDTH>(i + k * STRIDE, operands[k]);
+            for (int k = 0; k < AHEAD; ++k) {
+                operation.template write<WIDTH>(i + k * STRIDE, operands[k]);
+            }
         }
     }
 #pragma unroll 1

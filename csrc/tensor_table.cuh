@@ -15,7 +15,7 @@
 // its chunks name.
 //
 // Compile with --fmad=false: every operator then rounds as written, in packs and outside of them,
-// so that alignment has no influence on the bits.
+// so that alignment has no influence on an element's bits (it has on the order of sums).
 
 #pragma once
 
