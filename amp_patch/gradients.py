@@ -7,14 +7,16 @@ that the optimizer steps (the same one, or its fp32 master).
 from __future__ import annotations
 
 import operator
-from itertools import repeat
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from itertools import compress, repeat
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, pooling
 from .kernels import GradCheck
+from .reuse import Reusable
 
 
 class Held(NamedTuple):
@@ -30,10 +32,14 @@ class Held(NamedTuple):
             taken: ids of tensors that another optimizer handles.
             by: which of the two is looked up.
         """
-        rows = zip(*self, getattr(self, by), strict=True)
-        rest = [(p, s) for p, s, key in rows if id(key) not in taken]
-        taken.update(map(id, getattr(self, by)))
-        return Held([param for param, _ in rest], [stepped for _, stepped in rest])
+        keys = list(map(id, getattr(self, by)))
+        new = [key not in taken for key in keys]
+        taken.update(keys)
+        return self if all(new) else self.select(new)
+
+    def select(self, chosen: list[bool]) -> Held:
+        """Return the rows that are chosen."""
+        return Held(*(list(compress(column, chosen)) for column in self))
 
 
 class Gradients:
@@ -50,8 +56,14 @@ class Gradients:
     def __init__(self) -> None:
         self.delayed_scale: float | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
-        self._received: dict[int, int] = {}
+        self._received: list[tuple[list[Tensor], list[int]]] = []
+        self._reception = _Reception(Held([], []))
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
+
+    @property
+    def are_pending(self) -> bool:
+        """True where a backward has written gradients that no step has used yet."""
+        return self.delayed_scale is not None or bool(self._received)
 
     def are_delayed(self, held: Held) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -115,46 +127,33 @@ class Gradients:
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        params, stepped = held
-        grads = [param.grad for param in params]
-        sources = [grad for grad in grads if grad is not None]
-        if len(sources) < len(grads):
-            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-            stepped = [s for s, grad in zip(stepped, grads, strict=True) if grad is not None]
-        if all(map(operator.is_, params, stepped)):
-            targets = sources
-            check = kernels.unscale(sources, sources, scale)
-        else:
-            self._received.update(zip(map(id, params), map(_VERSION, sources), strict=True))
-            check, targets = self._receive(params, stepped, sources, scale)
-        self._add_earlier(params, stepped, targets)
+        grads: list[Any] = list(map(_GRAD, held.params))
+        if not _complete(grads):
+            held = held.select([grad is not None for grad in grads])
+            grads = [grad for grad in grads if grad is not None]
+        if not self._reception.fits(held):
+            self._reception = _Reception(held)
+        if not _same(*held):
+            self._received.append((held.params, list(map(_VERSION, grads))))
+        check = self._reception.receive(grads, scale)
+        self._add_earlier(held, check.grads)
         self.delayed_scale = None
-        return check, params
+        return check, held.params
 
-    def _receive(
-        self, params: list[Tensor], stepped: list[Tensor], sources: list[Tensor], scale: float
-    ) -> tuple[GradCheck, list[Tensor]]:
-        """Unscale half gradients into new fp32 ones, and those of fp32 parameters in place."""
-        rows = zip(sources, params, stepped, strict=True)
-        if all(map(_IS_CPU, sources)) and not any(map(_IS_SPARSE, sources)):
-            # A cast per tensor is what a bulk copy makes on the CPU, too.
-            targets = [g if p is master else g.float() for g, p, master in rows]
-            return kernels.unscale(targets, targets, scale), targets
-        targets = [g if p is master else _receiver(g, master) for g, p, master in rows]
-        return kernels.unscale(sources, targets, scale), targets
-
-    @torch.no_grad()
-    def _add_earlier(
-        self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]
-    ) -> None:
+    def _add_earlier(self, held: Held, targets: list[Tensor]) -> None:
         """Add what was there before the backward: gradients set aside, or a master's own."""
-        earlier_grads = [master.grad for master in stepped]
-        if not self._aside and all(map(operator.is_, earlier_grads, repeat(None))):
+        params, stepped = held
+        earlier_grads = list(map(_GRAD, stepped))
+        if self._aside:
+            self._add(params, stepped, targets)
+        elif all(map(operator.is_, earlier_grads, repeat(None))):
             for master, target in zip(stepped, targets, strict=True):
                 master.grad = target
-            return
-        if not self._aside and all(map(operator.is_, earlier_grads, targets)):
-            return
+        elif not _same(earlier_grads, targets):
+            self._add(params, stepped, targets)
+
+    @torch.no_grad()
+    def _add(self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]) -> None:
         aside = {id(param): grad for param, grad in self._aside}
         sums: list[tuple[Tensor, Tensor]] = []
         for param, master, target in zip(params, stepped, targets, strict=True):
@@ -178,16 +177,20 @@ class Gradients:
 
     def drop_cleared(self, held: Held) -> None:
         """Where the user cleared a half gradient, drop what its master received of it, too."""
-        if self.are_delayed(held) or not self._received:
+        if self.are_delayed(held) or all(_untouched(*noted) for noted in self._received):
             return
+        versions: dict[int, int] = {}
+        for params, noted in self._received:
+            versions.update(zip(map(id, params), noted, strict=True))
         for param, master in zip(*held, strict=True):
-            version = self._received.get(id(param))
+            version, grad = versions.get(id(param)), param.grad
             if param is master or version is None:
                 continue
-            grad = param.grad
             if grad is None or (grad._version != version and not kernels.values(grad).any()):
                 master.grad = None
-                del self._received[id(param)]
+                del versions[id(param)]
+        left = [param for param in held.params if id(param) in versions]
+        self._received = [(left, [versions[id(param)] for param in left])]
 
     @torch.no_grad()
     def _rescale_delayed(self, held: Held, scale: float) -> None:
@@ -217,8 +220,57 @@ def _unchanged(param: Tensor, grad: Tensor | None, version: int) -> bool:
     return param.grad is grad and (grad is None or grad._version == version)
 
 
+class _Reception:
+    """Where the gradients of an optimizer's parameters go, for as long as it holds the same ones.
+
+    The tensors that the masters of small parameters receive theirs in are kept from one step to
+    the next: to make one costs the host more than to fill it. Large ones would take memory that
+    the next forward needs.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._devices = _devices(held)
+        self._in_place = _same(*held)
+        self._unscale = kernels.Unscale(*held)
+        small = [
+            master if param is not master and pooling.is_small(master) else None
+            for param, master in zip(*held, strict=True)
+        ]
+        self._pools, self._kept = pooling.allocate(small)
+        self._reusable = Reusable([buffer for buffer in self._kept if buffer is not None])
+        self._all_kept = len(self._reusable.tensors) == len(self._kept)
+
+    def fits(self, held: Held) -> bool:
+        """Return whether this was made for the same tensors, and they are where they were."""
+        same = held is self._held or all(map(_same, held, self._held))
+        return same and _devices(held) == self._devices
+
+    def receive(self, grads: list[Tensor], scale: float) -> GradCheck:
+        """Unscale gradients in place where the optimizer steps the parameter, else into others."""
+        if self._in_place:
+            return self._unscale.run(grads, grads, scale)
+        if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
+            return self._unscale.run(grads, self._targets(grads, repeat(None)), scale)
+        if self._all_kept:
+            return self._unscale.run(grads, self._reusable.tensors, scale, self._pools)
+        targets = self._targets(grads, self._kept)
+        new = [t for t, buffer in zip(targets, self._kept, strict=True) if t is not buffer]
+        return self._unscale.run(grads, targets, scale, [*self._pools, *new])
+
+    def _targets(self, grads: list[Tensor], kept: Iterable[Tensor | None]) -> list[Tensor]:
+        return [
+            buffer if buffer is not None else grad if param is master else _receiver(grad, master)
+            for grad, param, master, buffer in zip(grads, *self._held, kept, strict=False)
+        ]
+
+
+def _devices(held: Held) -> list[int]:
+    return list(map(Tensor.get_device, held.stepped))
+
+
 def _receiver(grad: Tensor, master: Tensor) -> Tensor:
-    """Return a tensor for a master's gradient, which a bulk copy is still to fill if it is dense.
+    """Return a new tensor for a gradient, which a bulk copy is still to fill if it is dense.
 
     A sparse gradient is not coalesced: the entries of one row are to be added in fp32.
     """
@@ -227,6 +279,19 @@ def _receiver(grad: Tensor, master: Tensor) -> Tensor:
     return torch.empty_like(grad, dtype=master.dtype, device=master.device)
 
 
-_IS_CPU = operator.attrgetter("is_cpu")
-_VERSION = operator.attrgetter("_version")
+def _untouched(params: list[Tensor], versions: list[int]) -> bool:
+    grads: list[Any] = list(map(_GRAD, params))
+    return _complete(grads) and list(map(_VERSION, grads)) == versions
+
+
+def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+
+
+def _complete(grads: list[Any]) -> bool:
+    return all(map(operator.is_not, grads, repeat(None)))
+
+
+_GRAD = operator.attrgetter("grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
+_VERSION = operator.attrgetter("_version")

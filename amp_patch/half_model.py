@@ -17,7 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .cast_mode import mode
 from .containers import map_tensors
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
+_CAST = {
+    torch.float32: Tensor.float,
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +87,13 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     Containers keep their type (see `containers.map_tensors`). An object that is none but has a
     method ``to`` (a batch of the user's own) is asked to convert itself, as apex did.
     """
-    if type(value) is Tensor:  # most are, and every forward comes here
-        return value.to(dtype) if value.dtype in _FLOATS else value
+    if isinstance(value, Tensor):
+        if value.dtype not in _CAST:
+            return value
+        cast = _CAST.get(dtype)
+        return value.to(dtype) if cast is None else cast(value)
     return map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.dtype in _FLOATS else tensor,
+        lambda tensor: cast_floats(tensor, dtype),
         value,
         other=lambda item: _convert_itself(item, dtype),
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,9 @@ class GradCheck:
         self.grads = list(grads)
         self.found_inf = list(found_inf)
 
-    @cached_property
+    @property
     def overflow(self) -> bool:
-        """True where any gradient holds inf or NaN. Waits for the device, once."""
+        """True where any gradient holds inf or NaN. Waits for the device."""
         return any(flag.item() != 0 for flag in self.found_inf)
 
     def nonfinite(self) -> list[tuple[int, str]]:
@@ -69,40 +68,83 @@ _TESTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
 )
 
 
-@torch.no_grad()
-def unscale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: float) -> GradCheck:
-    """Write ``sources[i] / scale`` to ``targets[i]`` and check that all of it is finite.
-
-    A target may be its source (unscaled in place) or a tensor of the same shape in another
-    dtype (a half gradient received as fp32). The inverse is rounded once, from float64.
+class Unscale:
+    """Takes the loss scale out of gradients of the same kinds, again and again, and checks them.
 
     Args:
-        sources: gradients of any floating or complex dtype, on any devices; a sparse one and its
-            target hold their entries in the same order.
-        targets: where they go; fp32 targets keep what fp16 would flush to zero.
-        scale: the loss scale, above 0.
+        sources: tensors of the dtypes and devices of the gradients to come; the parameters, say.
+        targets: the same of what they are written to.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        rows: dict[Any, list[int]] = {}
+        for index, row in enumerate(zip(sources, targets, strict=True)):
+            rows.setdefault(_kind(row), []).append(index)
+        self._rows = list(rows.values())
+        self._any_complex = any(map(Tensor.is_complex, sources))
+
+    @torch.no_grad()
+    def run(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: float,
+        storage: Sequence[Tensor] = (),
+    ) -> GradCheck:
+        """Write ``sources[i] / scale`` to ``targets[i]`` and check that all of it is finite.
+
+        A target may be its source (unscaled in place) or a tensor of the same shape in another
+        dtype (a half gradient received as fp32). The inverse is rounded once, from float64.
+
+        Args:
+            sources: gradients of any floating or complex dtype, on any devices; a sparse one and
+                its target hold their entries in the same order.
+            targets: where they go; fp32 targets keep what fp16 would flush to zero.
+            scale: the loss scale, above 0.
+            storage: fewer tensors that hold the numbers of all (dense) targets, if there are such.
+        """
+        parts = self._split(sources, targets)
+        for received, group in parts:
+            if any(map(operator.is_not, received, group)):
+                torch._foreach_copy_(group, received)
+        groups = [group for _, group in parts]
+        if storage:
+            groups = [group for (group,) in alike(_dense(storage))]
+        return GradCheck(targets, _multiply_and_check(groups, 1.0 / scale))
+
+    def _split(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Return the numbers of sources and targets in parts that are of one kind."""
+        plain = not self._any_complex and not any(map(_IS_SPARSE, sources))
+        sources, targets = (
+            list(tensors if plain else map(values, tensors)) for tensors in (sources, targets)
+        )
+        if len(self._rows) == 1:
+            return [(sources, targets)]
+        return [([sources[r] for r in rows], [targets[r] for r in rows]) for rows in self._rows]
+
+
+def _multiply_and_check(groups: Sequence[list[Tensor]], factor: float) -> list[Tensor]:
+    """Multiply dense tensors in place; return a float32 flag per device, not 0 after an overflow.
+
+    Args:
+        groups: lists of tensors of one dtype and device.
+        factor: rounded to float32.
     """
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    dense = _dense(targets)
-    parts = alike(dense, dense if sources is targets else _dense(sources))
-    for group, received in parts:
-        if any(map(operator.is_not, received, group)):
-            torch._foreach_copy_(group, received)
+    for group in groups:
         device = group[0].device
         if device not in flags:
-            flags[device] = (
-                torch.zeros(1, device=device),
-                torch.full((1,), 1.0 / scale, device=device),
-            )
+            flags[device] = torch.zeros(1, device=device), torch.full((1,), factor, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
-    if scale < 1.0:
-        # torch checks before it multiplies: what only then overflows is found by a second pass.
-        for group, _ in parts:
+    if factor > 1.0:
+        # torch checks before it multiplies: what only then overflows takes a second pass.
+        for group in groups:
             found_inf, inverse = flags[group[0].device]
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                group, found_inf, torch.ones_like(inverse)
-            )
-    return GradCheck(targets, [found_inf for found_inf, _ in flags.values()])
+            one = torch.ones_like(inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, one)
+    return [found_inf for found_inf, _ in flags.values()]
 
 
 @torch.no_grad()
@@ -112,11 +154,22 @@ def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         torch._foreach_add_(ours, theirs)
 
 
-@torch.no_grad()
-def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy ``sources[i]`` into ``targets[i]`` (any dtypes), one multi-tensor call per dtypes."""
-    for ours, theirs in alike(targets, sources):
-        torch._foreach_copy_(ours, theirs)
+class Cast:
+    """Copies tensors into others of the same shapes, again and again.
+
+    Args:
+        sources: tensors of any dtypes, on any devices.
+        targets: where they go, in any dtypes.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self._parts = alike(targets, sources)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy, by one multi-tensor call for each pair of dtypes on a device."""
+        for targets, sources in self._parts:
+            torch._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()
@@ -154,44 +207,68 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
 class Comparison:
     """Tells whether copies still are their sources in another dtype, again and again.
 
-    Small tensors are compared together, through flat views made once: a call per tensor would
-    cost the host more than the optimizer's step.
+    Small copies are compared together with what they were when they were last known to be equal:
+    a call per tensor would cost the host more than the optimizer's step.
 
     Args:
         sources: tensors on any devices.
-        copies: a tensor of the same shape and device for each, all in other dtypes if need be.
+        copies: a tensor of the same shape and device for each, of any real dtypes.
     """
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        flat = [tensor.detach().reshape(-1) for tensor in sources]
-        flat_copies = [tensor.detach().reshape(-1) for tensor in copies]
-        # What cannot be viewed flat is compared by itself, as it is.
-        self._alone = [
-            (source, copy)
-            for source, copy, f, c in zip(sources, copies, flat, flat_copies, strict=True)
-            if not _is_view(f, source) or not _is_view(c, copy) or source.numel() > _TOGETHER
-        ]
-        alone = {id(source) for source, _ in self._alone}
-        together = [
-            pair
-            for source, *pair in zip(sources, flat, flat_copies, strict=True)
-            if id(source) not in alone
-        ]
-        self._together = alike([f for f, _ in together], [c for _, c in together])
+        self._pairs = [(s.detach(), c.detach()) for s, c in zip(sources, copies, strict=True)]
+        together = [c for _, c in self._pairs if c.numel() <= _TOGETHER and _is_view(_flat(c), c)]
+        ids = set(map(id, together))
+        self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
+        self._together = [list(map(_bits, part)) for (part,) in alike(_in_few_pieces(together))]
+        self._seen: list[Tensor] | None = None
 
-    @torch.no_grad()
+    def note_equal(self) -> None:
+        """The copies were made from their sources just now."""
+        self._seen = list(map(torch.cat, self._together))
+
     def differs(self) -> bool:
-        """Return whether any copy is not its source cast to its dtype. Waits for the device."""
-        pairs = [(torch.cat(f), torch.cat(c)) for f, c in self._together]
-        pairs += self._alone
-        if all(copy.is_cpu for _, copy in pairs):
-            return not all(torch.equal(source.to(copy.dtype), copy) for source, copy in pairs)
-        flags = [(source.to(copy.dtype) != copy).any() for source, copy in pairs]
+        """Return whether any copy is not its source cast to its dtype. Waits for the device.
+
+        What was written to a small source since `note_equal` is not looked for.
+        """
+        pairs = self._pairs if self._seen is None else self._alone
+        cast = [(_bits(source.to(copy.dtype)), _bits(copy)) for source, copy in pairs]
+        if self._seen is not None:
+            cast += zip(self._seen, map(torch.cat, self._together), strict=True)
+        if all(copy.is_cpu for _, copy in cast):
+            return not all(torch.equal(expected, copy) for expected, copy in cast)
+        flags = [(expected != copy).any() for expected, copy in cast]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
+
+
+def _in_few_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return flat tensors that hold the numbers of others: the memory that some share is one."""
+    members: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        members.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    pieces: list[Tensor] = []
+    for part in members.values():
+        storage = part[0].untyped_storage()
+        if len(part) > 1 and 2 * sum(tensor.nbytes for tensor in part) >= storage.nbytes():
+            pieces.append(torch.empty(0, dtype=part[0].dtype, device=part[0].device).set_(storage))
+        else:
+            pieces += map(_flat, part)
+    return pieces
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View numbers as integers: these are compared faster, and a NaN is equal to itself."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Elements up to which a tensor is compared together with others.
 _TOGETHER = 1 << 16
 
@@ -211,10 +288,14 @@ def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
         return [tuple(list(tensors) for tensors in lists)]
     parts: dict[Any, tuple[list[Tensor], ...]] = {}
     for row in zip(*lists, strict=True):
-        kind = tuple((tensor.device, tensor.dtype) for tensor in row)
-        for part, tensor in zip(parts.setdefault(kind, tuple([] for _ in row)), row, strict=True):
-            part.append(tensor)
+        part = parts.setdefault(_kind(row), tuple([] for _ in row))
+        for tensors, tensor in zip(part, row, strict=True):
+            tensors.append(tensor)
     return list(parts.values())
+
+
+def _kind(row: Sequence[Tensor]) -> Any:
+    return tuple((tensor.device, tensor.dtype) for tensor in row)
 
 
 def _is_uniform(tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import kernels
+from . import kernels, pooling
 
 _VERSION = operator.attrgetter("_version")
 HALVES = (torch.float16, torch.bfloat16)
@@ -52,9 +51,13 @@ class FP32Store:
 
     A value is a master that an optimizer steps, or what the parameter held before it was
     converted, kept for an optimizer that comes later.
+
+    Attributes:
+        loads: how often values were set from a state dict.
     """
 
     def __init__(self) -> None:
+        self.loads = 0
         self.clear()
 
     def clear(self) -> None:
@@ -141,6 +144,7 @@ class FP32Store:
             if isinstance(new, Tensor) and entry is not None and new.shape == entry.value.shape:
                 entry.value.copy_(new)
                 entry.note_equal()
+                self.loads += 1
 
 
 class MasterWeights:
@@ -159,9 +163,10 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions: list[int] = []
         self._params_by_master: dict[int, Tensor] = {}
-        self._forget_addresses()
+        self._forget_places()
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
+        pooling.move_together(self._params)
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
@@ -222,23 +227,26 @@ class MasterWeights:
         for param, master in zip(self._params, self._masters, strict=True):
             master.requires_grad_(param.requires_grad)
 
-    @torch.no_grad()
     def reconcile(self) -> None:
         """Let each half parameter and its master follow whichever the user wrote to."""
         if self._compare().differs():
-            for param, master in zip(self._params, self._masters, strict=True):
-                if self._store.wins(param):
-                    param.copy_(master)
-                else:
-                    same = master.to(param.dtype) == param
-                    master.copy_(torch.where(same, master, param.float()))
-        self._note_equal()
+            self._copy_what_was_written()
 
     @torch.no_grad()
+    def _copy_what_was_written(self) -> None:
+        for param, master in zip(self._params, self._masters, strict=True):
+            if self._store.wins(param):
+                param.copy_(master)
+            else:
+                same = master.to(param.dtype) == param
+                master.copy_(torch.where(same, master, param.float()))
+        self._comparison.note_equal()
+        self._note_equal()
+
     def publish(self) -> None:
-        """Round the masters into the half parameters: one call per dtype."""
-        for masters, params in self._parts:
-            torch._foreach_copy_(params, masters)
+        """Round the masters into the half parameters."""
+        self._cast.run()
+        self._comparison.note_equal()
         self._note_equal()
 
     def clear_grads(self) -> None:
@@ -270,27 +278,26 @@ class MasterWeights:
         self._masters.clear()
         self._versions.clear()
         self._params_by_master.clear()
-        self._forget_addresses()
+        self._forget_places()
 
-    def _forget_addresses(self) -> None:
-        self._addresses: list[int] = []
-        self._parts: list[tuple[list[Tensor], ...]] = []
+    def _forget_places(self) -> None:
+        self._places: list[int] = []
+        self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
 
     def _compare(self) -> kernels.Comparison:
         """Return the comparison of masters and parameters, made anew where any was replaced.
 
-        ``model.to(device)``, ``p.data = t`` and new parameter groups do that.
+        ``model.to(device)``, ``p.data = t`` and new parameter groups do that; so does a load,
+        after which what the parameters held before tells nothing.
         """
-        if self._find_addresses() != self._addresses:
+        places = [self._store.loads, *map(Tensor.data_ptr, self._params)]
+        if places != self._places:
             self._follow_devices()
-            self._addresses = self._find_addresses()
-            self._parts = kernels.alike(self._masters, self._params)
+            self._places = places
+            self._cast = kernels.Cast(self._masters, self._params)
             self._comparison = kernels.Comparison(self._masters, self._params)
         return self._comparison
-
-    def _find_addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, chain(self._params, self._masters)))
 
     def _note_equal(self) -> None:
         self._versions[:] = map(_VERSION, self._masters)

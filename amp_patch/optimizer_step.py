@@ -75,9 +75,8 @@ class OptimizerStep:
         self._held = Held([], [])
         self._published = False
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
-        self._clears_plainly = (
-            type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
-        )
+        inherits = type(optimizer).zero_grad is Optimizer.zero_grad
+        self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
@@ -87,10 +86,11 @@ class OptimizerStep:
     def held(self) -> Held:
         """Return what the optimizer holds now."""
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        stepped = [param for group in groups for param in group["params"]]
+        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+        stepped = groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
         known = self._held.stepped
         if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
+            stepped = list(stepped)
             masters = self.masters
             params = stepped if masters is None else [masters.param_of(p) for p in stepped]
             self._held = Held(params, stepped)
@@ -103,7 +103,8 @@ class OptimizerStep:
 
     def drop_cleared(self) -> None:
         """Follow the user who cleared the gradients of the model's parameters."""
-        self.gradients.drop_cleared(self.held())
+        if self.gradients.are_pending:
+            self.gradients.drop_cleared(self.held())
 
     def begin_backward(self, held: Held, scale: float) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``."""

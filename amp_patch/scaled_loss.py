@@ -101,7 +101,8 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         ]
         for step in self._steps:
             step.gradients.put_unwritten_back()
-            step.unsettled.append(self)
+            if self._delay_overflow_check:
+                step.unsettled.append(self)
         if not self._delay_overflow_check:
             self.settle()
 

@@ -140,6 +140,10 @@ class Session:
             TypeError: not an optimizer or a list or tuple of them.
             RuntimeError: `amp.initialize` was not called, or not with this optimizer.
         """
+        if isinstance(optimizers, Optimizer):  # most often, and every iteration comes here
+            step = self.optimizers.steps.get(optimizers)
+            if step is not None:
+                return [step]
         if self._is_disabled(optimizers):
             return None
         given = list(dict.fromkeys(arguments.optimizers_of(optimizers)))

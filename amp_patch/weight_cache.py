@@ -8,7 +8,6 @@ by one multi-tensor call and no weight is cast in a forward.
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,19 +17,13 @@ from torch import Tensor, nn
 
 from . import kernels
 from .cast_mode import mode, process
+from .reuse import Reusable, is_held
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
 _VERSION = operator.attrgetter("_version")
-_USE_COUNT = operator.methodcaller("_use_count")
 _RUN_AT_ONCE = 1 << 63
-_MANY_USES = sys.maxsize
-# CPU builds of torch before 2.8 cannot tell: there every cast counts as held, and is made anew
-# for each iteration, as autocast does.
-_count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: _MANY_USES)
-# The entry's, the local variable's, and the argument's of sys.getrefcount itself.
-_PLAIN_REFERENCES = 3
 
 
 class _Group:
@@ -68,20 +61,6 @@ class _Entry:
             and self.layout == (param.shape, param.stride())
         )
 
-    def held(self) -> bool:
-        """True while a graph, a view or a caller holds the cast.
-
-        A graph that saved the cast before a step must see the old values in its backward.
-        Linear layers save an alias of the storage, convolutions the tensor itself.
-        """
-        cast = self.cast
-        storage = cast.untyped_storage()._cdata
-        return (
-            cast._use_count() > 1  # type: ignore[attr-defined]  # missing in torch's stubs
-            or _count_storage_uses(storage) > 2
-            or sys.getrefcount(cast) > _PLAIN_REFERENCES
-        )
-
 
 class _Bulk:
     """All casts of a model as lists: to check and to refresh them takes a few calls.
@@ -92,15 +71,13 @@ class _Bulk:
     def __init__(self, entries: Sequence[_Entry], owners: Sequence[_Owner]) -> None:
         self.entries = list(entries)
         self.params = [entry.param for entry in entries]
-        self.casts = [entry.cast for entry in entries]
-        self._parts = kernels.alike(self.casts, self.params)
+        casts = [entry.cast for entry in entries]
+        self._cast = kernels.Cast(self.params, casts)
         self._slots = [owner.slot() for owner in owners]
         self._pointers = [entry.pointer for entry in entries]
         self._strides = [param.stride() for param in self.params]
         self._sizes = [param.numel() for param in self.params]
-        self._storages = [cast.untyped_storage()._cdata for cast in self.casts]
-        self._uses = self._count_uses()
-        self._references = self._count_references()
+        self._casts = Reusable(casts)
 
     def usable(self) -> bool:
         """True while every parameter stands and nobody holds a cast (see `_Entry`)."""
@@ -110,24 +87,14 @@ class _Bulk:
             and list(map(Tensor.stride, params)) == self._strides
             and list(map(Tensor.numel, params)) == self._sizes
             and all(map(operator.is_, [slots.get(name) for slots, name in self._slots], params))
-            and self._count_references() == self._references
-            and self._count_uses() == self._uses
-            and set(map(_USE_COUNT, self.casts)) == {1}
+            and self._casts.are_free()
         )
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""
-        for casts, params in self._parts:
-            torch._foreach_copy_(casts, params)
+        self._cast.run()
         for entry, version in zip(self.entries, map(_VERSION, self.params), strict=True):
             entry.version = version
-
-    def _count_references(self) -> list[int]:
-        return list(map(sys.getrefcount, self.casts))
-
-    def _count_uses(self) -> list[int]:
-        return list(map(_count_storage_uses, self._storages))
 
 
 class _Owner:
@@ -279,7 +246,7 @@ class WeightCache:
             # Its lists would make each cast look held.
             group.bulk = bulk = None
             for key, entry in list(group.entries.items()):
-                if not self._usable(entry) or entry.held():
+                if not self._usable(entry) or is_held(entry.cast):
                     self._drop(key)
             entries = list(group.entries.values())
             owners = [self._owners[key] for key in group.entries]

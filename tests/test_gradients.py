@@ -3,6 +3,7 @@
 All coefficients and scales are powers of two or small integers, so no sum is ever rounded.
 """
 
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -360,3 +361,29 @@ def test_a_failing_body_restores_what_two_optimizers_share(amp: ModuleType, leve
     fail(amp, model, optimizers, {"a": 1.0}, False, wrote=True)
     for optimizer in optimizers:
         assert next(amp.master_params(optimizer)).grad.tolist() == [3.0] * 3
+
+
+def test_masters_of_small_parameters_receive_in_the_same_memory_step_after_step(
+    amp: ModuleType,
+) -> None:
+    """Beside a large one, whose gradient goes with the step, and one that gets none."""
+    params = [nn.Parameter(torch.zeros(size)) for size in (3, 1 << 13, 2, 5)]
+    model = nn.ParameterList(params)
+    optimizer = SGD(params, lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    masters = list(amp.master_params(optimizer))
+    addresses = []
+    for step in range(1, 4):
+        with amp.scale_loss(sum((p.float() * step).sum() for p in params[:3]), optimizer) as loss:
+            loss.backward()
+        assert [None if m.grad is None else set(m.grad.tolist()) for m in masters] == [
+            *[{float(step)}] * 3,
+            None,
+        ]
+        addresses.append([m.grad.data_ptr() for m in (masters[0], masters[2])])
+        held = [weakref.ref(m.grad) for m in masters[:3]]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [reference() is None for reference in held] == [False, True, False]
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert set(masters[1].tolist()) == {-6.0}

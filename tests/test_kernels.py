@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.kernels import Comparison
+from amp_patch.kernels import Cast, Comparison, GradCheck, Unscale
 
 INF, NAN = float("inf"), float("nan")
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -104,10 +104,14 @@ def kinds_in(values: np.ndarray[Any, Any]) -> str:
 # --- unscale ---
 
 
+def unscale(sources: list[Tensor], targets: list[Tensor], scale: float) -> GradCheck:
+    return Unscale(sources, targets).run(sources, targets, scale)
+
+
 @given(GRADS_WITH_BAD_VALUES, SCALES)
 def test_unscale_in_place_divides_and_flags(grads: list[Tensor], scale: float) -> None:
     before = [doubles(grad) for grad in grads]
-    check = kernels.unscale(grads, grads, scale)
+    check = unscale(grads, grads, scale)
     after = [doubles(grad) for grad in grads]
     for grad, old in zip(grads, before, strict=True):
         expected = rounded(old / scale, grad.dtype)
@@ -124,7 +128,7 @@ def test_unscale_in_place_divides_and_flags(grads: list[Tensor], scale: float) -
 def test_unscale_into_fp32_loses_nothing(grads: list[Tensor], scale: float) -> None:
     before = copies(grads)
     masters = [torch.full_like(grad, 77.0, dtype=torch.float32) for grad in grads]
-    check = kernels.unscale(grads, masters, scale)
+    check = unscale(grads, masters, scale)
     inverse = np.float64(np.float32(1.0 / scale))
     for grad, old, master in zip(grads, before, masters, strict=True):
         assert torch.equal(numbers(grad).nan_to_num(1.0), numbers(old).nan_to_num(1.0))
@@ -137,7 +141,7 @@ def test_unscale_into_fp32_loses_nothing(grads: list[Tensor], scale: float) -> N
 def test_unscale_receives_a_sparse_gradient(grads: list[Tensor], scale: float) -> None:
     masters = [grad.to(torch.float32) for grad in grads]
     numbers(masters[0]).zero_()
-    check = kernels.unscale(grads, masters, scale)
+    check = unscale(grads, masters, scale)
     for grad, master in zip(grads, masters, strict=True):
         expected = rounded(doubles(grad) / scale, torch.float32)
         assert torch.equal(numbers(master), expected)
@@ -147,38 +151,67 @@ def test_unscale_receives_a_sparse_gradient(grads: list[Tensor], scale: float) -
 def test_fp16_that_would_flush_to_zero_survives_in_fp32() -> None:
     grad = torch.tensor([2.0**-24], dtype=torch.float16)
     master = torch.empty(1)
-    kernels.unscale([grad], [master], 2.0**16)
+    unscale([grad], [master], 2.0**16)
     assert master.item() == 2.0**-40
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4e4), (torch.float32, 3e38)])
 def test_what_overflows_only_when_unscaled_is_flagged(dtype: torch.dtype, value: float) -> None:
     grad = torch.tensor([1.0, value], dtype=dtype)
-    check = kernels.unscale([grad], [grad], 2.0**-4)
+    check = unscale([grad], [grad], 2.0**-4)
     assert check.overflow
     assert check.nonfinite() == [(0, "inf")]
 
 
 def test_bfloat16_that_overflows_only_in_its_master_is_flagged() -> None:
     grad, master = torch.tensor([3e38], dtype=torch.bfloat16), torch.empty(1)
-    assert kernels.unscale([grad], [master], 0.5).overflow
+    assert unscale([grad], [master], 0.5).overflow
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
 def test_unscale_tells_inf_from_nan(scale: float) -> None:
     bad = [[1.0, 2.0], [INF, 1.0], [NAN, 1.0], [-INF, NAN]]
     grads = [torch.tensor(values) for values in bad]
-    check = kernels.unscale(grads, grads, scale)
+    check = unscale(grads, grads, scale)
     assert check.nonfinite() == [(1, "inf"), (2, "NaN"), (3, "inf and NaN")]
 
 
 def test_a_clean_list_after_a_bad_one_is_clean() -> None:
-    assert kernels.unscale([torch.tensor([NAN])], [torch.empty(1)], 2.0).overflow
-    assert not kernels.unscale([torch.tensor([1.0])], [torch.empty(1)], 2.0).overflow
+    assert unscale([torch.tensor([NAN])], [torch.empty(1)], 2.0).overflow
+    assert not unscale([torch.tensor([1.0])], [torch.empty(1)], 2.0).overflow
+
+
+@given(GRADS_WITH_BAD_VALUES, GRADS_WITH_BAD_VALUES, SCALES)
+def test_unscale_again_is_that_of_other_values(
+    first: list[Tensor], second: list[Tensor], scale: float
+) -> None:
+    kinds = [torch.empty_like(grad) for grad in second]
+    expected = copies(second)
+    check = unscale(expected, expected, scale)
+    again = Unscale(kinds, kinds)
+    for grads in (copies(second), second):
+        ours = again.run(grads, grads, scale)
+        assert (ours.overflow, ours.nonfinite()) == (check.overflow, check.nonfinite())
+    for grad, other in zip(second, expected, strict=True):
+        assert torch.equal(numbers(grad).nan_to_num(7.0), numbers(other).nan_to_num(7.0))
+
+
+@given(st.sampled_from([1.0, INF, NAN]), st.sampled_from([0.5, 2.0]))
+def test_unscale_multiplies_and_checks_the_memory_that_targets_share(
+    value: float, scale: float
+) -> None:
+    sources = [torch.tensor([value, 2.0]).half(), torch.tensor([3.0]).half()]
+    memory = torch.zeros(4)
+    targets = [memory[:2], memory[3:]]
+    check = Unscale(sources, targets).run(sources, targets, scale, [memory])
+    expected = torch.tensor([value / scale, 2.0 / scale, 0.0, 3.0 / scale])
+    torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+    assert check.overflow == (value != 1.0)
+    assert [index for index, _ in check.nonfinite()] == [0] * (value != 1.0)
 
 
 def test_unscale_of_nothing_finds_nothing() -> None:
-    check = kernels.unscale([], [], 4.0)
+    check = unscale([], [], 4.0)
     assert (check.overflow, check.nonfinite(), check.grads) == (False, [], [])
 
 
@@ -209,14 +242,19 @@ def test_cast_rounds_once(sources: list[Tensor], dtypes: list[torch.dtype]) -> N
         torch.full_like(source, 5.0, dtype=dtype)
         for source, dtype in zip(sources, dtypes, strict=False)
     ]
-    kernels.cast(sources, targets)
+    cast = Cast(sources, targets)
+    cast.run()
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(target, rounded(doubles(source), target.dtype).reshape(target.shape))
+        source.mul_(2)
+    cast.run()
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
 
 
-@pytest.mark.parametrize("operation", [kernels.accumulate, kernels.cast])
-def test_empty_lists_are_all_right(operation: Callable[..., None]) -> None:
-    operation([], [])
+def test_empty_lists_are_all_right() -> None:
+    kernels.accumulate([], [])
+    Cast([], []).run()
 
 
 # --- clip_by_norm ---
@@ -330,9 +368,53 @@ def test_comparison_of_large_tensors_sees_the_last_element() -> None:
     assert comparison.differs()
 
 
-def test_comparison_sees_nan_as_different() -> None:
+def test_comparison_sees_nan_as_equal_to_itself() -> None:
     source = torch.tensor([NAN])
-    assert Comparison([source], [source.half()]).differs()
+    half = source.half()
+    comparison = Comparison([source], [half])
+    assert not comparison.differs()
+    half[0] = 1.0
+    assert comparison.differs()
+
+
+@given(copied(), st.data())
+def test_comparison_after_a_note_sees_what_is_written_to_a_copy(
+    pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
+) -> None:
+    sources, made = pair
+    comparison = Comparison(sources, made)
+    for source, copy in zip(sources, made, strict=True):
+        source.mul_(-2).add_(1)
+        copy.copy_(source)
+    comparison.note_equal()
+    assert not comparison.differs()
+    for copy in made:
+        if copy.numel():
+            where = np.unravel_index(data.draw(st.integers(0, copy.numel() - 1)), copy.shape)
+            old = copy[where].clone()
+            copy[where] = 5.0 if old != 5.0 else 6.0
+            assert comparison.differs()
+            copy[where] = old
+            assert not comparison.differs()
+
+
+@pytest.mark.parametrize("gap", [0, 1, 100])
+def test_comparison_reads_copies_that_share_a_memory_at_once(gap: int) -> None:
+    memory = torch.zeros(20 + gap).half()
+    made = [memory[:8].view(2, 4), memory[10:20]]
+    sources = [torch.randn_like(copy, dtype=torch.float32) for copy in made]
+    for source, copy in zip(sources, made, strict=True):
+        copy.copy_(source)
+    comparison = Comparison(sources, made)
+    comparison.note_equal()
+    # a memory that holds much else is not read as a whole
+    assert [len(part) for part in comparison._together] == [2 if gap == 100 else 1]
+    for element in (made[0][1, 3], made[1][9]):
+        old = element.clone()
+        element.add_(1)
+        assert comparison.differs()
+        element.copy_(old)
+        assert not comparison.differs()
 
 
 @given(copied())

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from amp_patch import weight_cache
 from amp_patch.cast_mode import mode, process
+from amp_patch.reuse import _MANY_USES
 from amp_patch.weight_cache import WeightCache
 
 HALF = torch.float16
@@ -356,8 +356,8 @@ def test_where_torch_cannot_tell_what_is_held_each_iteration_casts_anew(
     cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model.requires_grad_(False)
-    unknown = weight_cache._MANY_USES
-    monkeypatch.setattr(weight_cache, "_count_storage_uses", lambda storage: unknown)
+    counter = "amp_patch.reuse._count_storage_uses"
+    monkeypatch.setattr(counter, lambda storage: _MANY_USES)
     assert cache.cast(model.weight, HALF) is cache.cast(model.weight, HALF)
     alias = cache.cast(model.weight, HALF).detach()
     before = alias.clone()

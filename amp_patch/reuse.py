@@ -1,0 +1,69 @@
+"""Tensors that are written over, iteration after iteration; knows who would see that, and no more.
+
+Whoever holds such a tensor when it is to be written again keeps what it saw: the owner makes a
+new one.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+
+import torch
+from torch import Tensor
+
+_MANY_USES = sys.maxsize
+# CPU builds of torch before 2.8 cannot tell: there every tensor counts as held.
+_count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: _MANY_USES)
+_USE_COUNT = operator.methodcaller("_use_count")
+
+
+class Reusable:
+    """Tensors that only their owner holds, at the time when this is made; they may share storages.
+
+    Args:
+        tensors: a list that is handed over; `is_held` sees one that stays with the caller.
+
+    Attributes:
+        tensors: the same list.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self._storages = list({tensor.untyped_storage()._cdata for tensor in tensors})
+        self._uses = self._count_uses()
+        self._references = self._count_references()
+
+    def are_free(self) -> bool:
+        """Return whether nobody has come to hold any of them: no graph, view, field or name."""
+        return (
+            self._count_references() == self._references
+            and self._count_uses() == self._uses
+            and set(map(_USE_COUNT, self.tensors)) <= {1}
+            and _MANY_USES not in self._uses
+        )
+
+    def _count_references(self) -> list[int]:
+        return list(map(sys.getrefcount, self.tensors))
+
+    def _count_uses(self) -> list[int]:
+        return list(map(_count_storage_uses, self._storages))
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether a graph, a view or a caller holds a tensor, apart from one field of its owner.
+
+    A graph that saved a weight's cast before a step must see the old values in its backward.
+    Linear layers save an alias of the storage, convolutions the tensor itself.
+    """
+    return (
+        tensor._use_count() > 1  # type: ignore[attr-defined]  # missing in torch's stubs
+        or _count_storage_uses(tensor.untyped_storage()._cdata) > _OWN_USES
+        or sys.getrefcount(tensor) > _OWN_REFERENCES
+    )
+
+
+# The tensor's own, and that of the Python storage object just asked for.
+_OWN_USES = 2
+# The owner's field, the variable of `is_held`, and the argument of sys.getrefcount itself.
+_OWN_REFERENCES = 3
