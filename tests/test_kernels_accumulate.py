@@ -5,8 +5,9 @@ from itertools import product
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import CHUNK, DTYPES, Kernels
+from cuda_on_cpu import CHUNK, Kernels
 from cuda_on_cpu.drawing import SEEDS, Drawn, tensor_lists
+from cuda_on_cpu.kernel_names import DTYPES
 from cuda_on_cpu.memory import Memory, chunk_table, row_table
 from cuda_on_cpu.statistics import HAS_INF, HAS_NAN, Statistics, summarize
 from hypothesis import given
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 MIXES = list(product(DTYPES, DTYPES, DTYPES))
-NAMES = ["accumulate_{}_{}_to_{}".format(*mix) for mix in MIXES]
 SCALES = st.sampled_from([None, 2.0**16, 3.0, 0.25])
 COEFFICIENTS = st.sampled_from([1.0, 1.0, 0.5, -2.5])
 PLACES = st.sampled_from(["x", "y", "elsewhere", "misaligned"])
@@ -22,12 +22,12 @@ PLACES = st.sampled_from(["x", "y", "elsewhere", "misaligned"])
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("accumulate.cu", NAMES, pytestconfig)
+    return cuda_on_cpu.compiled("accumulate.cu", pytestconfig)
 
 
 @pytest.fixture(scope="module")
 def totals(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("summarize.cu", ["summarize"], pytestconfig)
+    return cuda_on_cpu.compiled("summarize.cu", pytestconfig)
 
 
 def rounded(value: Tensor) -> Tensor:

@@ -3,18 +3,17 @@
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import CHUNK, DTYPES, PAIRS, Kernels
+from cuda_on_cpu import CHUNK, Kernels
 from cuda_on_cpu.drawing import SEEDS, Drawn, tensor_lists
+from cuda_on_cpu.kernel_names import DTYPES, PAIRS
 from cuda_on_cpu.memory import Memory, chunk_table, row_table
 from hypothesis import given
 from hypothesis import strategies as st
 
-NAMES = [f"cast_{source}_to_{target}" for source, target in PAIRS]
-
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("cast.cu", NAMES, pytestconfig)
+    return cuda_on_cpu.compiled("cast.cu", pytestconfig)
 
 
 @given(

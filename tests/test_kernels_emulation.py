@@ -7,7 +7,8 @@ from pathlib import Path
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import DTYPES, THREADS, Kernels, LaunchError
+from cuda_on_cpu import THREADS, Kernels, LaunchError
+from cuda_on_cpu.kernel_names import DTYPES
 
 # Each misuse: the kernel that commits it, and what must be said of it.
 MISUSES = {
@@ -177,7 +178,7 @@ def test_without_a_compiler_tests_are_skipped_with_the_reason(
 ) -> None:
     monkeypatch.setattr(cuda_on_cpu, "COMPILER", None)
     with pytest.raises(pytest.skip.Exception, match=r"^no C\+\+ compiler on the PATH: g\+\+"):
-        cuda_on_cpu.compiled("cast.cu", ["cast_float32_to_float16"], pytestconfig)
+        cuda_on_cpu.compiled("cast.cu", pytestconfig)
 
 
 def test_a_library_is_compiled_again_when_a_header_changed(
@@ -188,7 +189,7 @@ def test_a_library_is_compiled_again_when_a_header_changed(
     monkeypatch.setattr(cuda_on_cpu, "CSRC", tmp_path / "csrc")
     made: list[str] = []
     monkeypatch.setattr(cuda_on_cpu, "_load", lambda library, text: made.append(library.name))
-    arguments = ("cast.cu", ["cast_float32_to_float16"], pytestconfig)
+    arguments = ("cast.cu", pytestconfig)
     cuda_on_cpu.compiled(*arguments)
     cuda_on_cpu.compiled(*arguments)
     header = tmp_path / "csrc" / "sweep.cuh"

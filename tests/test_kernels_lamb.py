@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import CHUNK, DTYPES, PAIRS, THREADS, Argument, Kernels
+from cuda_on_cpu import CHUNK, THREADS, Argument, Kernels
 from cuda_on_cpu.drawing import SEEDS, Drawn, tensor_lists
+from cuda_on_cpu.kernel_names import PAIRS
 from cuda_on_cpu.memory import chunk_ranges
 from cuda_on_cpu.stepping import (
     CLIPS,
@@ -23,16 +24,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-NAMES = [
-    *("lamb_prepare", "lamb_ratios"),
-    *(f"lamb_{phase}_{dtype}" for phase in ("moments", "update") for dtype in DTYPES),
-]
 SIZE = 48  # of Coefficients
 
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("lamb.cu", NAMES, pytestconfig)
+    return cuda_on_cpu.compiled("lamb.cu", pytestconfig)
 
 
 @dataclass(frozen=True)

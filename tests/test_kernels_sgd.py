@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import CHUNK, PAIRS, THREADS, Argument, Kernels
+from cuda_on_cpu import CHUNK, THREADS, Argument, Kernels
 from cuda_on_cpu.drawing import SEEDS, Drawn, tensor_lists
+from cuda_on_cpu.kernel_names import PAIRS
 from cuda_on_cpu.stepping import (
     CLIPS,
     SCALES,
@@ -22,13 +23,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-NAMES = ["sgd_prepare", *("sgd_{}_to_{}".format(*pair) for pair in PAIRS)]
 SIZE = 32  # of Coefficients
 
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("sgd.cu", NAMES, pytestconfig)
+    return cuda_on_cpu.compiled("sgd.cu", pytestconfig)
 
 
 @dataclass(frozen=True)

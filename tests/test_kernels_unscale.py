@@ -5,8 +5,9 @@ import mmap
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import CHUNK, DTYPES, PAIRS, THREADS, Kernels
+from cuda_on_cpu import CHUNK, THREADS, Kernels
 from cuda_on_cpu.drawing import SEEDS, Drawn, tensor_lists
+from cuda_on_cpu.kernel_names import DTYPES, PAIRS
 from cuda_on_cpu.memory import Memory, chunk_table, row_table
 from cuda_on_cpu.statistics import HAS_INF, HAS_NAN, Statistics, summarize
 from hypothesis import given
@@ -14,18 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 INF, NAN = float("inf"), float("nan")
-NAMES = [f"unscale_{source}_to_{target}" for source, target in PAIRS]
 SCALES = st.integers(-24, 24).map(lambda power: 2.0**power) | st.sampled_from([3.0, 1000.0, 0.7])
 
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("unscale.cu", NAMES, pytestconfig)
+    return cuda_on_cpu.compiled("unscale.cu", pytestconfig)
 
 
 @pytest.fixture(scope="module")
 def totals(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("summarize.cu", ["summarize", "clip_coefficient"], pytestconfig)
+    return cuda_on_cpu.compiled("summarize.cu", pytestconfig)
 
 
 def exactly_rounded(source: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

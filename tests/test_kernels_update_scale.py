@@ -18,7 +18,7 @@ SCALES = st.floats(2.0**-30, 2.0**30, width=32)
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
-    return cuda_on_cpu.compiled("update_scale.cu", ["update_scale"], pytestconfig)
+    return cuda_on_cpu.compiled("update_scale.cu", pytestconfig)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Compiles the text of the CUDA kernels for the CPU and launches them; knows no kernel.
+"""Compiles the text of the CUDA kernels for the CPU and launches them; knows only their names.
 
 What is emulated, and what is reported as an error, stands in cuda_on_cpu.h.
 """
@@ -10,18 +10,15 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
+
+from cuda_on_cpu.kernel_names import KERNELS
 
 FOLDER = Path(__file__).parent
 CSRC = FOLDER.parent.parent / "csrc"
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-PAIRS = list(product(DTYPES, DTYPES))
 FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", f"-I{FOLDER}", f"-I{CSRC}"),
@@ -90,14 +87,18 @@ def require_compiler() -> None:
         pytest.skip("no C++ compiler on the PATH: g++, c++ or clang++")
 
 
-def compiled(source: str, names: Sequence[str], config: pytest.Config) -> Kernels:
+def compiled(source: str, config: pytest.Config) -> Kernels:
     """Compile ``csrc/<source>`` and give its kernels; skip the test where no compiler is.
 
     The library is kept in pytest's cache, under a digest of all that it is made of.
     """
     require_compiler()
     text = "\n".join(
-        ['#include "cuda_on_cpu.h"', f'#include "{source}"', *map("EMULATE({})".format, names)]
+        [
+            '#include "cuda_on_cpu.h"',
+            f'#include "{source}"',
+            *map("EMULATE({})".format, KERNELS[source]),
+        ]
     )
     digest = hashlib.sha256(text.encode() + repr((COMPILER, FLAGS)).encode())
     for path in sorted((*CSRC.iterdir(), *FOLDER.glob("*.h"))):

@@ -6,7 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cuda_on_cpu import DTYPES, THREADS, Argument, Kernels
+from cuda_on_cpu import THREADS, Argument, Kernels
+from cuda_on_cpu.kernel_names import DTYPES
 from cuda_on_cpu.memory import Memory, chunk_table, row_table
 
 SCALES = st.sampled_from([None, 2.0**16, 3.0, 0.25])

@@ -1,0 +1,24 @@
+"""The kernels that each CUDA source must hold: one per mix of dtypes, and those without any."""
+
+from itertools import product
+
+import torch
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+PAIRS = list(product(DTYPES, DTYPES))
+
+KERNELS = {
+    "accumulate.cu": [
+        "accumulate_{}_{}_to_{}".format(*mix) for mix in product(DTYPES, DTYPES, DTYPES)
+    ],
+    "adamw.cu": ["adamw_prepare", *("adamw_{}_to_{}".format(*pair) for pair in PAIRS)],
+    "cast.cu": ["cast_{}_to_{}".format(*pair) for pair in PAIRS],
+    "lamb.cu": [
+        *("lamb_prepare", "lamb_ratios"),
+        *(f"lamb_{phase}_{dtype}" for phase in ("moments", "update") for dtype in DTYPES),
+    ],
+    "sgd.cu": ["sgd_prepare", *("sgd_{}_to_{}".format(*pair) for pair in PAIRS)],
+    "summarize.cu": ["summarize", "clip_coefficient"],
+    "unscale.cu": ["unscale_{}_to_{}".format(*pair) for pair in PAIRS],
+    "update_scale.cu": ["update_scale"],
+}
