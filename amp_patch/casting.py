@@ -29,6 +29,28 @@ _FLOATS = (torch.float32, *HALVES)
 _CONTAINERS = (list, tuple, dict)
 
 
+def to_half(value: Any, dtype: torch.dtype, weight: Function | None = None) -> Any:
+    """Return ``value`` with floating tensors, also in containers, cast to ``dtype``.
+
+    float64, complex and integer tensors, and tensors on other devices than the models', stay.
+
+    Args:
+        value: any argument of a patched function.
+        dtype: a half dtype.
+        weight: casts parameters in its place, given one and the dtype.
+    """
+    if isinstance(value, Tensor):
+        if weight is not None and type(value) is Parameter:
+            return weight(value, dtype)
+        found = value.dtype
+        if found is dtype or found not in _FLOATS or value.device.type not in process.devices:
+            return value
+        return value.to(dtype)
+    if isinstance(value, _CONTAINERS):
+        return map_tensors(lambda tensor: to_half(tensor, dtype, weight), value)
+    return value
+
+
 def to_float(value: Any) -> Any:
     """Return ``value`` with half tensors, also in containers, cast to fp32."""
     if isinstance(value, Tensor):
@@ -95,25 +117,8 @@ class Casts:
         wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
         return wrapper
 
-    def to_half(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return ``value`` with floating tensors, also in containers, cast to ``dtype``.
-
-        Weights come from the cache. float64, complex and integer tensors, and tensors on other
-        devices than the models', stay as they are.
-        """
-        if type(value) is Parameter and not is_compiling():
-            return self._cache.cast(value, dtype)
-        if isinstance(value, Tensor):
-            found = value.dtype
-            if found is dtype or found not in _FLOATS or value.device.type not in process.devices:
-                return value
-            return value.to(dtype)
-        if isinstance(value, _CONTAINERS):
-            return map_tensors(lambda tensor: self.to_half(tensor, dtype), value)
-        return value
-
     def _casting(self, fixed: torch.dtype | None, original: Function) -> Function:
-        to_half = self.to_half
+        cast_weight = self._cache.cast
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -121,9 +126,15 @@ class Casts:
             if dtype is OFF or _untouched(kwargs):
                 return original(*args, **kwargs)
             dtype = fixed or dtype
+            # What torch.compile traces must not depend on casts that outlive an iteration.
+            weight = to_half if is_compiling() else cast_weight
             if kwargs:
-                kwargs = {key: to_half(value, dtype) for key, value in kwargs.items()}
-            return original(*[to_half(value, dtype) for value in args], **kwargs)
+                kwargs = {key: to_half(value, dtype, weight) for key, value in kwargs.items()}
+            cast = [
+                weight(value, dtype) if type(value) is Parameter else to_half(value, dtype, weight)
+                for value in args
+            ]
+            return original(*cast, **kwargs)
 
         return wrapper
 

@@ -6,8 +6,8 @@ new one.
 
 from __future__ import annotations
 
-import operator
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 _MANY_USES = sys.maxsize
 # CPU builds of torch before 2.8 cannot tell: there every tensor counts as held.
 _count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: _MANY_USES)
-_USE_COUNT = operator.methodcaller("_use_count")
+_count_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # no stub
 
 
 class Reusable:
@@ -39,7 +39,7 @@ class Reusable:
         return (
             self._count_references() == self._references
             and self._count_uses() == self._uses
-            and set(map(_USE_COUNT, self.tensors)) <= {1}
+            and set(map(_count_uses, self.tensors)) <= {1}
             and _MANY_USES not in self._uses
         )
 
@@ -57,7 +57,7 @@ def is_held(tensor: Tensor) -> bool:
     Linear layers save an alias of the storage, convolutions the tensor itself.
     """
     return (
-        tensor._use_count() > 1  # type: ignore[attr-defined]  # missing in torch's stubs
+        _count_uses(tensor) > 1
         or _count_storage_uses(tensor.untyped_storage()._cdata) > _OWN_USES
         or sys.getrefcount(tensor) > _OWN_REFERENCES
     )

@@ -23,6 +23,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
 _VERSION = operator.attrgetter("_version")
+_SHAPE = operator.attrgetter("shape")
 _RUN_AT_ONCE = 1 << 63
 
 
@@ -73,10 +74,12 @@ class _Bulk:
         self.params = [entry.param for entry in entries]
         casts = [entry.cast for entry in entries]
         self._cast = kernels.Cast(self.params, casts)
-        self._slots = [owner.slot() for owner in owners]
+        slots = [owner.slot() for owner in owners]
+        self._registries = [registry for registry, _ in slots]
+        self._names = [name for _, name in slots]
         self._pointers = [entry.pointer for entry in entries]
-        self._strides = [param.stride() for param in self.params]
-        self._sizes = [param.numel() for param in self.params]
+        self._shapes = list(map(_SHAPE, self.params))
+        self._versions: list[int] = []
         self._casts = Reusable(casts)
 
     def usable(self) -> bool:
@@ -84,17 +87,19 @@ class _Bulk:
         params = self.params
         return (
             list(map(Tensor.data_ptr, params)) == self._pointers
-            and list(map(Tensor.stride, params)) == self._strides
-            and list(map(Tensor.numel, params)) == self._sizes
-            and all(map(operator.is_, [slots.get(name) for slots, name in self._slots], params))
+            and list(map(_SHAPE, params)) == self._shapes
+            and all(map(operator.is_, map(dict.get, self._registries, self._names), params))
             and self._casts.are_free()
         )
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""
         self._cast.run()
-        for entry, version in zip(self.entries, map(_VERSION, self.params), strict=True):
-            entry.version = version
+        versions = list(map(_VERSION, self.params))
+        if versions != self._versions:  # fused optimizers do not move them
+            self._versions = versions
+            for entry, version in zip(self.entries, versions, strict=True):
+                entry.version = version
 
 
 class _Owner:
