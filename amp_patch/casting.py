@@ -219,8 +219,8 @@ def _setting_dtype(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
             return original(*args, **kwargs)
-        asked = kwargs.get("dtype") or next((a for a in args if isinstance(a, torch.dtype)), None)
-        if asked is not None or not _holds_half((*args, *kwargs.values())):
+        asked = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
+        if asked or not _holds_half((*args, *kwargs.values())):
             return original(*args, **kwargs)
         if is_norm or not args or any(arg is None for arg in args):
             # A nuclear norm takes no dtype above its input's. A positional None may stand for

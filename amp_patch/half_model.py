@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .cast_mode import mode
 from .containers import map_tensors
+from .torch_compile import leave_out
 
 # How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
 _CAST = {
@@ -43,6 +44,7 @@ class ForwardCasts:
     outputs: torch.dtype | None = None
     observe: Callable[[nn.Module], None] | None = None
 
+    @leave_out
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook."""
         mode.enter_model(id(model), self.level, self.region_dtype)
@@ -53,6 +55,7 @@ class ForwardCasts:
         args = tuple([cast_floats(value, self.inputs) for value in args])
         return args, {key: cast_floats(value, self.inputs) for key, value in kwargs.items()}
 
+    @leave_out
     def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Forward hook; also called when the forward raised."""
         mode.leave_model(id(model))

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import half_model, torch_compile
+from . import half_model
 from .cast_mode import OFF, process
 from .half_model import ForwardCasts
 from .master_weights import HALVES, FP32Store
 from .opt_levels import OptLevel
 from .weight_cache import WeightCache
-
-torch_compile.leave_out(ForwardCasts.enter, ForwardCasts.leave)
 
 
 class ModelHooks(NamedTuple):

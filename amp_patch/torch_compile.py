@@ -13,12 +13,14 @@ import functools
 import operator
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from .cast_mode import mode
 from .patching import Patches, resolve
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def install(patches: Patches) -> None:
@@ -40,20 +42,31 @@ def install(patches: Patches) -> None:
     getattr(handlers, "call_function_handler_cache", {}).clear()
 
 
-def leave_out(*functions: Callable[..., Any]) -> None:
-    """Never compile a call of these by itself; where another function is traced they still are.
+def leave_out(function: F) -> F:
+    """Never compile a call of this by itself; where another function is traced it still is.
 
-    torch.compile runs the hooks of a model around the graph of its forward, and would compile
-    each for each model.
+    A decorator: torch.compile runs the hooks of a model around the graph of its forward, and
+    would compile each, and what each calls, for each model.
     """
     frames: Any = torch._C._dynamo.eval_frame
-    for function in functions:
-        code = function.__code__
-        if hasattr(frames, "set_code_exec_strategy"):
-            skip = frames._FrameAction.SKIP
-            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-        else:  # before torch 2.7
-            frames.skip_code(code)
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        return function
+
+    # Before torch 2.7 a skipped function's callees are compiled.
+    @functools.wraps(function)
+    def left_out(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        compiler = frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            frames.set_eval_frame(compiler)
+
+    frames.skip_code(cast(types.FunctionType, left_out).__code__)
+    return cast(F, left_out)
 
 
 def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -176,6 +176,8 @@ def test_training_equals_eager_training_and_compiles_once(amp, opt_level, backen
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_model_compiled_before_initialize_follows_it(amp, opt_level):
+    if torch.__version__ < (2, 7) and opt_level in ("O2", "O3", "O5"):
+        pytest.skip("torch 2.6 keeps its graph when the weights' dtype changes, without amp too")
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     forward = compiled(model)
     in_float = forward(X)
@@ -428,6 +430,8 @@ def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
     assert graphs() == 1
 
 
+# torch 2.6's own
+@pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning")
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_inductor_trains_near_eager(amp, opt_level):
     net = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
@@ -491,7 +495,8 @@ def test_functions_of_torch_that_call_patched_ones(amp, opt_level, name):
 
 
 def test_more_models_than_torch_compiles_one_function_for(amp):
-    limit = torch._dynamo.config.recompile_limit
+    config = torch._dynamo.config
+    limit = config.cache_size_limit if torch.__version__ < (2, 7) else config.recompile_limit
     models = [nn.Sequential(nn.Linear(3, 2 + i)) for i in range(limit + 2)]
     amp.initialize(models, opt_level="O2", verbosity=0)
     for model in models:

@@ -919,7 +919,10 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], dict[str, Tensor], Tensor
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # forward mode, in torch itself
+# forward mode, in torch itself
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning"
+)
 @pytest.mark.parametrize("warm", [True, False], ids=["after training", "before"])
 @pytest.mark.parametrize("given", ["parameters", "tensors"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
