@@ -29,7 +29,7 @@
 //                                 gradient
 //   bias_correction, gradient_averaging, maximize  int
 //   adapt_always  int             1: also without weight decay (apex's use_nvlamb)
-//   chunks        const Chunk*    as in tensor_table.cuh; the launches may each have their own order
+//   chunks        const Chunk*    as in tensor_table.cuh; each launch may have its own
 //   scale         const float*    the loss scale that gradients still bear; 0 (null): none
 //   clip          const float*    a factor for the unscaled gradients, min(1, max_grad_norm / norm)
 //                                 in LAMB; 0 (null): none

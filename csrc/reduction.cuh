@@ -1,8 +1,7 @@
 // reduction.cuh: the sum over a block's threads of whatever can be added; knows nothing of it.
 //
-// Sums are formed along a fixed tree: the same values at the same
-// alignments give the same bits, in whatever order threads
-// and blocks run.
+// Sums are formed along a fixed tree: the same values at the same alignments give the same bits, in
+// whatever order threads and blocks run.
 
 #pragma once
 

@@ -11,7 +11,8 @@
 //   total      Statistics*        written, one
 //   found_inf  float*             1 where any value is inf or NaN, else 0; 0 (null): not written
 //   keep       int                not 0: a found_inf that is up already stays up
-//   ticket     unsigned*          0 before the first launch, and left at 0
+//   ticket     unsigned*          0 before the first launch, and left at 0; launches that may run
+//                                 at the same time need one each
 //
 // There must be at least one tensor. The same bits come out on every run.
 //

@@ -9,6 +9,7 @@
 // WIDTH elements that move at once.
 template <typename Type, int WIDTH>
 struct alignas(sizeof(Type) * WIDTH) Pack {
+    static_assert(sizeof(Type) * WIDTH <= 16, "a GPU moves at most 16 bytes at once");
     Type element[WIDTH];
 };
 

@@ -12,9 +12,11 @@ from cuda_on_cpu.stepping import (
     CLIPS,
     SCALES,
     Names,
+    Offsets,
     Parameters,
     assert_near,
     assert_stepped,
+    offsets,
     perturbed,
     reference,
     scalar,
@@ -26,6 +28,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 SIZE = 36  # of Coefficients
+MAX = "max_exp_avg_sq"
+COLUMNS = ("gradient", "master", "exp_avg", "exp_avg_sq", MAX, "weight")
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +80,18 @@ RULES = st.builds(
     maximize=st.booleans(),
     lr_on_device=st.booleans(),
 )
-MAX = "max_exp_avg_sq"
 
 
 def parameters_of(
-    drawn: list[Drawn], dtypes: Names, amsgrad: bool, has_weight: bool = True, offset: int = 0
+    drawn: list[Drawn],
+    dtypes: Names,
+    amsgrad: bool,
+    has_weight: bool = True,
+    begins: Offsets | None = None,
 ) -> Parameters:
     state = ["exp_avg", "exp_avg_sq", MAX if amsgrad else None]
     masters = [one.values for one in drawn]
-    return Parameters(masters, dtypes, state, has_weight=has_weight, offset=offset)
+    return Parameters(masters, dtypes, state, has_weight=has_weight, offsets=begins)
 
 
 def launch(
@@ -120,7 +127,7 @@ def launch(
     has_weight=st.booleans(),
     scale=SCALES,
     clip=CLIPS,
-    offset=st.sampled_from([0, 0, 1, 2]),
+    begins=offsets(*COLUMNS),
     seed=SEEDS,
 )
 def test_three_steps_are_torchs_in_float64(
@@ -131,10 +138,10 @@ def test_three_steps_are_torchs_in_float64(
     has_weight: bool,
     scale: float | None,
     clip: float | None,
-    offset: int,
+    begins: Offsets,
     seed: int,
 ) -> None:
-    parameters = parameters_of(drawn, dtypes, rule.amsgrad, has_weight, offset)
+    parameters = parameters_of(drawn, dtypes, rule.amsgrad, has_weight, begins)
     masters = [one.values for one in drawn]
     optimizer, expected = reference(rule.optimizer, masters)
     nearby_optimizer, nearby = reference(rule.optimizer, masters)
@@ -173,19 +180,20 @@ def test_many_steps_are_torchs_in_float32(kernels: Kernels, rule: Rule) -> None:
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
-def one_tensor(length: int = CHUNK + 9, offset: int = 0, amsgrad: bool = True) -> Parameters:
+def one_tensor(begins: Offsets | None = None) -> Parameters:
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(length, generator=generator)
-    parameters = parameters_of([Drawn(values, 0)], PAIRS[1], amsgrad, offset=offset)
+    values = torch.randn(CHUNK + 9, generator=generator)
+    parameters = parameters_of([Drawn(values, 0)], PAIRS[1], amsgrad=True, begins=begins)
     parameters.receive([values.flip(0)])
     return parameters
 
 
 def test_order_and_alignment_have_no_influence_on_the_bits(kernels: Kernels) -> None:
     results = []
-    for offset in (0, 1, 2, 4):
-        parameters = one_tensor(offset=offset)
-        for seed in (offset, offset + 1):
+    begins = [dict.fromkeys(COLUMNS, offset) for offset in (0, 1, 2, 4)]
+    for i, begin in enumerate([*begins, *({name: 1} for name in COLUMNS)]):
+        parameters = one_tensor(begin)
+        for seed in (2 * i, 2 * i + 1):
             launch(kernels, parameters, {range(1): Rule()}, scale=3.0, clip=0.7, seed=seed)
         results.append(parameters.bits())
     assert all(result == results[0] for result in results)

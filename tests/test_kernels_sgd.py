@@ -12,8 +12,10 @@ from cuda_on_cpu.stepping import (
     CLIPS,
     SCALES,
     Names,
+    Offsets,
     Parameters,
     assert_near,
+    offsets,
     reference,
     scalar,
     step,
@@ -24,6 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 SIZE = 32  # of Coefficients
+COLUMNS = ("gradient", "master", "momentum_buffer", "weight")
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +98,11 @@ def parameters_of(
     dtypes: Names,
     momentum: bool = True,
     has_weight: bool = True,
-    offset: int = 0,
+    begins: Offsets | None = None,
 ) -> Parameters:
     masters = [one.values for one in drawn]
     state = ["momentum_buffer" if momentum else None]
-    parameters = Parameters(masters, dtypes, state, has_weight=has_weight, offset=offset)
+    parameters = Parameters(masters, dtypes, state, has_weight=has_weight, offsets=begins)
     if momentum:
         for buffer in parameters["momentum_buffer"]:
             buffer.fill_(torch.nan)  # what it holds before the first step does not matter
@@ -144,7 +147,7 @@ def assert_equal(ours: Tensor, expected: Tensor, magnitude: float) -> None:
     has_weight=st.booleans(),
     scale=SCALES,
     clip=CLIPS,
-    offset=st.sampled_from([0, 0, 1, 2]),
+    begins=offsets(*COLUMNS),
     skipped=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=SEEDS,
 )
@@ -156,12 +159,12 @@ def test_any_series_of_steps_is_torchs_in_float64(
     has_weight: bool,
     scale: float | None,
     clip: float | None,
-    offset: int,
+    begins: Offsets,
     skipped: list[bool],
     seed: int,
 ) -> None:
     has_momentum = rule.momentum != 0
-    parameters = parameters_of(drawn, dtypes, has_momentum, has_weight, offset)
+    parameters = parameters_of(drawn, dtypes, has_momentum, has_weight, begins)
     optimizer, expected = reference(rule.optimizer, [one.values for one in drawn])
     magnitude = 0.0
     for i, skip in enumerate(skipped):
@@ -202,18 +205,19 @@ def test_many_steps_are_torchs_in_float32(kernels: Kernels, rule: Rule) -> None:
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
-def one_tensor(offset: int = 0) -> Parameters:
+def one_tensor(begins: Offsets | None = None) -> Parameters:
     values = torch.randn(CHUNK + 9, generator=torch.Generator().manual_seed(1))
-    parameters = parameters_of([Drawn(values, 0)], PAIRS[1], offset=offset)
+    parameters = parameters_of([Drawn(values, 0)], PAIRS[1], begins=begins)
     parameters.receive([values.flip(0)])
     return parameters
 
 
 def test_order_and_alignment_have_no_influence_on_the_bits(kernels: Kernels) -> None:
     results = []
-    for offset in (0, 1, 2, 4):
-        parameters = one_tensor(offset)
-        for seed in (offset, offset + 1):
+    begins = [dict.fromkeys(COLUMNS, offset) for offset in (0, 1, 2, 4)]
+    for i, begin in enumerate([*begins, *({name: 1} for name in COLUMNS)]):
+        parameters = one_tensor(begin)
+        for seed in (2 * i, 2 * i + 1):
             launch(kernels, parameters, {range(1): Rule()}, scale=3.0, clip=0.7, seed=seed)
         results.append(parameters.bits())
     assert all(result == results[0] for result in results)

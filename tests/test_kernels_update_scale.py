@@ -36,7 +36,7 @@ def scalers(draw: st.DrawFn) -> LossScaler:
             max_loss_scale=cap,
         )
     )
-    scaler.scale = draw(st.sampled_from([floor, cap]) | SCALES)
+    scaler.scale = draw(st.sampled_from([floor, cap, floor / 4, cap * 4]) | SCALES)
     scaler.unskipped = draw(st.integers(0, 6))
     return scaler
 

@@ -42,13 +42,12 @@ class Memory:
 
 def row_table(rows: Sequence[Sequence[Tensor | None]]) -> Tensor:
     """Return the table of tensors: addresses (0 for None), then the first tensor's length."""
-    return torch.tensor(
-        [
-            [*(0 if one is None else one.data_ptr() for one in row), row[0].numel()]  # type: ignore[union-attr]
-            for row in rows
-        ],
-        dtype=torch.int64,
-    )
+    entries = []
+    for row in rows:
+        assert row[0] is not None
+        addresses = [0 if one is None else one.data_ptr() for one in row]
+        entries.append([*addresses, row[0].numel()])
+    return torch.tensor(entries, dtype=torch.int64)
 
 
 def chunk_table(lengths: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:

@@ -13,6 +13,13 @@ from cuda_on_cpu.memory import Memory, chunk_table, row_table
 SCALES = st.sampled_from([None, 2.0**16, 3.0, 0.25])
 CLIPS = st.sampled_from([None, 1.0, 0.3])
 Names = tuple[str, str]
+Offsets = dict[str, int]
+
+
+def offsets(*columns: str) -> st.SearchStrategy[Offsets]:
+    """Draw where the columns begin: mostly aligned, all alike or one of them misaligned."""
+    alike = st.sampled_from([0, 0, 1, 2]).map(lambda offset: dict.fromkeys(columns, offset))
+    return alike | st.sampled_from(columns).map(lambda name: {name: 1})
 
 
 class Parameters:
@@ -23,7 +30,7 @@ class Parameters:
         dtypes: of the gradients, and of the weights.
         state: the names of the float32 tensors between master and weight, which start at 0.
         has_weight: whether there are weights at all.
-        offset: elements from the aligned address to where gradients, masters and state begin.
+        offsets: elements from an aligned address to where the tensors of a column begin, by name.
     """
 
     def __init__(
@@ -33,28 +40,29 @@ class Parameters:
         state: Sequence[str | None],
         *,
         has_weight: bool = True,
-        offset: int = 0,
+        offsets: Offsets | None = None,
     ) -> None:
         self.memory, self.dtypes = Memory(), dtypes
         self.lengths = [len(master) for master in masters]
-        place = self.memory.place
-        self.columns: dict[str, list[Tensor | None]] = {
-            "gradient": [
-                place(torch.zeros(n, dtype=DTYPES[dtypes[0]]), offset) for n in self.lengths
-            ],
-            "master": [place(master, offset) for master in masters],
-        }
+        self._offsets = offsets or {}
+        self.columns = {"gradient": self._zeros("gradient", DTYPES[dtypes[0]])}
+        self.columns["master"] = self._zeros("master", torch.float32)
+        for ours, values in zip(self["master"], masters, strict=True):
+            ours.copy_(values)
         for i, name in enumerate(state):
-            self.columns[name or f"none {i}"] = [
-                None if name is None else place(torch.zeros(n), offset) for n in self.lengths
-            ]
-        self.columns["weight"] = [
-            place(torch.zeros(n, dtype=DTYPES[dtypes[1]])) if has_weight else None
-            for n in self.lengths
-        ]
-        self.columns["step"] = [place(torch.zeros(1)) for _ in masters]
+            missing: list[Tensor | None] = [None for _ in masters]
+            self.columns[name or f"none {i}"] = (
+                self._zeros(name, torch.float32) if name else missing
+            )
+        weights = self._zeros("weight", DTYPES[dtypes[1]])
+        self.columns["weight"] = weights if has_weight else [None for _ in masters]
+        self.columns["step"] = [self.memory.place(torch.zeros(1)) for _ in masters]
         self.rows = row_table(list(zip(*self.columns.values(), strict=True)))
         self.chunks = chunk_table(self.lengths)
+
+    def _zeros(self, name: str, dtype: torch.dtype) -> list[Tensor | None]:
+        offset = self._offsets.get(name, 0)
+        return [self.memory.place(torch.zeros(n, dtype=dtype), offset) for n in self.lengths]
 
     def receive(self, gradients: Sequence[Tensor]) -> None:
         """Store gradients, rounded to their dtype."""
