@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cuda_on_cpu import CHUNK
 
-GUARD = 1024
+GUARD = 8 * CHUNK  # bytes: what a whole chunk too much would touch is still a test's own
 _ALL_ONES = 0xFF  # a NaN in each of the dtypes
 
 

@@ -1,0 +1,30 @@
+"""Launches kernels on CPU tensors as `cuda_module` does on a GPU's; knows only their names."""
+
+import cuda_on_cpu
+import pytest
+import torch
+
+from amp_patch.cuda_module import Argument, Kernel
+
+
+class EmulatedModules:
+    """Stands in for `cuda_module.modules`.
+
+    Attributes:
+        launched: the names of the kernels, in order.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self.launched: list[str] = []
+
+    def launch(
+        self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument
+    ) -> None:
+        assert device.type == "cpu"
+        kernels = cuda_on_cpu.compiled(kernel.source, self._config)
+        assert kernel.parameters == kernels.parameters(kernel.name), kernel.name
+        kernels.launch(
+            kernel.name, grid, *arguments, seed=len(self.launched), threads=kernel.threads
+        )
+        self.launched.append(kernel.name)
