@@ -19,6 +19,9 @@ EXTRAS["test"] = [
     "expecttest>=0.2",
     "hypothesis>=6.100",
     "mypy>=1.15",
+    # the same compiler and headers as cuda13's; they need no GPU
+    "nvidia-cuda-nvrtc==13.*; sys_platform == 'linux'",
+    "nvidia-cuda-runtime==13.*; sys_platform == 'linux'",
     "pytest>=8",
     "pytest-randomly>=3.15",
     "pytest-xdist>=3.5",
