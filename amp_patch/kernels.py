@@ -6,8 +6,7 @@ until asked.
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from .cuda_compiler import source
 from .torch_kernels import (
     Cast,
     Comparison,
@@ -30,23 +29,3 @@ __all__ = [
     "source",
     "values",
 ]
-
-
-def source(name: str) -> str:
-    """Return the text of a CUDA source or header, ``source("cast.cu")``.
-
-    A wheel holds the sources inside the package; a checkout (or an editable install of one)
-    beside it.
-
-    Raises:
-        FileNotFoundError: no such source in either place.
-    """
-    package = Path(__file__).parent
-    folders = (package / "csrc", package.parent / "csrc")
-    for folder in folders:
-        if (folder / name).is_file():
-            return (folder / name).read_text(encoding="utf-8")
-    raise FileNotFoundError(
-        f"a CUDA source must lie in one of {', '.join(map(str, folders))}; got {name!r}; "
-        "install amp_patch from its wheel or from a complete checkout."
-    )

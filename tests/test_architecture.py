@@ -28,21 +28,30 @@ LAYERS = {
     "prepared_models": 7,
     "optimizer_step": 7,
     "casting": 6,
+    "fused_step": 6,
     "gradients": 6,
     "half_model": 6,
     "master_weights": 6,
+    "fused_updates": 5,
+    "optimizers": 5,
     "pooling": 5,
     "regions": 5,
     "torch_compile": 5,
     "torch_hooks": 5,
     "weight_cache": 5,
     "kernels": 4,
+    "cuda_kernels": 3,
+    "cuda_module": 2,
+    "cuda_compiler": 1,
+    "tensor_tables": 1,
     "torch_kernels": 1,
+    "torch_updates": 1,
     "__init__": 0,
     "arguments": 0,
     "cast_mode": 0,
     "cast_rules": 0,
     "containers": 0,
+    "lazy_gradients": 0,
     "loss_scaler": 0,
     "opt_levels": 0,
     "patching": 0,
@@ -50,7 +59,7 @@ LAYERS = {
     "snapshot": 0,
 }
 MAX_FUNCTION_LINES = 60
-MAY_IMPORT_CUPY = ("cuda_module", "kernels")
+MAY_IMPORT_CUPY = ("cuda_compiler", "cuda_module")
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not
 LATE_IMPORTS = ("cupy.", "torch._dynamo.")
 

@@ -1,9 +1,6 @@
 """The fused operations against float64 arithmetic of numpy, over drawn lists of tensors."""
 
-import re
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -426,30 +423,3 @@ def test_alike_keeps_rows_together(pair: tuple[list[Tensor], list[Tensor]]) -> N
         assert len({tensor.dtype for tensor in theirs}) == 1
         rows |= {(id(a), id(b)) for a, b in zip(ours, theirs, strict=True)}
     assert rows == {(id(a), id(b)) for a, b in zip(sources, made, strict=True)}
-
-
-# --- source ---
-
-
-def test_source_is_the_text_of_the_file() -> None:
-    beside_tests = Path(__file__).parent.parent / "csrc" / "cast.cu"
-    assert kernels.source("cast.cu") == beside_tests.read_text(encoding="utf-8")
-    assert "__global__" in kernels.source("cast.cu")
-
-
-def test_source_prefers_what_a_wheel_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "amp_patch"
-    (package / "csrc").mkdir(parents=True)
-    shutil.copy(kernels.__file__, package / "kernels.py")
-    (package / "csrc" / "cast.cu").write_text("// from the wheel", encoding="utf-8")
-    monkeypatch.setattr(kernels, "__file__", str(package / "kernels.py"))
-    assert kernels.source("cast.cu") == "// from the wheel"
-
-
-def test_a_missing_source_is_said() -> None:
-    message = (
-        "a CUDA source must lie in one of .*amp_patch/csrc, .*csrc; got 'no.cu'; "
-        + re.escape("install amp_patch from its wheel or from a complete checkout.")
-    )
-    with pytest.raises(FileNotFoundError, match=message):
-        kernels.source("no.cu")

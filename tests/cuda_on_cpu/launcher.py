@@ -1,9 +1,9 @@
 """Launches kernels on CPU tensors as `cuda_module` does on a GPU's; knows only their names."""
 
-import cuda_on_cpu
 import pytest
 import torch
 
+import cuda_on_cpu
 from amp_patch.cuda_module import Argument, Kernel
 
 
@@ -18,12 +18,10 @@ class EmulatedModules:
         self._config = config
         self.launched: list[str] = []
 
-    def launch(
-        self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument
-    ) -> None:
+    def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         assert device.type == "cpu"
         kernels = cuda_on_cpu.compiled(kernel.source, self._config)
-        assert kernel.parameters == kernels.parameters(kernel.name), kernel.name
+        assert kernel.parameters == kernels._function("parameters", kernel.name)().decode()
         kernels.launch(
             kernel.name, grid, *arguments, seed=len(self.launched), threads=kernel.threads
         )

@@ -1,0 +1,134 @@
+"""Loads compiled CUDA kernels and launches them on torch's stream; knows no kernel by name.
+
+Tensors go to a kernel as their addresses and all memory is torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from . import cuda_compiler
+
+#: Threads of a block, as in tensor_table.cuh.
+THREADS = 256
+#: C's types of a kernel's parameters, by letters as in the module struct; P is an address.
+C_TYPES: dict[str, Any] = {
+    "P": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "q": ctypes.c_longlong,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
+
+Argument = Tensor | int | float | None
+
+
+class Kernel(NamedTuple):
+    """A kernel: the source that holds it, its name, a letter per parameter, threads per block."""
+
+    source: str
+    name: str
+    parameters: str
+    threads: int = THREADS
+
+
+class Launcher(Protocol):
+    """What launches kernels: `CudaModules`, or an emulation of them."""
+
+    def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
+        """Run a kernel on the device's current stream, without waiting for it.
+
+        Args:
+            kernel: what to launch.
+            grid: number of blocks, above 0.
+            device: of all tensors.
+            arguments: one per parameter; a tensor goes as its address, None as the null address.
+        """
+
+
+def packed(parameters: str, arguments: Sequence[Argument]) -> list[Any]:
+    """Return the arguments as C values, which must live until the launch has returned.
+
+    Raises:
+        ValueError: there are more or fewer arguments than parameters.
+    """
+    return [
+        C_TYPES[letter](argument.data_ptr() if isinstance(argument, Tensor) else argument)
+        for letter, argument in zip(parameters, arguments, strict=True)
+    ]
+
+
+class CudaModules:
+    """The kernels of all sources on all devices, each source compiled and loaded when needed.
+
+    Attributes:
+        failure: what went wrong at the first source that could not be compiled or loaded.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._modules: dict[tuple[str, int], Any] = {}
+        self._functions: dict[tuple[str, str, int], Any] = {}
+
+    def can_launch(self, sources: Iterable[str], device: torch.device) -> bool:
+        """Compile and load sources for a device; return whether all of them work.
+
+        Once one has failed none is tried again: `failure` says why.
+        """
+        try:
+            for source in () if self.failure else sources:
+                self._module(source, _index(device))
+        except Exception as error:  # cupy missing, no NVRTC, a driver that is too old: see failure
+            self.failure = error
+        return self.failure is None
+
+    def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
+        """Run a kernel on the device's current stream, without waiting for it; see `Launcher`.
+
+        The current device is what it was before.
+        """
+        from cupy.cuda import driver
+
+        values = packed(kernel.parameters, arguments)
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        with torch.cuda.device(device):
+            driver.launchKernel(
+                self._function(kernel, _index(device)).ptr,
+                *(grid, 1, 1),
+                *(kernel.threads, 1, 1),
+                0,
+                torch.cuda.current_stream(device).cuda_stream,
+                ctypes.addressof(addresses),
+                0,
+            )
+
+    def _function(self, kernel: Kernel, index: int) -> Any:
+        key = (kernel.source, kernel.name, index)
+        if key not in self._functions:
+            self._functions[key] = self._module(kernel.source, index).get_function(kernel.name)
+        return self._functions[key]
+
+    def _module(self, source: str, index: int) -> Any:
+        from cupy.cuda import Module
+
+        if (source, index) not in self._modules:
+            major, minor = torch.cuda.get_device_capability(index)
+            code = cuda_compiler.machine_code(source, f"sm_{major}{minor}")
+            with torch.cuda.device(index):
+                module = Module()
+                module.load(code)
+            self._modules[source, index] = module
+        return self._modules[source, index]
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+#: Launches for the whole process: a module is loaded once per device.
+modules = CudaModules()
