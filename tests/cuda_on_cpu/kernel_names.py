@@ -17,6 +17,7 @@ KERNELS = {
         *("lamb_prepare", "lamb_ratios"),
         *(f"lamb_{phase}_{dtype}" for phase in ("moments", "update") for dtype in DTYPES),
     ],
+    "reconcile.cu": ["reconcile_float16", "reconcile_bfloat16"],
     "sgd.cu": ["sgd_prepare", *("sgd_{}_to_{}".format(*pair) for pair in PAIRS)],
     "summarize.cu": ["summarize", "clip_coefficient"],
     "unscale.cu": ["unscale_{}_to_{}".format(*pair) for pair in PAIRS],
