@@ -92,10 +92,6 @@ class FP32Store:
         """From now on the user may write to the parameters."""
         self._converted.clear()
 
-    def wins(self, param: Tensor) -> bool:
-        """Return whether the fp32 value was written to since the parameter was equal to it."""
-        return bool(self._values[param].wins)
-
     @torch.no_grad()
     def exact(self, param: Tensor) -> Tensor:
         """Return the fp32 value of a half parameter; writes to the parameter are in it."""
@@ -229,19 +225,16 @@ class MasterWeights:
 
     def reconcile(self) -> None:
         """Let each half parameter and its master follow whichever the user wrote to."""
-        if self._compare().differs():
-            self._copy_what_was_written()
+        if self._compare().reconcile(self._take_wins):
+            self._note_equal()
 
-    @torch.no_grad()
-    def _copy_what_was_written(self) -> None:
-        for param, master in zip(self._params, self._masters, strict=True):
-            if self._store.wins(param):
-                param.copy_(master)
-            else:
-                same = master.to(param.dtype) == param
-                master.copy_(torch.where(same, master, param.float()))
-        self._comparison.note_equal()
-        self._note_equal()
+    def _take_wins(self) -> list[bool]:
+        """Return which masters win; after this they are equal, and only exposed ones still win."""
+        versions = list(map(_VERSION, self._masters))
+        wins = list(map(operator.ne, self._versions, versions))
+        pairs = zip(self._versions, versions, strict=True)
+        self._versions[:] = [old if old < 0 else new for old, new in pairs]
+        return wins
 
     def publish(self) -> None:
         """Round the masters into the half parameters."""

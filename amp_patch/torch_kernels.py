@@ -5,6 +5,7 @@ Knows lists of tensors, no models or optimizers. What a check found stays on the
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,14 @@ class GradCheck:
                 found.append((index, " and ".join(kinds)))
         return found
 
+    def norm(self) -> Tensor:
+        """Return the 2-norm of all gradients as the pass left them.
+
+        Returns:
+            0-dim, fp32 (float64 if a gradient is), on the first gradient's device.
+        """
+        return _total_norm(self.grads, 2.0)
+
 
 _TESTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("inf", torch.isinf),
@@ -66,19 +75,20 @@ class Unscale:
         self,
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
-        scale: float,
+        scale: float | Tensor,
         storage: Sequence[Tensor] = (),
     ) -> GradCheck:
         """Write ``sources[i] / scale`` to ``targets[i]`` and check that all of it is finite.
 
         A target may be its source (unscaled in place) or a tensor of the same shape in another
-        dtype (a half gradient received as fp32). The inverse is rounded once, from float64.
+        dtype (a half gradient received as fp32). The inverse is rounded to fp32 once.
 
         Args:
             sources: gradients of any floating or complex dtype, on any devices; a sparse one and
                 its target hold their entries in the same order.
             targets: where they go; fp32 targets keep what fp16 would flush to zero.
-            scale: the loss scale, above 0.
+            scale: the loss scale, above 0, rounded to fp32 as it was when the loss was multiplied;
+                as a tensor (fp32, one element, on any device) it is not waited for.
             storage: fewer tensors that hold the numbers of all (dense) targets, if there are such.
         """
         parts = self._split(sources, targets)
@@ -88,7 +98,10 @@ class Unscale:
         groups = [group for _, group in parts]
         if storage:
             groups = [group for (group,) in alike(_dense(storage))]
-        return GradCheck(targets, _multiply_and_check(groups, 1.0 / scale))
+        if isinstance(scale, Tensor):
+            return GradCheck(targets, _multiply_and_check(groups, 1.0 / scale.reshape(1), True))
+        inverse = 1.0 / ctypes.c_float(scale).value
+        return GradCheck(targets, _multiply_and_check(groups, inverse, inverse > 1.0))
 
     def _split(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor]
@@ -103,26 +116,35 @@ class Unscale:
         return [([sources[r] for r in rows], [targets[r] for r in rows]) for rows in self._rows]
 
 
-def _multiply_and_check(groups: Sequence[list[Tensor]], factor: float) -> list[Tensor]:
+def _multiply_and_check(
+    groups: Sequence[list[Tensor]], factor: float | Tensor, grows: bool
+) -> list[Tensor]:
     """Multiply dense tensors in place; return a float32 flag per device, not 0 after an overflow.
 
     Args:
         groups: lists of tensors of one dtype and device.
-        factor: rounded to float32.
+        factor: rounded to float32; or a float32 tensor of shape (1,).
+        grows: whether the factor may be above 1.
     """
     flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
     for group in groups:
         device = group[0].device
         if device not in flags:
-            flags[device] = torch.zeros(1, device=device), torch.full((1,), factor, device=device)
+            flags[device] = torch.zeros(1, device=device), _on(device, factor)
         torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
-    if factor > 1.0:
+    if grows:
         # torch checks before it multiplies: what only then overflows takes a second pass.
         for group in groups:
             found_inf, inverse = flags[group[0].device]
             one = torch.ones_like(inverse)
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, one)
     return [found_inf for found_inf, _ in flags.values()]
+
+
+def _on(device: torch.device, factor: float | Tensor) -> Tensor:
+    if isinstance(factor, Tensor):
+        return factor.to(device, non_blocking=True)
+    return torch.full((1,), factor, device=device)
 
 
 @torch.no_grad()
@@ -151,24 +173,46 @@ class Cast:
 
 
 @torch.no_grad()
-def clip_by_norm(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+def clip_by_norm(
+    grads: Sequence[Tensor], max_norm: float, norm_type: float, norm: Tensor | None = None
+) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``.
 
     The norm is taken in fp32 also of half gradients, whose squares would overflow.
 
+    Args:
+        grads: dense or sparse, on any devices.
+        max_norm: what the norm is to be at most.
+        norm_type: the p of the p-norm, inf included.
+        norm: their total norm where it is known, as `GradCheck.norm` tells it; saves a pass.
+
     Returns:
         The total norm before, 0-dim fp32 (float64 if a gradient is), on the first device.
     """
+    total = _total_norm(grads, norm_type) if norm is None else norm
+    multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a 0-dim fp32 or float64 tensor, on whatever device it is."""
+    for (group,) in alike(_dense(grads)):
+        # A factor in half would be rounded, and flushed to 0 by a large norm.
+        torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
+
+
+def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     norms = [_norm(grad, norm_type) for grad in grads if values(grad).numel() > 0]
+    return combined(norms, norm_type)
+
+
+def combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of all of which parts have these norms (0-dim), on the first one's device."""
     if not norms:
         return torch.zeros(())
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (group,) in alike(_dense(grads)):
-        # A factor in half would be rounded, and flushed to 0 by a large norm.
-        torch._foreach_mul_(group, factor.to(group[0].device))
     return total
 
 
@@ -220,6 +264,30 @@ class Comparison:
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
+
+    @torch.no_grad()
+    def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
+        """Where a copy is not its source cast to its dtype, let one of the two follow the other.
+
+        The copy follows where the source wins, else the source takes the copy's value. The same
+        bits are equal, so that zeros of different signs are not.
+
+        Args:
+            wins: called if that matters: per source, whether it wins.
+
+        Returns:
+            True if any copy was found to differ.
+        """
+        if not self.differs():
+            return False
+        for (source, copy), source_wins in zip(self._pairs, wins(), strict=True):
+            if source_wins:
+                copy.copy_(source)
+            else:
+                same = _bits(source.to(copy.dtype)) == _bits(copy)
+                source.copy_(torch.where(same, source, copy.to(source.dtype)))
+        self.note_equal()
+        return True
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def test_unscale_into_fp32_loses_nothing(grads: list[Tensor], scale: float) -> N
     before = copies(grads)
     masters = [torch.full_like(grad, 77.0, dtype=torch.float32) for grad in grads]
     check = unscale(grads, masters, scale)
-    inverse = np.float64(np.float32(1.0 / scale))
+    inverse = np.float64(np.float32(1.0 / np.float64(np.float32(scale))))
     for grad, old, master in zip(grads, before, masters, strict=True):
         assert torch.equal(numbers(grad).nan_to_num(1.0), numbers(old).nan_to_num(1.0))
         expected = rounded(doubles(old) * inverse, torch.float32)
