@@ -7,6 +7,7 @@ new one.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 
 import torch
@@ -58,12 +59,16 @@ def is_held(tensor: Tensor) -> bool:
     """
     return (
         _count_uses(tensor) > 1
-        or _count_storage_uses(tensor.untyped_storage()._cdata) > _OWN_USES
+        or not _count_storage_uses(tensor.untyped_storage()._cdata) <= _OWN_USES < _MANY_USES
         or sys.getrefcount(tensor) > _OWN_REFERENCES
     )
 
 
-# The tensor's own, and that of the Python storage object just asked for.
-_OWN_USES = 2
-# The owner's field, the variable of `is_held`, and the argument of sys.getrefcount itself.
-_OWN_REFERENCES = 3
+def _count_own(tensor: Tensor) -> tuple[int, int]:
+    """Return what `is_held` counts for a tensor that one field holds, and nothing else."""
+    return _count_storage_uses(tensor.untyped_storage()._cdata), sys.getrefcount(tensor)
+
+
+# Counted here, for Python 3.10 counts an argument twice, and torch 2.6 a storage once less.
+_OWNER = types.SimpleNamespace(field=torch.empty(1, device="cpu"))
+_OWN_USES, _OWN_REFERENCES = _count_own(_OWNER.field)
