@@ -13,12 +13,14 @@ from benchmarks.rounds import Spread, interleave, median_time, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
+# torch 2.6 leaves a temporary folder to its finalizer
+WARNINGS = ("-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", str(RUN), *args],
+        [sys.executable, *WARNINGS, str(RUN), *args],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

@@ -19,6 +19,8 @@ from amp_patch import amp as amp_api
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+# torch 2.6 leaves a temporary folder to its finalizer
+WARNINGS = ("-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning")
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF_LEVELS = ("O1", "O2", "O4", "O5")
@@ -74,7 +76,7 @@ def trained(name: str, level: str) -> Any:
 def run_script(name: str, *args: str) -> str:
     """Run an example in a process of its own, warnings being errors; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *args],
+        [sys.executable, *WARNINGS, str(EXAMPLES / name), *args],
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
         capture_output=True,
         text=True,
