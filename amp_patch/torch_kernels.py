@@ -202,8 +202,12 @@ def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms = [_norm(grad, norm_type) for grad in grads if values(grad).numel() > 0]
-    return combined(norms, norm_type)
+    return combined(norms_of(grads, norm_type), norm_type)
+
+
+def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each gradient that has elements, 0-dim fp32 or float64."""
+    return [_norm(grad, norm_type) for grad in grads if values(grad).numel() > 0]
 
 
 def combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -1,17 +1,23 @@
-"""The fused operations against float64 arithmetic of numpy, over drawn lists of tensors."""
+"""The fused operations against float64 arithmetic of numpy, over drawn lists of tensors.
 
-from collections.abc import Sequence
+One table for the reference, for the CUDA kernels as the CPU runs their text, and for a GPU.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cuda_on_cpu.launcher import EmulatedModules
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_patch import kernels, torch_kernels
-from amp_patch.kernels import Cast, Comparison, GradCheck, Unscale
+from amp_patch import cuda_kernels, cuda_module, kernels, torch_kernels
+from amp_patch.torch_kernels import GradCheck
 
 INF, NAN = float("inf"), float("nan")
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,22 +27,72 @@ POWERS = st.integers(-24, 24).map(lambda power: 2.0**power)
 SCALES = POWERS | st.sampled_from([3.0, 1000.0, 0.7])
 
 
+@dataclass(frozen=True)
+class Operations:
+    """An implementation, and the device that it is tested on."""
+
+    module: ModuleType
+    device: torch.device
+
+    def place(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Move tensors, with their strides."""
+        if self.device.type == "cpu":
+            return list(tensors)
+        return [
+            tensor.to(self.device)
+            if tensor.is_sparse
+            else torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device
+            ).copy_(tensor)
+            for tensor in tensors
+        ]
+
+    def unscale(
+        self, sources: list[Tensor], targets: list[Tensor], scale: float | Tensor
+    ) -> GradCheck:
+        check = self.module.Unscale(sources, targets).run(sources, targets, scale)
+        assert isinstance(check, self.module.GradCheck)
+        return check
+
+
+@pytest.fixture(
+    scope="module",
+    params=["torch", "cuda on cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def ops(request: pytest.FixtureRequest) -> Iterator[Operations]:
+    if request.param == "torch":
+        yield Operations(torch_kernels, torch.device("cpu"))
+    elif request.param == "cuda":
+        device = torch.device("cuda", 0)
+        assert cuda_module.modules.can_launch(["unscale.cu"], device), cuda_module.modules.failure
+        with device:
+            yield Operations(cuda_kernels, device)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            modules = EmulatedModules(request.config)
+            patch.setattr(cuda_module, "modules", modules)
+            yield Operations(cuda_kernels, torch.device("cpu"))
+            assert modules.launched
+
+
 @st.composite
 def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Tensor:
     """Draw a tensor of normal magnitudes: dense, transposed or a strided view."""
     dtype = draw(st.sampled_from(list(dtypes)))
     shape = draw(st.sampled_from(SHAPES))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    generator = torch.Generator("cpu").manual_seed(draw(st.integers(0, 2**16)))
     magnitude = 2.0 ** draw(st.integers(-8, 8))
     layout = draw(st.sampled_from(["contiguous", "transposed", "strided"]))
     if layout == "transposed":
-        values = torch.randn(shape[::-1], generator=generator, dtype=torch.float64)
+        values = torch.randn(shape[::-1], generator=generator, dtype=torch.float64, device="cpu")
         values = values.permute(tuple(reversed(range(len(shape)))))
     elif layout == "strided" and shape:
-        values = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator, dtype=torch.float64)
+        values = torch.randn(
+            (*shape[:-1], 2 * shape[-1]), generator=generator, dtype=torch.float64, device="cpu"
+        )
         return (values * magnitude).to(dtype)[..., ::2]
     else:
-        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return (values * magnitude).to(dtype)
 
 
@@ -45,9 +101,9 @@ def sparse_tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> Tensor:
     """Draw a sparse gradient as an embedding writes it: rows, some of them twice."""
     rows = draw(st.lists(st.integers(0, 4), max_size=6))
     dtype = draw(st.sampled_from(list(dtypes)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    values = torch.randn(len(rows), 3, generator=generator).to(dtype)
-    indices = torch.tensor([rows], dtype=torch.long).reshape(1, -1)
+    generator = torch.Generator("cpu").manual_seed(draw(st.integers(0, 2**16)))
+    values = torch.randn(len(rows), 3, generator=generator, device="cpu").to(dtype)
+    indices = torch.tensor([rows], dtype=torch.long, device="cpu").reshape(1, -1)
     return torch.sparse_coo_tensor(indices, values, (5, 3), check_invariants=True)
 
 
@@ -75,7 +131,7 @@ def numbers(tensor: Tensor) -> Tensor:
 
 def doubles(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Return all numbers of a tensor, widened to float64."""
-    return numbers(tensor).detach().double().numpy().copy()
+    return numbers(tensor).detach().double().cpu().numpy().copy()
 
 
 def copies(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -101,14 +157,13 @@ def kinds_in(values: np.ndarray[Any, Any]) -> str:
 # --- unscale ---
 
 
-def unscale(sources: list[Tensor], targets: list[Tensor], scale: float) -> GradCheck:
-    return Unscale(sources, targets).run(sources, targets, scale)
-
-
 @given(GRADS_WITH_BAD_VALUES, SCALES)
-def test_unscale_in_place_divides_and_flags(grads: list[Tensor], scale: float) -> None:
+def test_unscale_in_place_divides_and_flags(
+    ops: Operations, grads: list[Tensor], scale: float
+) -> None:
+    grads = ops.place(grads)
     before = [doubles(grad) for grad in grads]
-    check = unscale(grads, grads, scale)
+    check = ops.unscale(grads, grads, scale)
     after = [doubles(grad) for grad in grads]
     for grad, old in zip(grads, before, strict=True):
         expected = rounded(old / scale, grad.dtype)
@@ -122,10 +177,13 @@ def test_unscale_in_place_divides_and_flags(grads: list[Tensor], scale: float) -
 
 
 @given(st.lists(tensors(REAL[:3]), max_size=6).flatmap(with_bad_values), SCALES)
-def test_unscale_into_fp32_loses_nothing(grads: list[Tensor], scale: float) -> None:
+def test_unscale_into_fp32_loses_nothing(
+    ops: Operations, grads: list[Tensor], scale: float
+) -> None:
+    grads = ops.place(grads)
     before = copies(grads)
     masters = [torch.full_like(grad, 77.0, dtype=torch.float32) for grad in grads]
-    check = unscale(grads, masters, scale)
+    check = ops.unscale(grads, masters, scale)
     inverse = np.float64(np.float32(1.0 / np.float64(np.float32(scale))))
     for grad, old, master in zip(grads, before, masters, strict=True):
         assert torch.equal(numbers(grad).nan_to_num(1.0), numbers(old).nan_to_num(1.0))
@@ -135,57 +193,63 @@ def test_unscale_into_fp32_loses_nothing(grads: list[Tensor], scale: float) -> N
 
 
 @given(st.lists(sparse_tensors(REAL[:2]), min_size=1, max_size=3), POWERS)
-def test_unscale_receives_a_sparse_gradient(grads: list[Tensor], scale: float) -> None:
+def test_unscale_receives_a_sparse_gradient(
+    ops: Operations, grads: list[Tensor], scale: float
+) -> None:
+    grads = ops.place(grads)
     masters = [grad.to(torch.float32) for grad in grads]
     numbers(masters[0]).zero_()
-    check = unscale(grads, masters, scale)
+    check = ops.unscale(grads, masters, scale)
     for grad, master in zip(grads, masters, strict=True):
         expected = rounded(doubles(grad) / scale, torch.float32)
         assert torch.equal(numbers(master), expected)
     assert not check.overflow
 
 
-def test_fp16_that_would_flush_to_zero_survives_in_fp32() -> None:
+def test_fp16_that_would_flush_to_zero_survives_in_fp32(ops: Operations) -> None:
     grad = torch.tensor([2.0**-24], dtype=torch.float16)
     master = torch.empty(1)
-    unscale([grad], [master], 2.0**16)
+    ops.unscale([grad], [master], 2.0**16)
     assert master.item() == 2.0**-40
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4e4), (torch.float32, 3e38)])
-def test_what_overflows_only_when_unscaled_is_flagged(dtype: torch.dtype, value: float) -> None:
+def test_what_overflows_only_when_unscaled_is_flagged(
+    ops: Operations, dtype: torch.dtype, value: float
+) -> None:
     grad = torch.tensor([1.0, value], dtype=dtype)
-    check = unscale([grad], [grad], 2.0**-4)
+    check = ops.unscale([grad], [grad], 2.0**-4)
     assert check.overflow
     assert check.nonfinite() == [(0, "inf")]
 
 
-def test_bfloat16_that_overflows_only_in_its_master_is_flagged() -> None:
+def test_bfloat16_that_overflows_only_in_its_master_is_flagged(ops: Operations) -> None:
     grad, master = torch.tensor([3e38], dtype=torch.bfloat16), torch.empty(1)
-    assert unscale([grad], [master], 0.5).overflow
+    assert ops.unscale([grad], [master], 0.5).overflow
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
-def test_unscale_tells_inf_from_nan(scale: float) -> None:
+def test_unscale_tells_inf_from_nan(ops: Operations, scale: float) -> None:
     bad = [[1.0, 2.0], [INF, 1.0], [NAN, 1.0], [-INF, NAN]]
     grads = [torch.tensor(values) for values in bad]
-    check = unscale(grads, grads, scale)
+    check = ops.unscale(grads, grads, scale)
     assert check.nonfinite() == [(1, "inf"), (2, "NaN"), (3, "inf and NaN")]
 
 
-def test_a_clean_list_after_a_bad_one_is_clean() -> None:
-    assert unscale([torch.tensor([NAN])], [torch.empty(1)], 2.0).overflow
-    assert not unscale([torch.tensor([1.0])], [torch.empty(1)], 2.0).overflow
+def test_a_clean_list_after_a_bad_one_is_clean(ops: Operations) -> None:
+    assert ops.unscale([torch.tensor([NAN])], [torch.empty(1)], 2.0).overflow
+    assert not ops.unscale([torch.tensor([1.0])], [torch.empty(1)], 2.0).overflow
 
 
 @given(GRADS_WITH_BAD_VALUES, GRADS_WITH_BAD_VALUES, SCALES)
 def test_unscale_again_is_that_of_other_values(
-    first: list[Tensor], second: list[Tensor], scale: float
+    ops: Operations, first: list[Tensor], second: list[Tensor], scale: float
 ) -> None:
+    first, second = ops.place(first), ops.place(second)
     kinds = [torch.empty_like(grad) for grad in second]
     expected = copies(second)
-    check = unscale(expected, expected, scale)
-    again = Unscale(kinds, kinds)
+    check = ops.unscale(expected, expected, scale)
+    again = ops.module.Unscale(kinds, kinds)
     for grads in (copies(second), second):
         ours = again.run(grads, grads, scale)
         assert (ours.overflow, ours.nonfinite()) == (check.overflow, check.nonfinite())
@@ -195,51 +259,106 @@ def test_unscale_again_is_that_of_other_values(
 
 @given(st.sampled_from([1.0, INF, NAN]), st.sampled_from([0.5, 2.0]))
 def test_unscale_multiplies_and_checks_the_memory_that_targets_share(
-    value: float, scale: float
+    ops: Operations, value: float, scale: float
 ) -> None:
     sources = [torch.tensor([value, 2.0]).half(), torch.tensor([3.0]).half()]
     memory = torch.zeros(4)
     targets = [memory[:2], memory[3:]]
-    check = Unscale(sources, targets).run(sources, targets, scale, [memory])
+    check = ops.module.Unscale(sources, targets).run(sources, targets, scale, [memory])
     expected = torch.tensor([value / scale, 2.0 / scale, 0.0, 3.0 / scale])
     torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
     assert check.overflow == (value != 1.0)
     assert [index for index, _ in check.nonfinite()] == [0] * (value != 1.0)
 
 
-def test_unscale_of_nothing_finds_nothing() -> None:
-    check = unscale([], [], 4.0)
+def test_unscale_of_nothing_finds_nothing(ops: Operations) -> None:
+    check = ops.unscale([], [], 4.0)
     assert (check.overflow, check.nonfinite(), check.grads) == (False, [], [])
+
+
+@given(GRADS_WITH_BAD_VALUES, SCALES, st.booleans())
+def test_a_scale_in_a_tensor_is_as_one_in_a_number(
+    ops: Operations, grads: list[Tensor], scale: float, into_fp32: bool
+) -> None:
+    grads = ops.place(grads)
+    targets = [
+        grad.to(torch.float32) if into_fp32 and not grad.is_complex() else grad.clone()
+        for grad in grads
+    ]
+    expected = copies(targets)
+    check = ops.unscale(copies(grads), expected, scale)
+    ours = ops.unscale(grads, targets, torch.tensor(scale))
+    assert (ours.overflow, ours.nonfinite()) == (check.overflow, check.nonfinite())
+    for target, other in zip(targets, expected, strict=True):
+        assert torch.equal(numbers(target).nan_to_num(7.0), numbers(other).nan_to_num(7.0))
+
+
+@given(GRADS, SCALES)
+def test_the_norm_of_a_check_is_that_of_what_was_unscaled(
+    ops: Operations, grads: list[Tensor], scale: float
+) -> None:
+    grads = ops.place(grads)
+    check = ops.unscale(grads, grads, scale)
+    # entries of one index of a sparse tensor count as their sum, so a norm in half is not exact
+    dense = [grad.to(torch.complex128).to_dense().cpu().numpy().ravel() for grad in grads]
+    expected = np.linalg.norm(np.abs(np.concatenate([np.zeros(1), *dense])))
+    norm = check.norm()
+    assert norm.shape == ()
+    if np.isfinite(expected) and expected < 1e18:
+        assert norm.item() == pytest.approx(expected, rel=1e-5, abs=1e-18)
+
+
+def test_a_number_scale_is_rounded_as_a_multiplied_loss_is(ops: Operations) -> None:
+    scale = 1000.1
+    grad = torch.full((1,), 3.0) * scale
+    expected = grad.double() * (1.0 / torch.tensor(scale).double()).float().double()
+    ops.unscale([grad], [grad], scale)
+    assert grad.item() == expected.float().item()
+
+
+def test_what_is_written_counts_as_written(ops: Operations) -> None:
+    grad, target, half = torch.ones(3), torch.zeros(3), torch.zeros(3).half()
+    versions = [one._version for one in (grad, target, half)]
+    ops.unscale([grad], [target], 2.0)
+    ops.module.Cast([grad], [half]).run()
+    ops.module.accumulate([target], [grad])
+    assert grad._version == versions[0]
+    assert target._version > versions[1] + 1
+    assert half._version > versions[2]
 
 
 # --- accumulate and cast ---
 
 
 @given(st.lists(tensors(), max_size=6))
-def test_accumulate_adds(targets: list[Tensor]) -> None:
+def test_accumulate_adds(ops: Operations, targets: list[Tensor]) -> None:
+    targets = ops.place(targets)
     others = [torch.randn_like(target) for target in targets]
     expected = [target + other for target, other in zip(targets, others, strict=True)]
     sums = [doubles(t) + doubles(o) for t, o in zip(targets, others, strict=True)]
-    kernels.accumulate(targets, others)
+    ops.module.accumulate(targets, others)
     for target, by_torch, by_numpy in zip(targets, expected, sums, strict=True):
         assert torch.equal(target, by_torch)
         exact = rounded(by_numpy, target.dtype)
         torch.testing.assert_close(numbers(target), exact, **tolerance(exact.dtype))
 
 
-def test_accumulate_adds_half_to_fp32_in_fp32() -> None:
+def test_accumulate_adds_half_to_fp32_in_fp32(ops: Operations) -> None:
     target, other = torch.tensor([1.0]), torch.tensor([2.0**-20], dtype=torch.float16)
-    kernels.accumulate([target], [other])
+    ops.module.accumulate([target], [other])
     assert target.item() == 1.0 + 2.0**-20
 
 
 @given(st.lists(tensors(REAL), max_size=6), st.lists(st.sampled_from(REAL), min_size=6))
-def test_cast_rounds_once(sources: list[Tensor], dtypes: list[torch.dtype]) -> None:
+def test_cast_rounds_once(
+    ops: Operations, sources: list[Tensor], dtypes: list[torch.dtype]
+) -> None:
+    sources = ops.place(sources)
     targets = [
         torch.full_like(source, 5.0, dtype=dtype)
         for source, dtype in zip(sources, dtypes, strict=False)
     ]
-    cast = Cast(sources, targets)
+    cast = ops.module.Cast(sources, targets)
     cast.run()
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(target, rounded(doubles(source), target.dtype).reshape(target.shape))
@@ -249,9 +368,9 @@ def test_cast_rounds_once(sources: list[Tensor], dtypes: list[torch.dtype]) -> N
         assert torch.equal(target, source.to(target.dtype))
 
 
-def test_empty_lists_are_all_right() -> None:
-    kernels.accumulate([], [])
-    Cast([], []).run()
+def test_empty_lists_are_all_right(ops: Operations) -> None:
+    ops.module.accumulate([], [])
+    ops.module.Cast([], []).run()
 
 
 # --- clip_by_norm ---
@@ -259,13 +378,14 @@ def test_empty_lists_are_all_right() -> None:
 
 @given(GRADS, st.sampled_from([0.01, 1.0, 1e6]), st.sampled_from([1.0, 2.0, 3.5, INF]))
 def test_clip_by_norm_is_that_of_the_dense_gradients(
-    grads: list[Tensor], max_norm: float, norm_type: float
+    ops: Operations, grads: list[Tensor], max_norm: float, norm_type: float
 ) -> None:
+    grads = ops.place(grads)
     dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
-    before = [grad.to(torch.complex128, copy=True).numpy().ravel() for grad in dense]
+    before = [grad.to(torch.complex128, copy=True).cpu().numpy().ravel() for grad in dense]
     everything = np.abs(np.concatenate([np.zeros(1), *before]))
     expected = np.linalg.norm(everything, norm_type)
-    total = kernels.clip_by_norm(grads, max_norm, norm_type)
+    total = ops.module.clip_by_norm(grads, max_norm, norm_type)
     assert total.shape == ()
     assert total.item() == pytest.approx(expected, rel=2e-2 if has_half_sparse(grads) else 1e-5)
     factor = min(1.0, max_norm / (total.item() + 1e-6))
@@ -290,40 +410,57 @@ def has_half_sparse(grads: Sequence[Tensor]) -> bool:
     st.sampled_from([1.0, 2.0, INF]),
 )
 def test_clip_by_norm_is_torchs_clip_grad_norm(
-    grads: list[Tensor], max_norm: float, norm_type: float
+    ops: Operations, grads: list[Tensor], max_norm: float, norm_type: float
 ) -> None:
+    grads = ops.place(grads)
     # torch takes the norm of half gradients in half, so it gets them in fp32
     params = [torch.zeros(grad.shape) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.to(torch.float32, copy=True)
     expected = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, foreach=False)
-    total = kernels.clip_by_norm(grads, max_norm, norm_type)
+    total = ops.module.clip_by_norm(grads, max_norm, norm_type)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     for grad, param in zip(grads, params, strict=True):
         torch.testing.assert_close(grad, param.grad.to(grad.dtype))
 
 
-def test_the_norm_of_half_gradients_is_taken_in_fp32() -> None:
+def test_the_norm_of_half_gradients_is_taken_in_fp32(ops: Operations) -> None:
     grads = [torch.full((10000,), 60000.0, dtype=torch.float16)]
-    assert kernels.clip_by_norm(grads, 1e9, 2.0).item() == pytest.approx(
+    assert ops.module.clip_by_norm(grads, 1e9, 2.0).item() == pytest.approx(
         float(grads[0][0]) * 100, rel=1e-5
     )
 
 
-def test_a_factor_too_small_for_half_does_not_clear_half_gradients() -> None:
+def test_a_factor_too_small_for_half_does_not_clear_half_gradients(ops: Operations) -> None:
     grads = [torch.full((4,), 60000.0, dtype=torch.float16), torch.full((1,), 1e12)]
-    kernels.clip_by_norm(grads, 2.0**18, 2.0)
+    ops.module.clip_by_norm(grads, 2.0**18, 2.0)
     assert grads[0].tolist() == [pytest.approx(60000 * 2.0**18 / 1e12, rel=1e-3)] * 4
 
 
-def test_the_norm_is_float64_where_a_gradient_is() -> None:
+def test_the_norm_is_float64_where_a_gradient_is(ops: Operations) -> None:
     grads = [torch.ones(1, dtype=torch.float64) * (1 + 1e-12), torch.zeros(1)]
-    assert kernels.clip_by_norm(grads, 9.0, 2.0).item() == 1 + 1e-12
+    assert ops.module.clip_by_norm(grads, 9.0, 2.0).item() == 1 + 1e-12
 
 
-def test_the_norm_of_nothing_is_zero() -> None:
-    assert kernels.clip_by_norm([], 1.0, 2.0).item() == 0.0
-    assert kernels.clip_by_norm([torch.ones(0)], 1.0, INF).item() == 0.0
+def test_the_norm_of_nothing_is_zero(ops: Operations) -> None:
+    assert ops.module.clip_by_norm([], 1.0, 2.0).item() == 0.0
+    assert ops.module.clip_by_norm([torch.ones(0)], 1.0, INF).item() == 0.0
+
+
+@given(GRADS, st.sampled_from([0.01, 1.0, 1e6]), st.floats(0.1, 10.0))
+def test_clip_by_a_known_norm_does_not_take_it(
+    ops: Operations, grads: list[Tensor], max_norm: float, norm: float
+) -> None:
+    grads = ops.place(grads)
+    before = copies(grads)
+    known = torch.tensor(norm)
+    assert ops.module.clip_by_norm(grads, max_norm, 2.0, known) is known
+    factor = min(1.0, max_norm / (known.item() + 1e-6))
+    for grad, old in zip(grads, before, strict=True):
+        expected = rounded(doubles(old) * factor, grad.dtype)
+        # the factor has two roundings in fp32
+        rtol = 2 * torch.finfo(expected.dtype).eps + 1e-6
+        torch.testing.assert_close(numbers(grad), expected, rtol=rtol, atol=1e-6)
 
 
 # --- Comparison and alike ---
@@ -338,10 +475,10 @@ def copied(draw: st.DrawFn) -> tuple[list[Tensor], list[Tensor]]:
 
 @given(copied(), st.data())
 def test_comparison_sees_every_written_element(
-    pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
+    ops: Operations, pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
 ) -> None:
-    sources, made = pair
-    comparison = Comparison(sources, made)
+    sources, made = map(ops.place, pair)
+    comparison = ops.module.Comparison(sources, made)
     assert not comparison.differs()
     filled = [index for index, tensor in enumerate(made) if tensor.numel()]
     if not filled:
@@ -356,19 +493,19 @@ def test_comparison_sees_every_written_element(
     assert not comparison.differs()
 
 
-def test_comparison_of_large_tensors_sees_the_last_element() -> None:
+def test_comparison_of_large_tensors_sees_the_last_element(ops: Operations) -> None:
     source = torch.zeros(torch_kernels._TOGETHER + 1)
     half = source.half()
-    comparison = Comparison([source, torch.zeros(2)], [half, torch.zeros(2).half()])
+    comparison = ops.module.Comparison([source, torch.zeros(2)], [half, torch.zeros(2).half()])
     assert not comparison.differs()
     half[-1] = 1.0
     assert comparison.differs()
 
 
-def test_comparison_sees_nan_as_equal_to_itself() -> None:
+def test_comparison_sees_nan_as_equal_to_itself(ops: Operations) -> None:
     source = torch.tensor([NAN])
     half = source.half()
-    comparison = Comparison([source], [half])
+    comparison = ops.module.Comparison([source], [half])
     assert not comparison.differs()
     half[0] = 1.0
     assert comparison.differs()
@@ -376,10 +513,10 @@ def test_comparison_sees_nan_as_equal_to_itself() -> None:
 
 @given(copied(), st.data())
 def test_comparison_after_a_note_sees_what_is_written_to_a_copy(
-    pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
+    ops: Operations, pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
 ) -> None:
-    sources, made = pair
-    comparison = Comparison(sources, made)
+    sources, made = map(ops.place, pair)
+    comparison = ops.module.Comparison(sources, made)
     for source, copy in zip(sources, made, strict=True):
         source.mul_(-2).add_(1)
         copy.copy_(source)
@@ -396,13 +533,13 @@ def test_comparison_after_a_note_sees_what_is_written_to_a_copy(
 
 
 @pytest.mark.parametrize("gap", [0, 1, 100])
-def test_comparison_reads_copies_that_share_a_memory_at_once(gap: int) -> None:
+def test_comparison_reads_copies_that_share_a_memory_at_once(ops: Operations, gap: int) -> None:
     memory = torch.zeros(20 + gap).half()
     made = [memory[:8].view(2, 4), memory[10:20]]
     sources = [torch.randn_like(copy, dtype=torch.float32) for copy in made]
     for source, copy in zip(sources, made, strict=True):
         copy.copy_(source)
-    comparison = Comparison(sources, made)
+    comparison = ops.module.Comparison(sources, made)
     comparison.note_equal()
     # a memory that holds much else is not read as a whole
     assert [len(part) for part in comparison._together] == [2 if gap == 100 else 1]
@@ -412,6 +549,48 @@ def test_comparison_reads_copies_that_share_a_memory_at_once(gap: int) -> None:
         assert comparison.differs()
         element.copy_(old)
         assert not comparison.differs()
+
+
+@given(copied(), st.lists(st.booleans(), min_size=8, max_size=8), st.data())
+def test_reconcile_lets_one_of_the_two_follow(
+    ops: Operations,
+    pair: tuple[list[Tensor], list[Tensor]],
+    wins: list[bool],
+    data: st.DataObject,
+) -> None:
+    sources, made = map(ops.place, pair)
+    wins = wins[: len(made)]
+    comparison = ops.module.Comparison(sources, made)
+    if data.draw(st.booleans()):
+        comparison.note_equal()
+    for copy in made:
+        if copy.numel() and data.draw(st.booleans()):
+            where = np.unravel_index(data.draw(st.integers(0, copy.numel() - 1)), copy.shape)
+            copy[where] = data.draw(st.sampled_from([3.0, -0.0, INF]))
+    expected = []
+    for source, copy, win in zip(sources, made, wins, strict=True):
+        same = bits(source.to(copy.dtype)) == bits(copy)
+        exact = source if win else torch.where(same, source, copy.to(source.dtype))
+        expected.append((exact.clone(), exact.to(copy.dtype)))
+    differs = comparison.reconcile(lambda: wins)
+    assert differs in (False, True)
+    for source, copy, (exact, rounded_one) in zip(sources, made, expected, strict=True):
+        assert torch.equal(bits(source), bits(exact))
+        assert torch.equal(bits(copy), bits(rounded_one))
+    assert not comparison.differs()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def test_the_reference_asks_who_wins_only_where_something_differs() -> None:
+    source, copy = torch.ones(3), torch.ones(3).half()
+    comparison = torch_kernels.Comparison([source], [copy])
+    assert comparison.reconcile(lambda: pytest.fail("asked")) is False
+    copy[1] = 2.0
+    assert comparison.reconcile(lambda: [False]) is True
+    assert source.tolist() == [1.0, 2.0, 1.0]
 
 
 @given(copied())

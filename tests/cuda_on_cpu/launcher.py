@@ -1,5 +1,7 @@
 """Launches kernels on CPU tensors as `cuda_module` does on a GPU's; knows only their names."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -12,11 +14,18 @@ class EmulatedModules:
 
     Attributes:
         launched: the names of the kernels, in order.
+        failure: None, as long as no test sets it.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self.launched: list[str] = []
+        self.failure: Exception | None = None
+
+    def can_launch(self, sources: Iterable[str], device: torch.device) -> bool:
+        assert device.type == "cpu"
+        assert all((cuda_on_cpu.CSRC / source).is_file() for source in sources)
+        return self.failure is None
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         assert device.type == "cpu"

@@ -1,0 +1,154 @@
+"""Which rows of parallel lists the kernels take, by device, with their tables; launches nothing."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .tensor_tables import TensorTable
+
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_LAYOUT = operator.attrgetter("layout")
+
+Mix = tuple[str, ...]
+Kind = tuple[torch.device, Mix]
+Item = TypeVar("Item")
+
+
+class Part(NamedTuple):
+    """Rows on one device: a dense tensor per list each, of the three dtypes that kernels take.
+
+    The mix of a group in the table is the names of the dtypes.
+    """
+
+    device: torch.device
+    rows: Sequence[int]
+    table: TensorTable
+
+
+class Split(NamedTuple):
+    """The rows that kernels take, and those that they do not."""
+
+    parts: list[Part]
+    others: list[int]
+
+
+class DenseRows:
+    """Splits lists of the same dtypes, devices and sizes, again and again.
+
+    Args:
+        takes: tells of a mix of dtypes whether there is a kernel for it.
+    """
+
+    def __init__(self, takes: Callable[[Mix], bool] | None = None) -> None:
+        self._takes = takes
+        self._contiguous: Split | None = None
+        self._strides: list[list[tuple[int, ...]]] = []
+        self._strided = Split([], [])
+
+    def split(self, *columns: Sequence[Tensor]) -> Split:
+        """Split by what the tensors are now.
+
+        Args:
+            columns: parallel lists of tensors.
+        """
+        if not all(map(_all_strided, columns)):
+            return split(*columns, takes=self._takes)
+        # Of strided tensors nothing but the strides can change.
+        if all(map(_all_contiguous, columns)):
+            if self._contiguous is None:
+                self._contiguous = self._make(columns)
+            return self._contiguous
+        strides = [list(map(Tensor.stride, column)) for column in columns]
+        if strides != self._strides:
+            self._strides, self._strided = strides, self._make(columns)
+        return self._strided
+
+    def _make(self, columns: tuple[Sequence[Tensor], ...]) -> Split:
+        return _make_split(_kinds(columns, self._takes), _lengths(columns))
+
+
+def split(*columns: Sequence[Tensor], takes: Callable[[Mix], bool] | None = None) -> Split:
+    """Split lists; those like lists seen lately share the tables of these."""
+    return _known_split(_kinds(columns, takes), _lengths(columns))
+
+
+def chosen(items: Sequence[Item], rows: Sequence[int]) -> list[Item]:
+    """Return the items of these rows."""
+    return list(items) if len(rows) == len(items) else [items[row] for row in rows]
+
+
+def _lengths(columns: tuple[Sequence[Tensor], ...]) -> tuple[int, ...]:
+    return tuple(map(Tensor.numel, columns[0]))
+
+
+def _kinds(
+    columns: tuple[Sequence[Tensor], ...], takes: Callable[[Mix], bool] | None
+) -> tuple[Kind | None, ...]:
+    kinds = (_kind(row) for row in zip(*columns, strict=True))
+    return tuple(
+        kind if kind is None or takes is None or takes(kind[1]) else None for kind in kinds
+    )
+
+
+def _kind(row: Sequence[Tensor]) -> Kind | None:
+    """Return device and dtypes, or None where no kernel takes the row."""
+    first = row[0]
+    known = all(one.dtype in _NAMES and one.device == first.device for one in row)
+    if not known or not _same_dense_layout(row):
+        return None
+    return first.device, tuple(_NAMES[one.dtype] for one in row)
+
+
+def _same_dense_layout(row: Sequence[Tensor]) -> bool:
+    """Return whether the elements fill the memory, in the same order in each tensor."""
+    if not _all_strided(row):
+        return False
+    if _all_contiguous(row):
+        return True
+    strides = [_strides(one) for one in row]
+    return all(one == strides[0] for one in strides) and _fills_memory(row[0])
+
+
+def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return stride and size of each dimension that has more than one index."""
+    return [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
+
+
+def _fills_memory(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(_strides(tensor)):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _all_strided(tensors: Sequence[Tensor]) -> bool:
+    return all(map(operator.is_, map(_LAYOUT, tensors), repeat(torch.strided)))
+
+
+def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
+    return all(map(Tensor.is_contiguous, tensors))
+
+
+def _make_split(kinds: tuple[Kind | None, ...], lengths: tuple[int, ...]) -> Split:
+    rows_by_device: dict[torch.device, list[int]] = {}
+    for row, kind in enumerate(kinds):
+        if kind is not None:
+            rows_by_device.setdefault(kind[0], []).append(row)
+    parts = []
+    for device, rows in rows_by_device.items():
+        mixes: list[Any] = [kinds[row] for row in rows]
+        names: list[Hashable] = [mix for _, mix in mixes]
+        parts.append(Part(device, rows, TensorTable([lengths[r] for r in rows], names, device)))
+    return Split(parts, [row for row, kind in enumerate(kinds) if kind is None])
+
+
+_known_split = functools.lru_cache(maxsize=64)(_make_split)

@@ -1,0 +1,98 @@
+"""Moving a scale on the device: the reference and the CUDA text against LossScaler, bit for bit."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from cuda_on_cpu.launcher import EmulatedModules
+from hypothesis import given
+from hypothesis import strategies as st
+from test_kernels_update_scale import scalers
+
+from amp_patch import cuda_kernels, cuda_module, scaler_state
+from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.scaler_state import ScalerState
+
+Update = Callable[[ScalerState, torch.Tensor, ScaleRule], None]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["torch", "cuda on cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def update(request: pytest.FixtureRequest) -> Iterator[tuple[Update, torch.device]]:
+    if request.param == "torch":
+        yield scaler_state.update, torch.device("cpu")
+    elif request.param == "cuda":
+        yield cuda_kernels.update_scale, torch.device("cuda", 0)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            modules = EmulatedModules(request.config)
+            patch.setattr(cuda_module, "modules", modules)
+            yield cuda_kernels.update_scale, torch.device("cpu")
+            assert set(modules.launched) == {"update_scale"}
+
+
+def fields(state: ScalerState) -> dict[str, float | int]:
+    names = ("scale", "scale_before", "skipped", "reduced")
+    counts = ("unskipped", "hysteresis_left", "overflows_at_floor")
+    return {name: getattr(state, name).item() for name in (*names, *counts)}
+
+
+def fields_of(scaler: LossScaler, before: float) -> dict[str, float | int]:
+    return {
+        "scale": scaler.scale,
+        "scale_before": before,
+        "skipped": int(scaler.skipped),
+        "reduced": int(scaler.reduced),
+        "unskipped": scaler.unskipped,
+        "hysteresis_left": scaler.hysteresis_left,
+        "overflows_at_floor": scaler.overflows_at_floor,
+    }
+
+
+@given(scaler=scalers(), overflows=st.lists(st.booleans(), max_size=40))
+def test_any_series_of_passes_moves_it_as_the_loss_scaler(
+    update: tuple[Update, torch.device], scaler: LossScaler, overflows: list[bool]
+) -> None:
+    move, device = update
+    state = ScalerState(scaler, device)
+    for overflow in overflows:
+        before = scaler.scale
+        scaler.update(overflow)
+        move(state, torch.tensor([float(overflow)], device=device), scaler.rule)
+        assert fields(state) == fields_of(scaler, before)
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, 1e-45, torch.inf, torch.nan])
+def test_any_flag_but_0_is_an_overflow(
+    update: tuple[Update, torch.device], found_inf: float
+) -> None:
+    move, device = update
+    state = ScalerState(LossScaler(ScaleRule()), device)
+    move(state, torch.tensor(found_inf, device=device), ScaleRule())
+    assert (state.scale.item(), state.skipped.item(), state.reduced.item()) == (2.0**15, 1, 1)
+
+
+@given(scalers(), scalers(), st.lists(st.booleans(), max_size=5))
+def test_a_scaler_written_and_read_is_the_same(
+    scaler: LossScaler, other: LossScaler, overflows: list[bool]
+) -> None:
+    for overflow in overflows:
+        scaler.update(overflow)
+    state = ScalerState(other, torch.device("cpu"))
+    state.write(scaler)
+    assert fields(state) == fields_of(scaler, scaler.scale)
+    assert ScalerState.read(state.buffer, other) == scaler.scale
+    assert fields_of(other, 0.0) == fields_of(scaler, 0.0)
+
+
+def test_the_views_share_the_buffer() -> None:
+    state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
+    assert state.buffer.shape == (40,)
+    begin = state.buffer.data_ptr()
+    names = ("scale", "scale_before", "skipped", "reduced")
+    counts = ("unskipped", "hysteresis_left", "overflows_at_floor")
+    offsets = [getattr(state, name).data_ptr() - begin for name in (*names, *counts)]
+    assert offsets == [0, 4, 8, 12, 16, 24, 32]
+    assert all(getattr(state, name).shape == (1,) for name in (*names, *counts))
