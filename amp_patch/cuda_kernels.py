@@ -208,7 +208,7 @@ def _statistics(part: Part) -> Tensor:
 @torch.no_grad()
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """See `torch_kernels.accumulate`."""
-    parts, rest = split(targets, others)
+    parts, rest = split("accumulate", targets, others)
     torch_kernels.accumulate(chosen(targets, rest), chosen(others, rest))
     for part in parts:
         ours, theirs = chosen(targets, part.rows), chosen(others, part.rows)
@@ -246,7 +246,7 @@ def clip_by_norm(
     """See `torch_kernels.clip_by_norm`; the norm is taken in one pass where it is the 2-norm."""
     if norm_type != 2.0 or norm is not None:
         return torch_kernels.clip_by_norm(grads, max_norm, norm_type, norm)
-    parts, others = split(grads, grads)
+    parts, others = split("clip_by_norm", grads, grads)
     found = [Found(part, None) for part in parts]
     for one in found:
         _examine(one, chosen(grads, one.part.rows), [None] * len(one.part.rows), None)

@@ -49,8 +49,7 @@ class DenseRows:
     def __init__(self, takes: Callable[[Mix], bool] | None = None) -> None:
         self._takes = takes
         self._contiguous: Split | None = None
-        self._strides: list[list[tuple[int, ...]]] = []
-        self._strided = Split([], [])
+        self._last: tuple[Any, Split] = (None, Split([], []))
 
     def split(self, *columns: Sequence[Tensor]) -> Split:
         """Split by what the tensors are now.
@@ -58,25 +57,32 @@ class DenseRows:
         Args:
             columns: parallel lists of tensors.
         """
+        key: Any
         if not all(map(_all_strided, columns)):
-            return split(*columns, takes=self._takes)
+            key = _kinds(columns, self._takes)
         # Of strided tensors nothing but the strides can change.
-        if all(map(_all_contiguous, columns)):
+        elif not all(map(_all_contiguous, columns)):
+            key = [list(map(Tensor.stride, column)) for column in columns]
+        else:
             if self._contiguous is None:
                 self._contiguous = self._make(columns)
             return self._contiguous
-        strides = [list(map(Tensor.stride, column)) for column in columns]
-        if strides != self._strides:
-            self._strides, self._strided = strides, self._make(columns)
-        return self._strided
+        if key != self._last[0]:
+            self._last = key, self._make(columns)
+        return self._last[1]
 
     def _make(self, columns: tuple[Sequence[Tensor], ...]) -> Split:
         return _make_split(_kinds(columns, self._takes), _lengths(columns))
 
 
-def split(*columns: Sequence[Tensor], takes: Callable[[Mix], bool] | None = None) -> Split:
-    """Split lists; those like lists seen lately share the tables of these."""
-    return _known_split(_kinds(columns, takes), _lengths(columns))
+def split(user: str, *columns: Sequence[Tensor]) -> Split:
+    """Split lists; those like what the same user split lately share the tables of these.
+
+    Args:
+        user: the operation; the tables of one user have as many columns each time.
+        columns: parallel lists of tensors.
+    """
+    return _known_split(user, _kinds(columns, None), _lengths(columns))
 
 
 def chosen(items: Sequence[Item], rows: Sequence[int]) -> list[Item]:
@@ -151,4 +157,6 @@ def _make_split(kinds: tuple[Kind | None, ...], lengths: tuple[int, ...]) -> Spl
     return Split(parts, [row for row, kind in enumerate(kinds) if kind is None])
 
 
-_known_split = functools.lru_cache(maxsize=64)(_make_split)
+@functools.lru_cache(maxsize=64)
+def _known_split(user: str, kinds: tuple[Kind | None, ...], lengths: tuple[int, ...]) -> Split:
+    return _make_split(kinds, lengths)

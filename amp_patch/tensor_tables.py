@@ -14,8 +14,8 @@ from torch import Tensor
 
 #: Elements of a chunk, as in tensor_table.cuh.
 CHUNK = 16384
-#: Uploads of a table that CUDA graphs may hold before it is uploaded outside of them again.
-_SPARE = 2
+#: Contents of a table that CUDA graphs may upload before it is uploaded outside of them again.
+_SPARE = 4
 #: Memory that CUDA graphs copy from at every replay: it must outlive them, and nothing tells when
 #: they end.
 _captured: list[Tensor] = []
@@ -71,6 +71,7 @@ class _Upload:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self._spare: list[Tensor] = []
+        self._captured: tuple[list[int], Tensor] | None = None
 
     def resident(self) -> Resident:
         return Resident(self._device, self._make, self._capture)
@@ -84,6 +85,11 @@ class _Upload:
         return host.pin_memory().to(self._device, non_blocking=True)
 
     def _capture(self, numbers: list[int]) -> Tensor:
+        if self._captured is None or numbers != self._captured[0]:
+            self._captured = numbers, self._take_spare(numbers)
+        return self._captured[1].to(self._device, non_blocking=True)
+
+    def _take_spare(self, numbers: list[int]) -> Tensor:
         # Older versions of torch cannot allocate pinned memory during a capture.
         if not self._spare:
             raise RuntimeError(
@@ -93,7 +99,7 @@ class _Upload:
             )
         host = self._spare.pop().copy_(torch.tensor(numbers, dtype=self._dtype))
         _captured.append(host)
-        return host.to(self._device, non_blocking=True)
+        return host
 
 
 class Group(NamedTuple):

@@ -147,6 +147,22 @@ def test_tables_stay_where_the_addresses_do(
     assert len(made) == 1
 
 
+def test_operations_do_not_take_each_others_tables(
+    modules: EmulatedModules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    tensor = torch.tensor
+    ones, others = [torch.ones(3)], [torch.ones(3)]
+    for _ in range(2):
+        made.clear()
+        cuda_kernels.accumulate(ones, others)
+        cuda_kernels.clip_by_norm(ones, 1.0, 2.0)
+        monkeypatch.setattr(
+            torch, "tensor", lambda *args, **kw: made.append(args) or tensor(*args, **kw)
+        )
+    assert made == []
+
+
 def test_the_scale_of_the_next_step_is_another(modules: EmulatedModules) -> None:
     grads = [torch.ones(3)]
     unscale = Unscale(grads, grads)

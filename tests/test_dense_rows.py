@@ -40,7 +40,7 @@ SPARSE = torch.sparse_coo_tensor(
 )
 def test_which_rows_are_taken(row: list[Tensor], taken: bool) -> None:
     columns = [[one] for one in row]
-    for parts, others in (split(*columns), DenseRows().split(*columns)):
+    for parts, others in (split("a", *columns), DenseRows().split(*columns)):
         assert [list(part.rows) for part in parts] == [[0]] * taken
         assert others == [0] * (not taken)
 
@@ -65,7 +65,7 @@ def test_parts_are_by_device_and_groups_by_dtypes() -> None:
     meta = torch.zeros(5, device="meta")
     sources = [half, meta, full, SPARSE, half]
     targets = [full[:3], meta, full, SPARSE, full[:3]]
-    parts, others = split(sources, targets)
+    parts, others = split("a", sources, targets)
     assert [(part.device.type, part.rows) for part in parts] == [("cpu", [0, 2, 4]), ("meta", [1])]
     mixes = [group.mix for group in parts[0].table.groups]
     assert mixes == [("float16", "float32"), ("float32", "float32")]
@@ -87,14 +87,17 @@ def test_lists_of_the_same_strides_share_a_split() -> None:
     assert permuted is not contiguous
     assert rows.split([torch.ones(3, 2).t()]) is permuted
     assert rows.split([torch.zeros(2, 6)[:, ::2]]).others == [0]
-    assert rows.split([SPARSE]).others == [0]
+    mixed = rows.split([SPARSE])
+    assert mixed.others == [0]
+    assert rows.split([SPARSE]) is mixed
     assert rows.split([torch.ones(2, 3)]) is contiguous
 
 
 def test_lists_like_those_seen_lately_share_tables() -> None:
-    first, again = (split([torch.zeros(7), torch.zeros(9)]) for _ in range(2))
+    first, again = (split("a", [torch.zeros(7), torch.zeros(9)]) for _ in range(2))
     assert again is first
-    assert split([torch.zeros(7), torch.zeros(8)]) is not first
+    assert split("a", [torch.zeros(7), torch.zeros(8)]) is not first
+    assert split("b", [torch.zeros(7), torch.zeros(9)]) is not first
 
 
 def test_chosen_items() -> None:

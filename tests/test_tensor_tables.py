@@ -161,8 +161,13 @@ def test_memory_that_a_graph_copies_from_is_kept(monkeypatch: pytest.MonkeyPatch
     upload = tensor_tables._Upload(torch.int64, CPU)
     spare = torch.zeros(3, dtype=torch.int64)
     upload._spare.append(spare)
+    upload._spare.append(torch.zeros(3, dtype=torch.int64))
     assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
-    assert captured[0] is spare
+    assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
+    assert len(captured) == 1
+    assert upload._capture([4, 5, 6]).tolist() == [4, 5, 6]
+    assert captured[1] is spare
+    assert captured[0].tolist() == [1, 2, 3]
 
 
 def test_a_capture_before_any_step_is_refused() -> None:

@@ -1,0 +1,251 @@
+"""What only a GPU shows of the kernels: streams, devices, graphs, syncs and the sanitizer's view.
+
+The operations' own table runs there, too: test_kernels.py and test_scaler_state.py.
+"""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_patch import cuda_kernels, kernels, scaler_state
+from amp_patch.host_copy import HostCopy
+from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale
+from amp_patch.loss_scaler import LossScaler, ScaleRule
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parent.parent
+# enough for the host to be far ahead of the device
+CYCLES = 50_000_000
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def no_sync() -> Iterator[Callable[[], None]]:
+    """Give what makes every wait for the device an error from then on."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Step:
+    """Every operation of a training step at O2 on some parameters, with a scale on the device."""
+
+    def __init__(self, device: torch.device, sizes: tuple[int, ...] = (5, 70_000, 1)) -> None:
+        self.halves = [torch.ones(n, device=device).half() for n in sizes]
+        self.masters = [half.float() for half in self.halves]
+        self.grads = [torch.ones_like(half) for half in self.halves]
+        self.received = [torch.zeros_like(master) for master in self.masters]
+        self.sums = [torch.zeros_like(master) for master in self.masters]
+        self.rule = ScaleRule(init_scale=4.0)
+        self.state = ScalerState(LossScaler(self.rule), device)
+        self.unscale = Unscale(self.grads, self.received)
+        self.cast = Cast(self.masters, self.halves)
+        self.comparison = Comparison(self.masters, self.halves)
+
+    def run(self) -> kernels.GradCheck:
+        self.comparison.reconcile(lambda: [True] * len(self.masters))
+        check = self.unscale.run(self.grads, self.received, self.state.scale)
+        kernels.update_scale(self.state, check.found_inf[0], self.rule)
+        kernels.accumulate(self.sums, self.received)
+        kernels.clip_by_norm(self.received, 1e9, 2.0)
+        for master, grad in zip(self.masters, self.received, strict=True):
+            master.sub_(grad)
+        self.cast.run()
+        return check
+
+
+def test_the_kernels_are_what_runs(gpu: torch.device) -> None:
+    assert isinstance(Step(gpu).run(), cuda_kernels.GradCheck)
+
+
+def test_a_step_waits_for_nothing(gpu: torch.device, no_sync: Callable[[], None]) -> None:
+    step = Step(gpu)
+    step.run()
+    no_sync()
+    check = step.run()
+    copy = HostCopy(check.found_inf[0])
+    check.norm()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        check.nonfinite()
+    torch.cuda.set_sync_debug_mode("default")
+    assert copy.wait().tolist() == [0.0]
+
+
+def test_new_addresses_are_uploaded_without_waiting(
+    gpu: torch.device, no_sync: Callable[[], None]
+) -> None:
+    step = Step(gpu)
+    step.run()
+    no_sync()
+    for _ in range(5):
+        step.grads = [grad.clone() for grad in step.grads]
+        step.run()
+    torch.cuda.set_sync_debug_mode("default")
+    assert step.sums[1].unique().tolist() == [6 * 0.25]
+
+
+def test_operations_run_on_the_current_stream(gpu: torch.device) -> None:
+    grads, targets = [torch.zeros(70_000, device=gpu)], [torch.zeros(70_000, device=gpu)]
+    unscale = Unscale(grads, targets)
+    for value in (2.0, 4.0, 8.0):
+        stream = torch.cuda.Stream(gpu)
+        stream.wait_stream(torch.cuda.current_stream(gpu))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+            grads[0].fill_(value)
+            unscale.run(grads, targets, 2.0)
+            seen = targets[0].clone()
+        stream.synchronize()
+        assert seen.unique().tolist() == [value / 2]
+        torch.cuda.current_stream(gpu).wait_stream(stream)
+
+
+def test_a_copy_is_ready_when_the_device_has_made_it(gpu: torch.device) -> None:
+    tensor = torch.zeros(3, device=gpu)
+    torch.cuda._sleep(CYCLES)
+    tensor.fill_(5.0)
+    copy = HostCopy(tensor)
+    assert not copy.ready()
+    assert copy.wait().tolist() == [5.0] * 3
+    assert copy.ready()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_lists_over_several_devices() -> None:
+    devices = [torch.device("cuda", index) for index in (0, 1, 0)]
+    grads = [torch.full((9,), 2.0, device=device) for device in devices]
+    grads[1][4] = torch.inf
+    check = Unscale(grads, grads).run(grads, grads, 2.0)
+    assert check.nonfinite() == [(1, "inf")]
+    assert [flag.item() for flag in check.found_inf] == [0.0, 1.0]
+    assert torch.cuda.current_device() == 0
+    grads[1][4] = 1.0
+    assert kernels.clip_by_norm(grads, 1.0, 2.0).item() == pytest.approx(27**0.5)
+
+
+def test_a_step_can_be_captured_and_replayed(gpu: torch.device) -> None:
+    step = Step(gpu)
+    side = torch.cuda.Stream(gpu)
+    side.wait_stream(torch.cuda.current_stream(gpu))
+    with torch.cuda.stream(side):
+        step.run()
+    torch.cuda.current_stream(gpu).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        check = step.run()
+    scales, flags = [], []
+    for value in (1.0, torch.inf, 1.0, torch.nan):
+        step.grads[1][69_999] = value
+        graph.replay()
+        flags.append(check.found_inf[0].item())
+        scales.append(step.state.scale.item())
+    assert flags == [0.0, 1.0, 0.0, 1.0]
+    assert scales == [4.0, 2.0, 2.0, 1.0]
+    expected = step.masters[0].half()
+    torch.testing.assert_close(step.halves[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_a_graph_copies_from_outlives_the_operations(gpu: torch.device) -> None:
+    grads = [torch.full((9,), 4.0, device=gpu)]
+    unscale = Unscale(grads, grads)
+    unscale.run(grads, grads, 2.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        unscale.run(grads, grads, 2.0)
+    del unscale
+    pinned = [torch.zeros(64, dtype=torch.int64, pin_memory=True) for _ in range(64)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert grads[0].tolist() == [1.0] * 9
+    assert len(pinned) == 64
+
+
+def test_the_same_bits_come_out_on_every_run(gpu: torch.device) -> None:
+    grads = [torch.randn(n, device=gpu) for n in (10_000_001, 3, 40_000)]
+    targets = [torch.empty_like(grad) for grad in grads]
+    norms = {Unscale(grads, targets).run(grads, targets, 3.0).norm().item() for _ in range(20)}
+    assert len(norms) == 1
+
+
+def test_more_than_2_to_the_31_elements(gpu: torch.device) -> None:
+    free, _ = torch.cuda.mem_get_info(gpu)
+    if free < 6 * 2**30:
+        pytest.skip(f"needs 6 GiB of free memory; {free / 2**30:.1f} GiB are")
+    grads = [torch.ones(2**31 + 70_001, dtype=torch.float16, device=gpu)]
+    grads[0][-1] = torch.nan
+    check = Unscale(grads, grads).run(grads, grads, 2.0)
+    assert check.nonfinite() == [(0, "NaN")]
+    assert grads[0][-70_001:-1].unique().tolist() == [0.5]
+
+
+def test_the_reference_on_a_gpu_does_not_wait_either(
+    gpu: torch.device, no_sync: Callable[[], None]
+) -> None:
+    rule = ScaleRule(init_scale=4.0)
+    state = ScalerState(LossScaler(rule), gpu)
+    flag = torch.ones(1, device=gpu)
+    no_sync()
+    scaler_state.update(state, flag, rule)
+    torch.cuda.set_sync_debug_mode("default")
+    assert state.scale.item() == 2.0
+
+
+def train(amp: object, level: str, monkeypatch: pytest.MonkeyPatch, who: str) -> list[Tensor]:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", who)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(33, 65), nn.LayerNorm(65), nn.Linear(65, 7)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(8):
+        x = torch.randn(16, 33, device="cuda")
+        loss = model(x).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [param.detach().clone() for param in model.parameters()]
+    amp.deactivate()
+    return trained
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_training_by_the_kernels_is_that_by_torch(
+    amp: object, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = train(amp, level, monkeypatch, "cupy")
+    theirs = train(amp, level, monkeypatch, "torch")
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+SANITIZED = """
+    import sys
+    sys.path[:0] = {paths!r}
+    import torch
+    from test_gpu_kernels import Step
+    step = Step(torch.device("cuda", 0), sizes=(1, 16_385, 7, 0))
+    step.grads[1] = torch.ones(16_386, device="cuda").half()[1:]
+    step.run()
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is missing")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    script = textwrap.dedent(SANITIZED).format(paths=[str(ROOT), str(ROOT / "tests")])
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+    command += ["--kernel-name-exclude", "kns=at::"] if tool == "initcheck" else []
+    run = subprocess.run(
+        [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
