@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -20,9 +21,10 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to each tensor in it, ``other`` to other leaves.
 
-    Lists, tuples, named tuples, mappings (also subclasses such as ``OrderedDict`` or a model's
-    output object), dataclasses and ``PackedSequence`` keep their type. The caller's containers
-    are never changed: where no tensor changed the same object is returned, else a new one.
+    Lists, tuples, named tuples, deques, sets, mappings (also subclasses such as ``OrderedDict`` or
+    a model's output object), dataclasses and ``PackedSequence`` keep their type. The caller's
+    containers are never changed: where no tensor changed the same object is returned, else a new
+    one.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -33,6 +35,8 @@ def map_tensors(
         return value if data is value.data else PackedSequence(data, *value[1:])
     if isinstance(value, (list, tuple)):
         return _map_sequence(function, value, other)
+    if isinstance(value, (deque, set, frozenset)):
+        return _map_collection(function, value, other)
     if isinstance(value, Mapping):
         return _map_mapping(function, value, other)
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
@@ -60,6 +64,20 @@ def _map_sequence(function: Callable[..., Any], value: Any, other: Callable[...,
     return tuple.__new__(kind, items)
 
 
+def _map_collection(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
+    items = [map_tensors(function, item, other) for item in value]
+    if all(map(_same, items, value)):
+        return value
+    if type(value) is deque:
+        return deque(items, maxlen=value.maxlen)
+    if type(value) is set or isinstance(value, frozenset):
+        return type(value)(items)
+    new = copy.copy(value)
+    new.clear()
+    (new.extend if isinstance(value, deque) else new.update)(items)
+    return new
+
+
 def _map_mapping(
     function: Callable[..., Any], value: Mapping[Any, Any], other: Callable[..., Any]
 ) -> Any:
@@ -82,7 +100,10 @@ def _map_mapping(
 
 def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     """Copy a mapping so that writing to the copy leaves the original alone."""
-    new = copy.copy(value)
+    if type(value).__reduce__ is OrderedDict.__reduce__:
+        new = _copy_ordered(value)
+    else:
+        new = copy.copy(value)
     attributes = getattr(value, "__dict__", {})
     if attributes is value:
         # The idiom ``self.__dict__ = self``, whose copy has a dictionary of its own.
@@ -92,6 +113,18 @@ def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
         vars(new).update(
             {n: kept.copy() for n, kept in attributes.items() if isinstance(kept, (dict, list))}
         )
+    return new
+
+
+def _copy_ordered(value: Any) -> OrderedDict[Any, Any]:
+    """Copy an ``OrderedDict`` as copy.copy does any other dict, whose constructor it never calls.
+
+    A subclass's may have arguments of its own, which ``OrderedDict.__reduce__`` knows nothing of.
+    """
+    new = OrderedDict.__new__(type(value))
+    for key, item in value.items():
+        OrderedDict.__setitem__(new, key, item)
+    vars(new).update(vars(value))
     return new
 
 

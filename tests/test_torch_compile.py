@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import types
+from collections import OrderedDict, deque
 
 import pytest
 import torch
@@ -313,6 +314,34 @@ def test_containers_go_in_and_out_of_a_compiled_model(amp, opt_level, kind):
     got, expected = compiled(model)(batch), model(batch)
     assert got.keys() == expected.keys()
     assert_same(got, expected)
+
+
+class Out(OrderedDict):
+    """An output with a constructor of its own."""
+
+    def __init__(self, logits):
+        super().__init__(logits=logits)
+
+
+class Returns(nn.Module):
+    """Returns its result in a container of a kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind(self.fc(x))
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("kind", [Out, lambda y: deque([y], maxlen=2)], ids=["Out", "deque"])
+def test_containers_made_in_a_traced_model_keep_their_kind(amp, opt_level, kind):
+    model = start(amp, opt_level, Returns(kind))
+    got, expected = compiled(lambda x: model(x))(X), model(X)
+    assert type(got) is type(expected) is type(kind(X))
+    assert_same(*[list(o.values()) if kind is Out else list(o) for o in (got, expected)])
 
 
 class Checkpointed(nn.Module):
