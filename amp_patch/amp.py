@@ -74,6 +74,7 @@ def initialize(
     growth_interval: int | None = None,
     hysteresis: int | None = None,
     rules: Mapping[str, str] | None = None,
+    fused_step: bool = False,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
@@ -100,13 +101,17 @@ def initialize(
         hysteresis: overflows tolerated before the scale backs off, itself included (1).
         rules: function -> "half", "float", "promote", "bfloat16" or "off", for O1 and O4: the bare
             name of a torch function ("softmax"), or a dotted path.
+        fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
+            gradients, masters, state and half weights (O2, O5). The masters' gradients are made
+            only where they are read.
 
     Returns:
         ``(models, optimizers)``, each as it came in: one, a list or a tuple. Only the models where
         ``optimizers`` is None.
 
     Raises:
-        TypeError: models, optimizers or opt_level of a wrong type; LBFGS.
+        TypeError: models, optimizers or opt_level of a wrong type; LBFGS; an optimizer that
+            ``fused_step`` does not know.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
         ValueError: a scale, factor, count or rule out of range.
@@ -140,6 +145,7 @@ def initialize(
         scale_rule,
         arguments.count_of(num_losses),
         arguments.rules_of(rules, level.name, level.casts_functions),
+        arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
     )
     session.verbosity = verbosity
     if verbosity > 0:
@@ -300,11 +306,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         loss_scaler.load_state_dict(session.scalers, state_dict)
 
 
+@regions.without_arguments
 def disable_casts() -> regions.CastsOff:
     """Switch the casts of O1/O4 off for this thread; also a decorator. May be nested."""
     return regions.CastsOff()
 
 
+@regions.without_arguments
 def half_region() -> regions.HalfRegion:
     """Compute in the level's half dtype (fp16 at O0) inside the block, at every level.
 
@@ -314,6 +322,7 @@ def half_region() -> regions.HalfRegion:
     return regions.HalfRegion()
 
 
+@regions.without_arguments
 def float_region() -> regions.FloatRegion:
     """Compute in fp32 inside the block, at every level; see `half_region`."""
     return regions.FloatRegion()

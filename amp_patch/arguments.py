@@ -134,6 +134,27 @@ def count_of(num_losses: Any) -> int:
     return num_losses
 
 
+def fused_step_of(fused_step: Any, level: str, has_masters: bool) -> bool:
+    """Return ``fused_step``.
+
+    Raises:
+        TypeError: not a bool.
+        RuntimeError: True at a level whose optimizers step no masters.
+    """
+    if not isinstance(fused_step, bool):
+        raise TypeError(
+            f"fused_step must be a bool; got {fused_step!r}; call "
+            "amp.initialize(..., fused_step=True)."
+        )
+    if fused_step and not has_masters:
+        raise RuntimeError(
+            "fused_step=True steps master weights, in one pass with the rest; got opt_level "
+            f"{level!r}, which has none; call amp.initialize(..., opt_level='O2', "
+            "fused_step=True) or 'O5'."
+        )
+    return fused_step
+
+
 def rules_of(rules: Any, level: str, casts_functions: bool) -> dict[str, str]:
     """Return ``rules`` as a dict, empty for None.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import kernels, pooling
 from .kernels import GradCheck
+from .lazy_gradients import LazyGradients, stored_grad
 from .reuse import Reusable
 
 
@@ -49,11 +50,15 @@ class Gradients:
     and add what was there) and ``put_unwritten_back``, or ``delay`` (leave it scaled for the next
     backward to add to), or ``put_back``.
 
+    Args:
+        lazy: keeps what masters receive until it is asked for; None: they receive it at once.
+
     Attributes:
         delayed_scale: the scale of gradients left scaled, None where there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lazy: LazyGradients | None = None) -> None:
+        self._lazy = lazy
         self.delayed_scale: float | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received: list[tuple[list[Tensor], list[int]]] = []
@@ -136,9 +141,28 @@ class Gradients:
         if not _same(*held):
             self._received.append((held.params, list(map(_VERSION, grads))))
         check = self._reception.receive(grads, scale)
-        self._add_earlier(held, check.grads)
+        if self._lazy is None or not self._let_wait(self._lazy, held, check.grads):
+            self._add_earlier(held, check.grads)
         self.delayed_scale = None
         return check, held.params
+
+    def _let_wait(self, lazy: LazyGradients, held: Held, targets: list[Tensor]) -> bool:
+        """Let the masters' gradients wait, and add earlier ones to the others.
+
+        Returns:
+            False where a master has a gradient already, to which this is to be added.
+        """
+        reception = self._reception
+        masters, received = map(reception.of_masters, (held.stepped, targets))
+        if lazy.are_waiting or any(map(_IS_SPARSE, received)):
+            return False
+        if not all(map(operator.is_, map(stored_grad, masters), repeat(None))):
+            return False
+        lazy.hold(masters, lambda: received)
+        if len(masters) < len(targets):
+            others = Held(*map(reception.in_place, held))
+            self._add_earlier(others, reception.in_place(targets))
+        return True
 
     def _add_earlier(self, held: Held, targets: list[Tensor]) -> None:
         """Add what was there before the backward: gradients set aside, or a master's own."""
@@ -232,6 +256,7 @@ class _Reception:
         self._held = held
         self._devices = _devices(held)
         self._in_place = _same(*held)
+        self._has_master = list(map(operator.is_not, *held))
         self._unscale = kernels.Unscale(*held)
         small = [
             master if param is not master and pooling.is_small(master) else None
@@ -245,6 +270,14 @@ class _Reception:
         """Return whether this was made for the same tensors, and they are where they were."""
         same = held is self._held or all(map(_same, held, self._held))
         return same and _devices(held) == self._devices
+
+    def of_masters(self, column: list[Tensor]) -> list[Tensor]:
+        """Return the entries of a column that belong to masters."""
+        return list(compress(column, self._has_master))
+
+    def in_place(self, column: list[Tensor]) -> list[Tensor]:
+        """Return the entries that belong to parameters stepped themselves."""
+        return [entry for entry, has in zip(column, self._has_master, strict=True) if not has]
 
     def receive(self, grads: list[Tensor], scale: float) -> GradCheck:
         """Unscale gradients in place where the optimizer steps the parameter, else into others."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kernels, pooling
+from .lazy_gradients import LazyGradients, clear_grads
 
 _VERSION = operator.attrgetter("_version")
 HALVES = (torch.float16, torch.bfloat16)
@@ -150,10 +151,14 @@ class MasterWeights:
         optimizer: its ``param_groups`` and ``state`` are changed in place: each half parameter
             gives way to its master. Held weakly.
         store: the fp32 values to start from; the masters are entered there.
+        lazy: what makes the masters' gradients when they are asked for; None: they are there.
     """
 
-    def __init__(self, optimizer: Optimizer, store: FP32Store) -> None:
+    def __init__(
+        self, optimizer: Optimizer, store: FP32Store, lazy: LazyGradients | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._lazy = lazy
         self._store = store
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
@@ -201,7 +206,9 @@ class MasterWeights:
 
     def _make(self, param: Tensor) -> Tensor:
         value = self._store.take(param)
-        master = nn.Parameter(value, requires_grad=param.requires_grad)
+        attached = param.requires_grad
+        lazy = self._lazy
+        master = nn.Parameter(value, attached) if lazy is None else lazy.parameter(value, attached)
         grad = param.grad if value.grad is None else value.grad
         master.grad = None if grad is None else grad.to(torch.float32, copy=True)
         # Optimizers look at attributes that users set on parameters.
@@ -244,8 +251,7 @@ class MasterWeights:
 
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
-        for master in self._masters:
-            master.grad = None
+        clear_grads(self._masters)
 
     def zero_param_grads(self, set_to_none: bool) -> None:
         """Clear the half parameters' gradients, as ``optimizer.zero_grad`` clears the masters'."""

@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .cast_mode import mode
+from .fused_step import FusedStep, refuse_options
 from .gradients import Gradients, Held
 from .kernels import GradCheck
+from .lazy_gradients import clear_grads
 from .master_weights import HALVES, FP32Store, MasterWeights
 from .patching import Patches, bind
 
@@ -47,6 +49,7 @@ class OptimizerStep:
         store: where the masters' fp32 values come from; None for levels without masters.
         scalers: the index of the loss scaler that each loss_id of this optimizer uses.
         announce: gets the message of each skipped step.
+        fused: step by `FusedStep`; with a store only.
 
     Attributes:
         skip_message: why the next step must be skipped, or None.
@@ -61,12 +64,15 @@ class OptimizerStep:
         store: FP32Store | None,
         scalers: dict[int, int],
         announce: Callable[[str], None],
+        fused: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._announce = announce
         self._patches = Patches()
-        self.gradients = Gradients()
-        self.masters = None if store is None else MasterWeights(optimizer, store)
+        self._fused = FusedStep(optimizer) if fused else None
+        lazy = None if self._fused is None else self._fused.lazy
+        self.gradients = Gradients(lazy)
+        self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
         self.scalers = scalers
         self.skip_message: str | None = None
         self.skipped = False
@@ -237,13 +243,19 @@ class OptimizerStep:
         saved = mode.switch_off()
         self._published = False
         try:
-            result = original(*args, **kwargs)
+            result = self._call(original, *args, **kwargs)
         finally:
             mode.restore(saved)
             if not self._published:
                 self._publish()
         self._finish(skipped=False)
         return result
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = self._optimizer()
+        if self._fused is None or optimizer is None:
+            return original(*args, **kwargs)
+        return self._fused.run(optimizer, *args, **kwargs)
 
     def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
@@ -268,6 +280,7 @@ class OptimizerStep:
     def _finish(self, skipped: bool) -> None:
         self.skipped = skipped
         self.skip_message = None
+        self._drop_waiting()
         if self.masters is not None:
             self.masters.clear_grads()
         self.gradients.forget()
@@ -322,7 +335,7 @@ class OptimizerStep:
             )
 
     def _evaluates_first(self) -> bool:
-        return type(self._optimizer()).__module__.startswith("torch.optim.")
+        return type(self._optimizer()).__module__.startswith(("torch.optim.", f"{__package__}."))
 
     def _snapshot(self) -> tuple[list[Tensor], Any, Any]:
         optimizer = self._optimizer()
@@ -349,10 +362,17 @@ class OptimizerStep:
         if self.masters is not None:
             self.masters.publish()
 
+    def _drop_waiting(self) -> None:
+        if self._fused is not None:
+            self._fused.lazy.drop()
+
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.settle()
         if self._clears_plainly and not args and not kwargs:
-            for param in chain(*self.held()):
+            self._drop_waiting()
+            params, stepped = self.held()
+            clear_grads(stepped)
+            for param in params:
                 param.grad = None
         else:
             original(*args, **kwargs)
@@ -363,6 +383,9 @@ class OptimizerStep:
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group with masters in it; where torch refuses the group, nothing has changed."""
+        optimizer = self._optimizer()
+        if self._fused is not None and optimizer is not None:
+            refuse_options(optimizer, param_group)
         params = param_group.get("params") if isinstance(param_group, dict) else None
         if self.masters is None or params is None or isinstance(params, set):
             original(param_group)

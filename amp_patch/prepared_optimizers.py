@@ -44,6 +44,7 @@ class PreparedOptimizers:
         store: FP32Store,
         scale_rule: ScaleRule,
         num_losses: int,
+        fused_step: bool,
         on_error: contextlib.ExitStack,
     ) -> None:
         """Patch the steps of the optimizers of one call, which share its loss scalers.
@@ -54,13 +55,14 @@ class PreparedOptimizers:
             store: where the masters' fp32 values come from.
             scale_rule: of each of the call's losses.
             num_losses: how many there are.
+            fused_step: whether the optimizers step by `FusedStep`, which needs masters.
             on_error: gets what undoes it.
         """
         on_error.callback(self._set_scalers, list(self._scalers))
         scaler_ids = self._assign_scalers(scale_rule, num_losses)
         for optimizer in optimizers:
             masters_from = store if level.master_weights else None
-            step = OptimizerStep(optimizer, masters_from, scaler_ids, self._announce)
+            step = OptimizerStep(optimizer, masters_from, scaler_ids, self._announce, fused_step)
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)

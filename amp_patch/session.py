@@ -72,6 +72,7 @@ class Session:
         scale_rule: ScaleRule,
         num_losses: int,
         rules: Mapping[str, str],
+        fused_step: bool,
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before."""
         arguments.refuse_twice(optimizers, self.optimizers.steps)
@@ -86,7 +87,9 @@ class Session:
             self.functions.set_up(level, rules, self.models.casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, on_error)
-            self.optimizers.set_up(optimizers, level, self.store, scale_rule, num_losses, on_error)
+            self.optimizers.set_up(
+                optimizers, level, self.store, scale_rule, num_losses, fused_step, on_error
+            )
             self.store.end_conversion()
             self.functions.follow_models(self.models.casting_dtypes())
             on_error.pop_all()

@@ -26,6 +26,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
 KEYWORDS = (
     "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules", "norm_type",
+    "fused_step",
 )  # fmt: skip
 # apex's signatures, in its order and with its defaults (no default: ``...``).
 APEX = {

@@ -1,0 +1,180 @@
+"""Steps an optimizer in one pass over what it holds; knows no models and no rule of a scale.
+
+Gradients come from the parameters, or wait in a `LazyGradients` until they are needed.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from itertools import compress, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from .fused_updates import UPDATES, Rows, Update
+from .lazy_gradients import LazyGradients
+from .optimizers import FusedLAMB
+
+KINDS = (AdamW, Adam, SGD, FusedLAMB)
+_MEND = "call amp.initialize(..., fused_step=False)"
+
+
+class FusedStep:
+    """The step of one optimizer, with all that torch runs around it: hooks, profiler marks.
+
+    Args:
+        optimizer: of one of `KINDS`.
+
+    Attributes:
+        lazy: the gradients that its masters have unless somebody reads or sets them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        refuse_unknown(optimizer)
+        self.lazy = LazyGradients()
+        self._make_update = UPDATES.get(type(optimizer))
+        self._groups: list[_Group] = []
+        self._entries: list[Any] = []
+        self._plain = _without_hooks(type(optimizer).step)
+        step = weakref.WeakMethod(self._step)
+        # A method bound to this object would be a cycle, which only the collector ends.
+        self._hooked = Optimizer.profile_hook_step(lambda *args, **kw: step()(*args, **kw))  # type: ignore[misc]
+
+    def run(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step as ``type(optimizer).step`` does; the arguments and the result are its."""
+        # Schedulers built before `initialize` see to it that they are not told of a missing step.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return self._hooked(optimizer, *args, **kwargs)
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._make_update is None or not self._update(optimizer, self._make_update):
+            self.lazy.materialize()
+            self._plain(optimizer)
+        return loss
+
+    def _update(self, optimizer: Optimizer, make_update: Callable[[], Update]) -> bool:
+        """Step all groups, or return False where one does not suit."""
+        groups, state = optimizer.param_groups, optimizer.state
+        self._groups += [_Group(make_update()) for _ in groups[len(self._groups) :]]
+        known, self._entries = self._entries, list(state.values())
+        is_known = _same(known, self._entries)
+        work = []
+        found = self.lazy.take([group["params"] for group in groups])
+        for kept, group, maybe in zip(self._groups, groups, found, strict=False):
+            params, grads = _with_grads(group["params"], maybe)
+            if params:
+                rows = kept.rows(group, params, grads, state, is_known)
+                if not kept.suits(rows):
+                    return False
+                work.append((kept.update, rows))
+        for update, rows in work:
+            update.run(rows)
+        return True
+
+
+class _Group:
+    """What was looked up for the parameters of a group, until somebody changes that."""
+
+    def __init__(self, update: Update) -> None:
+        self.update = update
+        self._params: list[Tensor] = []
+        self._entries: list[dict[str, Any]] = []
+        self._are_alike = False
+
+    def rows(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        state: MutableMapping[Any, dict[str, Any]],
+        is_known: bool,
+    ) -> Rows:
+        """Return what the group steps; `is_known` says that nobody has changed the state."""
+        has_state = self.update.has_state(group)
+        is_known = is_known and has_state == bool(self._entries)
+        if not (is_known and _same(params, self._params)):
+            self._params = list(params)
+            self._entries = [state[param] for param in params] if has_state else []
+            kinds = {(param.dtype, param.device) for param in params}
+            self._are_alike = len(kinds) == 1 and params[0].dtype is torch.float32
+        return Rows(group, params, grads, self._entries)
+
+    def suits(self, rows: Rows) -> bool:
+        """Return whether the group can be stepped by its `Update`."""
+        has_sparse = any(map(_IS_SPARSE, rows.grads))
+        return self._are_alike and not has_sparse and self.update.suits(rows)
+
+
+def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    has_grad = list(map(operator.is_not, grads, repeat(None)))
+    if all(has_grad):
+        return params, grads
+    return list(compress(params, has_grad)), list(compress(grads, has_grad))
+
+
+def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+
+
+def _without_hooks(step: Any) -> Callable[..., Any]:
+    """Return the step that ``Optimizer.profile_hook_step`` wrapped for a class of optimizers."""
+    inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return inner
+
+
+def refuse_unknown(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that no fused step is known for.
+
+    Raises:
+        TypeError: it is not exactly one of `KINDS`.
+        RuntimeError: its ``step`` was replaced, or a group has an option that fused steps lack.
+    """
+    if type(optimizer) not in KINDS:
+        raise TypeError(
+            "fused_step=True steps torch.optim.AdamW, Adam and SGD and "
+            "amp_patch.optimizers.FusedLAMB, these very types; got "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}; {_MEND}."
+        )
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise RuntimeError(
+            "fused_step=True takes the place of the optimizer's own step(); got one that was "
+            f"replaced on this {type(optimizer).__name__}, and would not be called; {_MEND}."
+        )
+    for group in optimizer.param_groups:
+        refuse_options(optimizer, group)
+
+
+def refuse_options(optimizer: Optimizer, group: Any) -> None:
+    """Raise for a parameter group with an option that fused steps lack.
+
+    Raises:
+        RuntimeError: ``differentiable``, or a tensor in the place of a number other than lr.
+    """
+    given = {**optimizer.defaults, **(group if isinstance(group, dict) else {})}
+    tensors = [name for name in _NUMBERS if _holds_tensor(given.get(name))]
+    lacking = ["differentiable"] * bool(given.get("differentiable")) + tensors
+    if lacking:
+        name = lacking[0]
+        raise RuntimeError(
+            "fused_step=True knows no differentiable=True and no tensors as options but for lr; "
+            f"got {name}={given[name]!r}; leave that out, or {_MEND}."
+        )
+
+
+_IS_SPARSE = operator.attrgetter("is_sparse")
+_NUMBERS = ("betas", "eps", "weight_decay", "momentum", "dampening")
+
+
+def _holds_tensor(option: Any) -> bool:
+    values = option if isinstance(option, (list, tuple)) else [option]
+    return any(isinstance(value, torch.Tensor) for value in values)

@@ -1,0 +1,242 @@
+"""The optimizers' rules on multi-tensor functions of torch: the reference, on every device.
+
+Knows lists of dense real tensors of one dtype and device; no optimizers, groups or scales. The
+order of operations is that of torch's own multi-tensor optimizers, and so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+def adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    steps: Sequence[float],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """Step by Adam (Kingma & Ba 2014, arXiv:1412.6980), or AdamW where decay is decoupled.
+
+    Args:
+        params, exp_avgs, exp_avg_sqs: changed in place.
+        max_exp_avg_sqs: empty without amsgrad.
+        steps: of each parameter, this one included.
+    """
+    beta1, beta2 = betas
+    if maximize:
+        grads = torch._foreach_neg(grads)
+    if weight_decay != 0 and decoupled:
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
+    elif weight_decay != 0:
+        grads = torch._foreach_add(grads, params, alpha=weight_decay)
+    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    if max_exp_avg_sqs:
+        torch._foreach_maximum_(max_exp_avg_sqs, exp_avg_sqs)
+    denominators = torch._foreach_sqrt(max_exp_avg_sqs or exp_avg_sqs)
+    torch._foreach_div_(denominators, _per_tensor(steps, lambda n: (1 - beta2**n) ** 0.5))
+    torch._foreach_add_(denominators, eps)
+    step_sizes = _per_tensor(steps, lambda n: (lr / (1 - beta1**n)) * -1)
+    torch._foreach_addcdiv_(params, exp_avgs, denominators, step_sizes)
+
+
+def fused_adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    steps: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """As `adam`, by the kernel of torch that ``fused=True`` asks for, which rounds in its own way.
+
+    Args:
+        steps: 0-dim float32 on the parameters' device, this step included.
+    """
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=bool(max_exp_avg_sqs),
+        maximize=maximize,
+    )
+
+
+def fused_sgd(
+    params: Tensors,
+    grads: Tensors,
+    buffers: list[Tensor | None],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """As `sgd`, by the kernel of torch that ``fused=True`` asks for.
+
+    Args:
+        buffers: all of them None, or none.
+    """
+    is_first_step = momentum != 0 and buffers[0] is None
+    if is_first_step:
+        buffers[:] = list(map(torch.empty_like, grads))
+    kernel: Any = torch._fused_sgd_
+    kernel(
+        params,
+        grads,
+        buffers if momentum != 0 else [],
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=dampening,
+        nesterov=nesterov,
+        maximize=maximize,
+        is_first_step=is_first_step,
+    )
+
+
+def sgd(
+    params: Tensors,
+    grads: Tensors,
+    buffers: list[Tensor | None],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """Step by SGD, as `torch.optim.SGD` has it.
+
+    Args:
+        params: changed in place.
+        buffers: changed in place; the first step puts a tensor in the place of None. Not looked
+            at without momentum.
+    """
+    if maximize:
+        grads = torch._foreach_neg(grads)
+    if weight_decay != 0:
+        grads = torch._foreach_add(grads, params, alpha=weight_decay)
+    if momentum != 0:
+        known = [buffer for buffer in buffers if buffer is not None]
+        if known:
+            later = [g for g, buffer in zip(grads, buffers, strict=True) if buffer is not None]
+            torch._foreach_mul_(known, momentum)
+            torch._foreach_add_(known, later, alpha=1 - dampening)
+        if len(known) < len(buffers):
+            pairs = zip(grads, buffers, strict=True)
+            buffers[:] = [g.detach().clone() if b is None else b for g, b in pairs]
+        moving: Any = buffers
+        grads = torch._foreach_add(grads, moving, alpha=momentum) if nesterov else moving
+    torch._foreach_add_(params, grads, alpha=-lr)
+
+
+def lamb(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Sequence[float],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+    grad_averaging: bool,
+    adapt_always: bool,
+) -> None:
+    """Step by LAMB (You et al. 2019, arXiv:1904.00962, algorithm 2), as apex has it.
+
+    The update of Adam, plus decay, is multiplied by ``lr`` and by the ratio of the norms of
+    parameter and update; by ``lr`` alone where either norm is 0, or without weight decay.
+
+    Args:
+        params, exp_avgs, exp_avg_sqs: changed in place.
+        grads: clipped already by their global norm.
+        steps: of each parameter, this one included.
+        decoupled: decay is added to the update, not to the gradient.
+        grad_averaging: whether the gradient enters its average by ``1 - beta1``, or by 1.
+        adapt_always: use the ratio also without weight decay.
+    """
+    beta1, beta2 = betas
+    if weight_decay != 0 and not decoupled:
+        grads = torch._foreach_add(grads, params, alpha=weight_decay)
+    torch._foreach_mul_(exp_avgs, beta1)
+    torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if grad_averaging else 1.0)
+    torch._foreach_mul_(exp_avg_sqs, beta2)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+    corrections: Any = (1.0, 1.0)
+    if bias_correction:
+        corrections = [_per_tensor(steps, lambda n, beta=beta: 1 - beta**n) for beta in betas]
+    updates = torch._foreach_div(exp_avgs, corrections[0])
+    denominators = torch._foreach_div(exp_avg_sqs, corrections[1])
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_div_(updates, denominators)
+    if weight_decay != 0 and decoupled:
+        torch._foreach_add_(updates, params, alpha=weight_decay)
+    if adapt_always or weight_decay != 0:
+        torch._foreach_mul_(updates, _ratios(params, updates).unbind())
+    torch._foreach_add_(params, updates, alpha=-lr)
+
+
+def _ratios(params: Tensors, updates: Tensors) -> Tensor:
+    """Return the ratio of norms of each pair, 1 where either is 0."""
+    ours, theirs = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, updates))
+    return torch.where((ours == 0) | (theirs == 0), 1.0, ours / theirs)
+
+
+def clip_factor(grads: Tensors, max_norm: float) -> Tensor:
+    """Return ``min(1, max_norm / norm)`` of the norm of all, 0-dim, on the first one's device."""
+    norms = [torch.linalg.vector_norm(grad, dtype=_at_least_fp32(grad)) for grad in grads]
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    factor: Tensor = (max_norm / total).clamp(max=1.0)
+    return factor
+
+
+def _at_least_fp32(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def _per_tensor(steps: Sequence[float], function: Any) -> Any:
+    """Return ``function(step)`` for each, one number where all are alike: most often they are."""
+    if min(steps) == max(steps):
+        return function(steps[0])
+    return [function(step) for step in steps]
