@@ -1,0 +1,53 @@
+"""The benchmark of the kernels runs, as far as a CPU goes, and knows the models' sizes."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import kernels
+from benchmarks.kernels import Measured
+from benchmarks.model_shapes import MODELS
+
+SCRIPT = Path(__file__).parent / "benchmarks" / "kernels.py"
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [("ResNet-50", 161, 25_557_032), ("BERT-large", 391, 335_141_888), ("GPT-2", 148, 124_439_808)],
+)
+def test_models_have_their_sizes(model: str, tensors: int, parameters: int) -> None:
+    shapes = MODELS[model]()
+    assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, parameters)
+
+
+def test_a_quick_run_prints_every_operation_on_every_model() -> None:
+    command = [sys.executable, "-W", "error", str(SCRIPT), "--quick", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert (done.stderr, done.returncode) == ("", 0)
+    for name in (*MODELS, kernels.LARGE):
+        assert done.stdout.count(f"{name}: ") == 1
+    names = [one.name for one in kernels.operations([(2,)], torch.device("cpu"))]
+    assert len(names) == 12
+    assert all(done.stdout.count(f"  {name}  ") == len(MODELS) + 1 for name in names)
+
+
+def test_what_is_slower_than_it_must_be_is_named() -> None:
+    rows = [Measured("unscale fp16 to fp32", 1, 1, share, 2) for share in (0.849, 0.85)]
+    rows.append(Measured("clip by norm", 1, 1, 0.1, 2))
+    assert kernels.missed(rows) == ["unscale fp16 to fp32: 85% of the copy, must be 85%"]
+
+
+def test_results_say_on_what_they_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "RESULTS", tmp_path)
+    about = kernels.machine(torch.device("cpu")) | {"device": "A GPU"}
+    path = kernels.save(about, {"a model": [Measured("copy", 8, 2, 1.0, 1)]})
+    assert path == tmp_path / "A-GPU.json"
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["machine"]["torch"] == torch.__version__
+    assert saved["lists"]["a model"][0]["milliseconds"] == 2
