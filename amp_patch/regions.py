@@ -7,6 +7,7 @@ nothing of patches, for a region acts through torch's own function modes.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -20,6 +21,7 @@ from .containers import map_tensors
 from .patching import resolve
 
 F = TypeVar("F", bound=Callable[..., Any])
+B = TypeVar("B", bound="Block")
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -64,7 +66,13 @@ class Block:
     """
 
     def __call__(self, function: F) -> F:
-        """Return ``function`` with each of its calls run in such a block."""
+        """Return ``function`` with each of its calls run in such a block.
+
+        Raises:
+            TypeError: what computes after its call returned (a generator function, a coroutine),
+                or is no function.
+        """
+        _refuse_no_function(function)
 
         @functools.wraps(function)
         def in_block(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +87,11 @@ class Block:
         self._begin()
 
     def __exit__(self, *error: object) -> None:
+        if not mode.around:
+            raise RuntimeError(
+                "a region ends where it began, in the same thread; got an end without a beginning; "
+                "call 'with amp.half_region():' (or the like), which does both."
+            )
         saved = mode.around.pop()
         if mode.region is not None and mode.region is not saved.region:
             mode.region.__exit__(*error)
@@ -107,6 +120,36 @@ class FloatRegion(Block):
 
     def _begin(self) -> None:
         _begin_region(half=False)
+
+
+def without_arguments(make: Callable[[], B]) -> Callable[[], B]:
+    """Decorate what makes a block: ``@amp.half_region`` for ``@amp.half_region()`` is told so."""
+
+    @functools.wraps(make)
+    def made(*given: Any) -> B:
+        if given:
+            raise TypeError(
+                f"amp.{make.__name__}() takes no argument; got {given[0]!r}; call it with empty "
+                f"parentheses: @amp.{make.__name__}() to decorate a function."
+            )
+        return make()
+
+    return made
+
+
+def _refuse_no_function(function: Any) -> None:
+    computes_later = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    is_late = any(check(function) for check in computes_later)
+    if is_late or isinstance(function, type) or not callable(function):
+        raise TypeError(
+            "a region decorates a function that computes before it returns, no generator, "
+            f"coroutine or class; got {function!r}; write 'with amp.half_region():' (or the like) "
+            "inside of it, around what computes there."
+        )
 
 
 def _begin_region(half: bool) -> None:

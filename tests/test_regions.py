@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import re
 import threading
 
 import pytest
@@ -408,3 +410,70 @@ def test_a_region_acts_on_the_device_types_of_the_models_only(amp):
         assert (X.to("meta") @ W.to("meta")).dtype is torch.float32
         assert product() is torch.float16
     del model
+
+
+# -- misuse --------------------------------------------------------------------------------------
+
+BLOCKS = ["disable_casts", "half_region", "float_region"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("given", [product, 3])
+def test_a_block_without_its_parentheses_is_refused(amp, name, given):
+    words = (
+        f"amp.{name}() takes no argument; got {given!r}; call it with empty parentheses: "
+        f"@amp.{name}() to decorate a function."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+        getattr(amp, name)(given)
+
+
+def yields():
+    yield product()
+
+
+async def awaits():
+    return product()
+
+
+async def yields_later():
+    yield product()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    "late", [yields, awaits, yields_later, functools.partial(yields), nn.Linear, 3], ids=str
+)
+def test_a_block_decorates_only_what_computes_before_it_returns(amp, name, late):
+    words = (
+        "a region decorates a function that computes before it returns, no generator, coroutine "
+        f"or class; got {late!r}; write 'with amp.half_region():' (or the like) inside of it, "
+        "around what computes there."
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+        getattr(amp, name)()(late)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_decorates_methods_modules_and_partials(level, name):
+    amp, half = level
+    observer = Observer(product)
+    seen = [
+        getattr(amp, name)()(called)(*args)
+        for called, args in ((functools.partial(product), ()), (X.matmul, (W,)), (observer, (X,)))
+    ]
+    expected = half if name == "half_region" else torch.float32
+    assert seen[0] is seen[1].dtype is observer.seen is expected
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_end_without_a_beginning_is_refused_and_changes_nothing(level, name):
+    amp, _ = level
+    outside = product()
+    words = (
+        "a region ends where it began, in the same thread; got an end without a beginning; call "
+        "'with amp.half_region():' (or the like), which does both."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(words)}$"):
+        getattr(amp, name)().__exit__(None, None, None)
+    assert product() is outside
