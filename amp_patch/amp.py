@@ -307,13 +307,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 @regions.without_arguments
-@regions.without_arguments
 def disable_casts() -> regions.CastsOff:
     """Switch the casts of O1/O4 off for this thread; also a decorator. May be nested."""
     return regions.CastsOff()
 
 
-@regions.without_arguments
 @regions.without_arguments
 def half_region() -> regions.HalfRegion:
     """Compute in the level's half dtype (fp16 at O0) inside the block, at every level.
@@ -324,7 +322,6 @@ def half_region() -> regions.HalfRegion:
     return regions.HalfRegion()
 
 
-@regions.without_arguments
 @regions.without_arguments
 def float_region() -> regions.FloatRegion:
     """Compute in fp32 inside the block, at every level; see `half_region`."""
