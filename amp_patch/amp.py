@@ -242,6 +242,9 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
     step = session.optimizers.steps.get(optimizer)
     if step is not None:
         step.refuse_delayed("amp.clip_grad_norm_()")
+        total = step.clip_waiting(float(max_norm), float(norm_type))
+        if total is not None:
+            return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
     return kernels.clip_by_norm(grads, float(max_norm), float(norm_type))
 

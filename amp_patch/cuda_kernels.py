@@ -34,7 +34,7 @@ _CLIP_COEFFICIENT = Kernel("summarize.cu", "clip_coefficient", "PfPP", 32)
 _UPDATE_SCALE = Kernel("update_scale.cu", "update_scale", "PPiddqqff", 32)
 
 
-def _launch(
+def launch(
     part: Part,
     source: str,
     name: str,
@@ -62,7 +62,7 @@ def _launch(
         cuda_module.modules.launch(kernel, end - begin, part.device, *operands)
 
 
-def _note_written(tensors: Sequence[Tensor]) -> None:
+def note_written(tensors: Sequence[Tensor]) -> None:
     """Tell autograd, and whoever looks at versions, of writes that went by address."""
     for tensor in tensors:
         increment_version(tensor)
@@ -114,6 +114,15 @@ class Found:
         """Return the 2-norm, 0-dim fp32."""
         return self.total[:8].view(torch.float64)[0].sqrt().float()
 
+    def norm_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the 2-norm of those of the part's rows that are among these, 0-dim fp32."""
+        wanted = set(rows)
+        places = [place for place, row in enumerate(self.part.rows) if row in wanted]
+        if len(places) == len(self.part.rows):
+            return self.norm()
+        squares = self.tensors.view(torch.float64)[:, 0]
+        return torch.stack([squares[place] for place in places]).sum().sqrt().float()
+
 
 class GradCheck(torch_kernels.GradCheck):
     """What one pass found, told from the statistics that it left on the device.
@@ -147,6 +156,16 @@ class GradCheck(torch_kernels.GradCheck):
         norms = [found.norm() for found in self._found]
         return torch_kernels.combined([*norms, check.norm()] if rows else norms, 2.0)
 
+    def norm_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the 2-norm of some gradients as they were checked, 0-dim fp32.
+
+        Args:
+            rows: which; kernels took them.
+        """
+        wanted = set(rows)
+        norms = [one.norm_of(rows) for one in self._found if wanted.intersection(one.part.rows)]
+        return torch_kernels.combined(norms, 2.0)
+
 
 class Unscale:
     """See `torch_kernels.Unscale`."""
@@ -171,8 +190,8 @@ class Unscale:
         for part in parts:
             ours, theirs = chosen(sources, part.rows), chosen(targets, part.rows)
             one = Found(part, flags.get(part.device))
-            _examine(one, ours, theirs, self._scale_on(part.device, scale))
-            _note_written(theirs)
+            examine(one, ours, theirs, self._scale_on(part.device, scale))
+            note_written(theirs)
             found.append(one)
         return GradCheck(targets, (others, rest), found)
 
@@ -184,19 +203,56 @@ class Unscale:
         return self._scales[device].holding(scale)
 
 
+class Check(Unscale):
+    """Checks gradients for whoever unscales them himself: they stay as they are.
+
+    Args:
+        sources: tensors of the dtypes and devices of the gradients to come.
+        models: what they are to be unscaled into; a gradient that is to be unscaled in place is
+            of its model's dtype.
+    """
+
+    @torch.no_grad()
+    def look(
+        self,
+        sources: Sequence[Tensor],
+        models: Sequence[Tensor],
+        in_place: Sequence[bool],
+        scale: float | Tensor,
+    ) -> GradCheck | None:
+        """Check ``sources[i] / scale``, as it would be stored in the dtype of ``models[i]``.
+
+        Returns:
+            What was found, or None where no kernel takes all of them: nothing was done then.
+        """
+        parts, others = self._rows.split(sources, models)
+        if others:
+            return None
+        found = []
+        for part in parts:
+            ours = chosen(sources, part.rows)
+            pairs = zip(ours, chosen(in_place, part.rows), strict=True)
+            targets = [source if unscales else None for source, unscales in pairs]
+            one = Found(part, None)
+            examine(one, ours, targets, self._scale_on(part.device, scale))
+            note_written([target for target in targets if target is not None])
+            found.append(one)
+        return GradCheck(sources, ([], torch_kernels.GradCheck([], [])), found)
+
+
 def _unscale_others(
     sources: list[Tensor], targets: list[Tensor], scale: float | Tensor
 ) -> torch_kernels.GradCheck:
     return torch_kernels.Unscale(sources, targets).run(sources, targets, scale)
 
 
-def _examine(
+def examine(
     found: Found, sources: list[Tensor], targets: Sequence[Tensor | None], scale: Tensor | None
 ) -> None:
     part = found.part
     statistics = _statistics(part)
     rows = part.table.rows(sources, targets)
-    _launch(part, "unscale.cu", "unscale_{}_to_{}", "PPPP", rows, scale, found=statistics)
+    launch(part, "unscale.cu", "unscale_{}_to_{}", "PPPP", rows, scale, found=statistics)
     found.summarize(statistics)
 
 
@@ -215,8 +271,8 @@ def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         rows = part.table.rows(ours, theirs, ours)
         factors = (1.0, None, 1.0, None)
         name = "accumulate_{0}_{1}_to_{0}"
-        _launch(part, "accumulate.cu", name, "PPfPfPP", rows, *factors, found=_statistics(part))
-        _note_written(ours)
+        launch(part, "accumulate.cu", name, "PPfPfPP", rows, *factors, found=_statistics(part))
+        note_written(ours)
 
 
 class Cast:
@@ -235,8 +291,8 @@ class Cast:
         for part in parts:
             sources, targets = chosen(self._sources, part.rows), chosen(self._targets, part.rows)
             rows = part.table.rows(sources, targets)
-            _launch(part, "cast.cu", "cast_{}_to_{}", "PP", rows)
-            _note_written(targets)
+            launch(part, "cast.cu", "cast_{}_to_{}", "PP", rows)
+            note_written(targets)
 
 
 @torch.no_grad()
@@ -249,7 +305,7 @@ def clip_by_norm(
     parts, others = split("clip_by_norm", grads, grads)
     found = [Found(part, None) for part in parts]
     for one in found:
-        _examine(one, chosen(grads, one.part.rows), [None] * len(one.part.rows), None)
+        examine(one, chosen(grads, one.part.rows), [None] * len(one.part.rows), None)
     if len(found) != 1 or others:
         norms = [one.norm() for one in found]
         rest = torch_kernels.norms_of(chosen(grads, others), 2.0)
@@ -287,7 +343,7 @@ class Comparison(torch_kernels.Comparison):
         for part in parts:
             sources, copies = chosen(self._sources, part.rows), chosen(self._copies, part.rows)
             rows = part.table.rows(sources, copies, chosen(winning, part.rows))
-            _launch(part, "reconcile.cu", "reconcile_{1}", "PP", rows)
+            launch(part, "reconcile.cu", "reconcile_{1}", "PP", rows)
         if not others:
             return False
         rest = torch_kernels.Comparison(chosen(self._sources, others), chosen(self._copies, others))

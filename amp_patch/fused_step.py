@@ -1,13 +1,14 @@
 """Steps an optimizer in one pass over what it holds; knows no models and no rule of a scale.
 
-Gradients come from the parameters, or wait in a `LazyGradients` until they are needed.
+Gradients come from the parameters, or wait in a `LazyGradients` until they are needed. On CUDA
+devices the kernels do it all, where they work; elsewhere the reference in torch.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable
 from itertools import compress, repeat
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .fused_updates import UPDATES, Rows, Update
+from .fused_launch import FusedLaunch
+from .fused_updates import UPDATES, KeptGroups
 from .lazy_gradients import LazyGradients
 from .optimizers import FusedLAMB
 
@@ -31,23 +33,34 @@ class FusedStep:
 
     Attributes:
         lazy: the gradients that its masters have unless somebody reads or sets them.
+        param_of: returns the half parameter of a master, and any other tensor itself.
+        found_inf: float32, one element; a step with kernels changes nothing where it is not 0.
+        has_published: True where the last step wrote the half weights, too.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         refuse_unknown(optimizer)
         self.lazy = LazyGradients()
-        self._make_update = UPDATES.get(type(optimizer))
-        self._groups: list[_Group] = []
-        self._entries: list[Any] = []
+        self.param_of: Callable[[Tensor], Tensor] = _itself
+        self.found_inf: Tensor | None = None
+        self.has_published = False
+        make_update, rule = UPDATES[type(optimizer)]
+        self._groups = KeptGroups(make_update)
+        self._launch = FusedLaunch(make_update, rule, self.lazy)
         self._plain = _without_hooks(type(optimizer).step)
         step = weakref.WeakMethod(self._step)
         # A method bound to this object would be a cycle, which only the collector ends.
         self._hooked = Optimizer.profile_hook_step(lambda *args, **kw: step()(*args, **kw))  # type: ignore[misc]
 
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+        """Clip gradients to a 2-norm; see `FusedLaunch.clip`."""
+        return self._launch.clip(optimizer, max_norm)
+
     def run(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step as ``type(optimizer).step`` does; the arguments and the result are its."""
         # Schedulers built before `initialize` see to it that they are not told of a missing step.
         optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.has_published = False
         return self._hooked(optimizer, *args, **kwargs)
 
     @torch.no_grad()
@@ -56,62 +69,28 @@ class FusedStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._make_update is None or not self._update(optimizer, self._make_update):
+        self.has_published = self._launch.step(optimizer, self.param_of, self.found_inf)
+        if not self.has_published and not self._update(optimizer):
             self.lazy.materialize()
             self._plain(optimizer)
         return loss
 
-    def _update(self, optimizer: Optimizer, make_update: Callable[[], Update]) -> bool:
+    def _update(self, optimizer: Optimizer) -> bool:
         """Step all groups, or return False where one does not suit."""
-        groups, state = optimizer.param_groups, optimizer.state
-        self._groups += [_Group(make_update()) for _ in groups[len(self._groups) :]]
-        known, self._entries = self._entries, list(state.values())
-        is_known = _same(known, self._entries)
+        groups = optimizer.param_groups
+        self._groups.look_up(optimizer)
         work = []
         found = self.lazy.take([group["params"] for group in groups])
-        for kept, group, maybe in zip(self._groups, groups, found, strict=False):
+        for kept, group, maybe in zip(self._groups.groups, groups, found, strict=False):
             params, grads = _with_grads(group["params"], maybe)
             if params:
-                rows = kept.rows(group, params, grads, state, is_known)
+                rows = kept.rows(group, params, grads)
                 if not kept.suits(rows):
                     return False
                 work.append((kept.update, rows))
         for update, rows in work:
             update.run(rows)
         return True
-
-
-class _Group:
-    """What was looked up for the parameters of a group, until somebody changes that."""
-
-    def __init__(self, update: Update) -> None:
-        self.update = update
-        self._params: list[Tensor] = []
-        self._entries: list[dict[str, Any]] = []
-        self._are_alike = False
-
-    def rows(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        state: MutableMapping[Any, dict[str, Any]],
-        is_known: bool,
-    ) -> Rows:
-        """Return what the group steps; `is_known` says that nobody has changed the state."""
-        has_state = self.update.has_state(group)
-        is_known = is_known and has_state == bool(self._entries)
-        if not (is_known and _same(params, self._params)):
-            self._params = list(params)
-            self._entries = [state[param] for param in params] if has_state else []
-            kinds = {(param.dtype, param.device) for param in params}
-            self._are_alike = len(kinds) == 1 and params[0].dtype is torch.float32
-        return Rows(group, params, grads, self._entries)
-
-    def suits(self, rows: Rows) -> bool:
-        """Return whether the group can be stepped by its `Update`."""
-        has_sparse = any(map(_IS_SPARSE, rows.grads))
-        return self._are_alike and not has_sparse and self.update.suits(rows)
 
 
 def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -121,8 +100,8 @@ def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], l
     return list(compress(params, has_grad)), list(compress(grads, has_grad))
 
 
-def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:
@@ -171,7 +150,6 @@ def refuse_options(optimizer: Optimizer, group: Any) -> None:
         )
 
 
-_IS_SPARSE = operator.attrgetter("is_sparse")
 _NUMBERS = ("betas", "eps", "weight_decay", "momentum", "dampening")
 
 

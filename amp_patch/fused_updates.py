@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from . import torch_updates
+from .cuda_updates import ADAM, LAMB, SGD_RULE, Block, Column, Rule, learning_rate
+from .optimizers import FusedLAMB
 
 Entry = dict[str, Any]
 
@@ -43,6 +46,14 @@ class Update(Protocol):
     def run(self, rows: Rows) -> None:
         """Step, with the bits of torch's own step."""
 
+    def block(self, rows: Rows, weights: Column) -> Block:
+        """Return what the CUDA kernels get.
+
+        Args:
+            rows: the parameters are on one device.
+            weights: the half parameters that get the rounded values; None where there is none.
+        """
+
 
 class Counters:
     """The step counters of many parameters, in one memory: one call advances all."""
@@ -58,12 +69,19 @@ class Counters:
             The counters, 0-dim.
         """
         steps = [entry["step"] for entry in entries]
-        if len(steps) != len(self._steps) or not all(map(operator.is_, steps, self._steps)):
-            self._all = torch.stack(steps)
+        self.gather(entries, steps[0].device)
+        self._all += 1
+        return self._steps
+
+    def gather(self, entries: Sequence[Entry], device: torch.device) -> list[Tensor]:
+        """As `advance`, but the counters stay what they are, and are on ``device``."""
+        steps = [entry["step"] for entry in entries]
+        is_known = len(steps) == len(self._steps) and self._all.device == device
+        if not (is_known and all(map(operator.is_, steps, self._steps))):
+            self._all = torch.stack([step.to(device) for step in steps])
             self._steps = [self._all[index] for index in range(len(steps))]
             for entry, step in zip(entries, self._steps, strict=True):
                 entry["step"] = step
-        self._all += 1
         return self._steps
 
     def values(self) -> list[float]:
@@ -106,9 +124,27 @@ class AdamUpdate:
         else:
             torch_updates.adam(*tensors, self._counters.values(), **options)
 
+    def block(self, rows: Rows, weights: Column) -> Block:
+        """See `Update`."""
+        group, params, grads, entries = rows
+        if not all(entries):
+            _make_adam_state(rows)
+        largest = "max_exp_avg_sq" if group["amsgrad"] else None
+        states = [[entry[name] for entry in entries] for name in ("exp_avg", "exp_avg_sq")]
+        states.append([largest and entry[largest] for entry in entries])
+        steps = self._counters.gather(entries, params[0].device)
+        decoupled = group.get("decoupled_weight_decay", self._decoupled)
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        arguments = (*learning_rate(group["lr"]), *numbers, int(decoupled), int(group["maximize"]))
+        return Block(arguments, [grads, params, *states, weights, steps])
+
 
 class SgdUpdate:
     """A group of `torch.optim.SGD`."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
 
     def has_state(self, group: Mapping[str, Any]) -> bool:
         """See `Update`."""
@@ -133,27 +169,158 @@ class SgdUpdate:
             for entry, buffer in zip(entries, buffers, strict=True):
                 entry["momentum_buffer"] = buffer
 
+    def block(self, rows: Rows, weights: Column) -> Block:
+        """See `Update`."""
+        group, params, grads, entries = rows
+        buffers = self._with_counts(rows) if group["momentum"] != 0 else [None] * len(params)
+        numbers = [group[name] for name in ("momentum", "dampening", "weight_decay")]
+        switches = (0, int(group["nesterov"]), int(group["maximize"]))
+        arguments = (*learning_rate(group["lr"]), *numbers, *switches)
+        counts: Column = [self._counts.get(id(one)) for one in buffers]
+        return Block(arguments, [grads, params, buffers, weights, counts])
 
-#: What steps a group of an optimizer of this very type; a `FusedLAMB` steps like this by itself.
-UPDATES: dict[type, Callable[[], Update]] = {
-    AdamW: functools.partial(AdamUpdate, decoupled=True),
-    Adam: functools.partial(AdamUpdate, decoupled=False),
-    SGD: SgdUpdate,
+    def _with_counts(self, rows: Rows) -> Column:
+        """Return the momentum buffers, made where there are none, each with a count of its steps.
+
+        The first step that is not skipped is told from others by the count, on the device.
+        """
+        for param, entry in zip(rows.params, rows.entries, strict=True):
+            is_new = entry.get("momentum_buffer") is None
+            if is_new:
+                entry["momentum_buffer"] = torch.zeros_like(param)
+            buffer = entry["momentum_buffer"]
+            if is_new or self._buffers.get(id(buffer)) is not buffer:
+                self._buffers[id(buffer)] = buffer
+                count = torch.full((), float(not is_new), device=param.device)
+                self._counts[id(buffer)] = count
+        buffers: Column = [entry["momentum_buffer"] for entry in rows.entries]
+        if len(self._buffers) > 2 * len(buffers):
+            used = set(map(id, buffers))
+            self._buffers = {key: one for key, one in self._buffers.items() if key in used}
+        return buffers
+
+
+class LambUpdate:
+    """A group of `FusedLAMB`, whose own step is on multi-tensor functions."""
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+
+    def has_state(self, group: Mapping[str, Any]) -> bool:
+        """See `Update`."""
+        return True
+
+    def suits(self, rows: Rows) -> bool:
+        """See `Update`."""
+        return False
+
+    def run(self, rows: Rows) -> None:
+        """See `Update`."""
+
+    def block(self, rows: Rows, weights: Column) -> Block:
+        """See `Update`."""
+        group, params, grads, entries = rows
+        if not all(entries):
+            _make_adam_state(rows)
+        states = [[entry[name] for entry in entries] for name in ("exp_avg", "exp_avg_sq")]
+        steps = self._counters.gather(entries, params[0].device)
+        names = ("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb")
+        switches = [int(group[name]) for name in names]
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        arguments = (*learning_rate(group["lr"]), *numbers, *switches, 0)
+        return Block(arguments, [grads, params, *states, weights, steps])
+
+
+class KeptGroup:
+    """What was looked up for the parameters of a group, until somebody changes that."""
+
+    def __init__(self, owner: KeptGroups, update: Update) -> None:
+        self.update = update
+        self._owner = weakref.proxy(owner)
+        self._params: list[Tensor] = []
+        self._entries: list[Entry] = []
+        self._are_alike = False
+
+    def rows(self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]) -> Rows:
+        """Return what the group steps."""
+        has_state = self.update.has_state(group)
+        is_known = self._owner.is_known and has_state == bool(self._entries)
+        if not (is_known and _same(params, self._params)):
+            state = self._owner.state
+            self._params = list(params)
+            self._entries = [state[param] for param in params] if has_state else []
+            kinds = {(param.dtype, param.device) for param in params}
+            self._are_alike = len(kinds) == 1 and params[0].dtype is torch.float32
+        return Rows(group, params, grads, self._entries)
+
+    def suits(self, rows: Rows) -> bool:
+        """Return whether the group can be stepped by its `Update`."""
+        has_sparse = any(map(_IS_SPARSE, rows.grads))
+        return self._are_alike and not has_sparse and self.update.suits(rows)
+
+
+class KeptGroups:
+    """A `KeptGroup` for each group of an optimizer.
+
+    Attributes:
+        groups: at least as many as the optimizer has.
+        state: the optimizer's.
+        is_known: whether nobody has replaced a parameter's state since the last look.
+    """
+
+    def __init__(self, make_update: Callable[[], Update]) -> None:
+        self._make_update = make_update
+        self.groups: list[KeptGroup] = []
+        self.state: MutableMapping[Any, Entry] = {}
+        self.is_known = False
+        self._entries: list[Entry] = []
+
+    def look_up(self, optimizer: Optimizer) -> None:
+        """See what the optimizer has now."""
+        for _ in optimizer.param_groups[len(self.groups) :]:
+            self.groups.append(KeptGroup(self, self._make_update()))
+        self.state = optimizer.state
+        entries = list(self.state.values())
+        self.is_known, self._entries = _same(entries, self._entries), entries
+
+
+#: What steps a group of an optimizer of this very type, and its kernels.
+UPDATES: dict[type, tuple[Callable[[], Update], Rule]] = {
+    AdamW: (functools.partial(AdamUpdate, decoupled=True), ADAM),
+    Adam: (functools.partial(AdamUpdate, decoupled=False), ADAM),
+    SGD: (SgdUpdate, SGD_RULE),
+    FusedLAMB: (LambUpdate, LAMB),
 }
+
+
+def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
 def _make_adam_state(rows: Rows) -> None:
     group, params, _, entries = rows
-    device = params[0].device if group["fused"] else torch.device("cpu")
-    is_wide = torch.get_default_dtype() is torch.float64 and not group["fused"]
+    is_fused = group.get("fused")
+    device = params[0].device if is_fused else torch.device("cpu")
+    is_wide = torch.get_default_dtype() is torch.float64 and not is_fused
     dtype = torch.float64 if is_wide else torch.float32
     for param, entry in zip(params, entries, strict=True):
         if not entry:
             entry["step"] = torch.zeros((), dtype=dtype, device=device)
             entry["exp_avg"] = torch.zeros_like(param)
             entry["exp_avg_sq"] = torch.zeros_like(param)
-            if group["amsgrad"]:
+            if group.get("amsgrad"):
                 entry["max_exp_avg_sq"] = torch.zeros_like(param)
+
+
+def suits_kernels(group: Mapping[str, Any]) -> bool:
+    """Return whether the CUDA kernels know the options of a group."""
+    return not group.get("differentiable") and all(
+        _are_numbers([option] if not isinstance(option, (list, tuple)) else option)
+        for option in (group[name] for name in _NUMBERS if name in group)
+    )
+
+
+_NUMBERS = ("betas", "eps", "weight_decay", "momentum", "dampening")
 
 
 def _is_plain(group: Mapping[str, Any], *options: str) -> bool:
@@ -169,3 +336,6 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 def _has_buffer(entry: Entry) -> bool:
     return entry.get("momentum_buffer") is not None
+
+
+_IS_SPARSE = operator.attrgetter("is_sparse")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels, pooling
-from .kernels import GradCheck
-from .lazy_gradients import LazyGradients, stored_grad
+from .half_gradients import HalfGradients
+from .kernels import CudaCheck, GradCheck
+from .lazy_gradients import LazyGradients, Made, Source, stored_grad
 from .reuse import Reusable
 
 
@@ -59,7 +60,7 @@ class Gradients:
 
     def __init__(self, lazy: LazyGradients | None = None) -> None:
         self._lazy = lazy
-        self.delayed_scale: float | None = None
+        self.delayed_scale: float | Tensor | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received: list[tuple[list[Tensor], list[int]]] = []
         self._reception = _Reception(Held([], []))
@@ -87,7 +88,12 @@ class Gradients:
         self._delayed_versions.clear()
         self.delayed_scale = None
 
-    def set_aside(self, held: Held, scale: float) -> None:
+    def are_cleared(self, held: Held) -> bool:
+        """Return whether there is no gradient, neither at a parameter or a master nor aside."""
+        waiting = self._lazy is not None and self._lazy.are_waiting
+        return not waiting and not self._aside and not any(map(_has_grad, chain(*held)))
+
+    def set_aside(self, held: Held, scale: float | Tensor) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master has received, for the case
@@ -104,10 +110,13 @@ class Gradients:
                 param.grad = None
                 self._aside.append((param, grad))
 
-    def delay(self, scale: float) -> None:
+    def delay(self, held: Held, scale: float | Tensor) -> None:
         """Leave what the backward wrote scaled."""
-        self.delayed_scale = scale
         self._delayed_versions.clear()
+        if self.delayed_scale is None and not any(map(_has_grad, held.params)):
+            self.put_unwritten_back()  # it reached none of them
+        else:
+            self.delayed_scale = scale
 
     def put_back(self, held: Held) -> None:
         """The backward failed: drop what it wrote, restore what was there.
@@ -126,7 +135,7 @@ class Gradients:
         self._aside.clear()
         self._delayed_versions.clear()
 
-    def receive(self, held: Held, scale: float) -> tuple[GradCheck, list[Tensor]]:
+    def receive(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Returns:
@@ -140,29 +149,31 @@ class Gradients:
             self._reception = _Reception(held)
         if not _same(*held):
             self._received.append((held.params, list(map(_VERSION, grads))))
-        check = self._reception.receive(grads, scale)
-        if self._lazy is None or not self._let_wait(self._lazy, held, check.grads):
-            self._add_earlier(held, check.grads)
+        check = self._take_in(held, grads, scale)
         self.delayed_scale = None
         return check, held.params
 
-    def _let_wait(self, lazy: LazyGradients, held: Held, targets: list[Tensor]) -> bool:
-        """Let the masters' gradients wait, and add earlier ones to the others.
-
-        Returns:
-            False where a master has a gradient already, to which this is to be added.
-        """
-        reception = self._reception
-        masters, received = map(reception.of_masters, (held.stepped, targets))
-        if lazy.are_waiting or any(map(_IS_SPARSE, received)):
-            return False
-        if not all(map(operator.is_, map(stored_grad, masters), repeat(None))):
-            return False
-        lazy.hold(masters, lambda: received)
-        if len(masters) < len(targets):
+    def _take_in(self, held: Held, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
+        reception, lazy = self._reception, self._lazy
+        masters = reception.of_masters(held.stepped)
+        if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
+            check = reception.receive(grads, scale)
+            self._add_earlier(held, check.grads)
+            return check
+        looked = reception.look(grads, scale)
+        check = reception.receive(grads, scale) if looked is None else looked
+        received = reception.of_masters(check.grads)
+        if any(map(_IS_SPARSE, received)):
+            self._add_earlier(held, check.grads)
+            return check
+        source: Source = Made(received)
+        if looked is not None:
+            source = HalfGradients(received, scale, looked, reception.rows_of_masters())
+        lazy.hold(masters, source)
+        if len(masters) < len(grads):
             others = Held(*map(reception.in_place, held))
-            self._add_earlier(others, reception.in_place(targets))
-        return True
+            self._add_earlier(others, reception.in_place(check.grads))
+        return check
 
     def _add_earlier(self, held: Held, targets: list[Tensor]) -> None:
         """Add what was there before the backward: gradients set aside, or a master's own."""
@@ -204,6 +215,7 @@ class Gradients:
         if self.are_delayed(held) or all(_untouched(*noted) for noted in self._received):
             return
         versions: dict[int, int] = {}
+        cleared: list[Tensor] = []
         for params, noted in self._received:
             versions.update(zip(map(id, params), noted, strict=True))
         for param, master in zip(*held, strict=True):
@@ -211,15 +223,19 @@ class Gradients:
             if param is master or version is None:
                 continue
             if grad is None or (grad._version != version and not kernels.values(grad).any()):
-                master.grad = None
+                cleared.append(master)
                 del versions[id(param)]
+        if self._lazy is not None and self._lazy.are_waiting:
+            self._lazy.discard(cleared)
+        for master in cleared:
+            master.grad = None
         left = [param for param in held.params if id(param) in versions]
         self._received = [(left, [versions[id(param)] for param in left])]
 
     @torch.no_grad()
-    def _rescale_delayed(self, held: Held, scale: float) -> None:
+    def _rescale_delayed(self, held: Held, scale: float | Tensor) -> None:
         old = self.delayed_scale
-        if old is not None and scale != old:
+        if old is not None and not _is_equal(scale, old):
             grads = [kernels.values(p.grad) for p in held.params if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, scale / old)
@@ -240,6 +256,13 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
     return b + a if a.is_sparse else a + b
 
 
+def _is_equal(scale: float | Tensor, other: float | Tensor) -> bool:
+    """Return whether two scales are known to be equal, without waiting for a device."""
+    if isinstance(scale, Tensor) or isinstance(other, Tensor):
+        return scale is other
+    return scale == other
+
+
 def _unchanged(param: Tensor, grad: Tensor | None, version: int) -> bool:
     return param.grad is grad and (grad is None or grad._version == version)
 
@@ -257,6 +280,7 @@ class _Reception:
         self._devices = _devices(held)
         self._in_place = _same(*held)
         self._has_master = list(map(operator.is_not, *held))
+        self._check: kernels.Check | None = None
         self._unscale = kernels.Unscale(*held)
         small = [
             master if param is not master and pooling.is_small(master) else None
@@ -271,6 +295,17 @@ class _Reception:
         same = held is self._held or all(map(_same, held, self._held))
         return same and _devices(held) == self._devices
 
+    def look(self, grads: list[Tensor], scale: float | Tensor) -> CudaCheck | None:
+        """Check the gradients that masters are to receive where they are, if kernels can."""
+        if self._check is None:
+            self._check = kernels.Check(*self._held)
+        in_place = [not has for has in self._has_master]
+        return self._check.look(grads, self._held.stepped, in_place, scale)
+
+    def rows_of_masters(self) -> list[int]:
+        """Return which rows belong to masters."""
+        return list(compress(range(len(self._has_master)), self._has_master))
+
     def of_masters(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries of a column that belong to masters."""
         return list(compress(column, self._has_master))
@@ -279,7 +314,7 @@ class _Reception:
         """Return the entries that belong to parameters stepped themselves."""
         return [entry for entry, has in zip(column, self._has_master, strict=True) if not has]
 
-    def receive(self, grads: list[Tensor], scale: float) -> GradCheck:
+    def receive(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         """Unscale gradients in place where the optimizer steps the parameter, else into others."""
         if self._in_place:
             return self._unscale.run(grads, grads, scale)
@@ -321,10 +356,21 @@ def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
     return len(ones) == len(others) and all(map(operator.is_, ones, others))
 
 
+def _are_none(masters: list[Tensor]) -> bool:
+    """Return whether no gradient is stored, though some may be waiting."""
+    return all(map(operator.is_, map(stored_grad, masters), repeat(None)))
+
+
 def _complete(grads: list[Any]) -> bool:
     return all(map(operator.is_not, grads, repeat(None)))
 
 
 _GRAD = operator.attrgetter("grad")
+
+
+def _has_grad(param: Tensor) -> bool:
+    return stored_grad(param) is not None
+
+
 _IS_SPARSE = operator.attrgetter("is_sparse")
 _VERSION = operator.attrgetter("_version")

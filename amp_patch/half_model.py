@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .cast_mode import mode
+from .cast_mode import mode, process
 from .containers import map_tensors
 from .torch_compile import leave_out
 
@@ -47,7 +47,8 @@ class ForwardCasts:
     @leave_out
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook."""
-        mode.enter_model(id(model), self.level, self.region_dtype)
+        if not (torch.compiler.is_compiling() and self._holds_around(id(model))):
+            mode.enter_model(id(model), self.level, self.region_dtype)
         if self.observe is not None and not torch.compiler.is_compiling():
             self.observe(model)
         if self.inputs is None:
@@ -60,6 +61,18 @@ class ForwardCasts:
         """Forward hook; also called when the forward raised."""
         mode.leave_model(id(model))
         return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
+
+    def _holds_around(self, key: int) -> bool:
+        """Whether entering the model changes nothing, so that it need not be noted.
+
+        torch.compile traces no checkpoint of a function that writes to what stands outside of it.
+        """
+        around = mode.models[-1][0] if mode.models else None
+        return (
+            around != key  # else `leave` would take this model's end for the outer call's
+            and (mode.level or process.dtype) is self.level
+            and (mode.region_dtype or process.region_dtype) is self.region_dtype
+        )
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on ``model``, in place of those of an earlier level."""

@@ -21,22 +21,29 @@ from .cuda_compiler import source
 from .host_copy import HostCopy
 from .loss_scaler import ScaleRule
 from .scaler_state import ScalerState
-from .torch_kernels import GradCheck, alike, values
+from .torch_kernels import GradCheck, alike, multiply, values
 
 __all__ = [
     "Cast",
+    "Check",
     "Comparison",
+    "CudaCheck",
     "GradCheck",
     "HostCopy",
     "ScalerState",
     "Unscale",
     "accumulate",
     "alike",
+    "are_used",
     "clip_by_norm",
+    "multiply",
     "source",
     "update_scale",
     "values",
 ]
+
+#: What `Check` finds.
+CudaCheck = cuda_kernels.GradCheck
 
 _IS_CUDA = operator.attrgetter("is_cuda")
 
@@ -58,6 +65,24 @@ class Unscale:
         """See `torch_kernels.Unscale.run`."""
         check: GradCheck = self._run(sources, targets, scale, storage)
         return check
+
+
+class Check:
+    """See `cuda_kernels.Check`; where the reference serves there is none."""
+
+    def __init__(self, sources: Sequence[Tensor], models: Sequence[Tensor]) -> None:
+        takes_cuda = _chosen("Unscale", sources, models) is cuda_kernels
+        self._made = cuda_kernels.Check(sources, models) if takes_cuda else None
+
+    def look(
+        self,
+        sources: Sequence[Tensor],
+        models: Sequence[Tensor],
+        in_place: Sequence[bool],
+        scale: float | Tensor,
+    ) -> CudaCheck | None:
+        """See `cuda_kernels.Check.look`; always None where there is none."""
+        return None if self._made is None else self._made.look(sources, models, in_place, scale)
 
 
 class Cast:
@@ -82,6 +107,10 @@ class Comparison:
     def note_equal(self) -> None:
         """See `torch_kernels.Comparison.note_equal`."""
         self._made.note_equal()
+
+    def forget(self) -> None:
+        """See `torch_kernels.Comparison.forget`."""
+        self._made.forget()
 
     def differs(self) -> bool:
         """See `torch_kernels.Comparison.differs`."""
@@ -120,13 +149,21 @@ def _chosen(operation: str, *columns: Sequence[Tensor]) -> Any:
         ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
         RuntimeError: it forces cupy, which does not work.
     """
+    return cuda_kernels if are_used(cuda_kernels.SOURCES[operation], *columns) else torch_kernels
+
+
+def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
+    """Return whether the kernels of CUDA sources work on tensors where these are.
+
+    Raises:
+        ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
+        RuntimeError: it forces cupy, which does not work.
+    """
     forced = _forced()
     if forced == "torch" or not (columns[0] and all(all(map(_IS_CUDA, one)) for one in columns)):
-        return torch_kernels
+        return False
     devices = {tensor.device for column in columns for tensor in column}
-    if all(_works(device, cuda_kernels.SOURCES[operation], forced) for device in devices):
-        return cuda_kernels
-    return torch_kernels
+    return all(_works(device, sources, forced) for device in devices)
 
 
 def _forced() -> str:

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise, repeat
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -21,17 +21,41 @@ stored_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
 
+class Source(Protocol):
+    """Where gradients come from."""
+
+    def make(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return the gradients of these rows."""
+
+
+class Made:
+    """Gradients that are there already."""
+
+    def __init__(self, grads: list[Tensor]) -> None:
+        self._grads = grads
+
+    def make(self, rows: Sequence[int]) -> list[Tensor]:
+        """See `Source`."""
+        return [self._grads[row] for row in rows]
+
+
 class LazyGradients:
-    """The gradients that some parameters have, made all at once when one of them is asked for."""
+    """The gradients that some parameters have, made all at once when one of them is asked for.
+
+    Attributes:
+        params: whose gradients are waiting; empty where none are.
+        source: makes them, a row for each parameter; None where none are waiting.
+    """
 
     def __init__(self) -> None:
-        self._params: Sequence[Tensor] = ()
-        self._make: Callable[[], Sequence[Tensor]] | None = None
+        self.params: Sequence[Tensor] = ()
+        self.source: Source | None = None
+        self._rows: Sequence[int] = ()
 
     @property
     def are_waiting(self) -> bool:
         """True from `hold` until the gradients were made or dropped."""
-        return self._make is not None
+        return self.source is not None
 
     def parameter(self, value: Tensor, requires_grad: bool) -> LazyGradParameter:
         """Return a parameter whose gradient may wait here."""
@@ -39,20 +63,16 @@ class LazyGradients:
         param.wait_for(self)
         return param
 
-    def hold(self, params: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> None:
-        """Let parameters have gradients.
-
-        Args:
-            params: which have none stored.
-            make: returns a gradient for each.
-        """
-        self._params, self._make = params, make
+    def hold(self, params: Sequence[Tensor], source: Source) -> None:
+        """Let parameters, which have none stored, have gradients."""
+        self.params, self.source = params, source
+        self._rows = range(len(params))
 
     def materialize(self) -> None:
         """Make and store the gradients, where they are waiting."""
-        params, make = self._params, self._make
-        if make is not None:
-            grads = make()
+        params, source = self.params, self.source
+        if source is not None:
+            grads = source.make(self._rows)
             self.drop()
             # There is one already of a backward that reached the parameter itself.
             earlier = list(map(stored_grad, params))
@@ -60,6 +80,19 @@ class LazyGradients:
                 pairs = zip(earlier, grads, strict=True)
                 grads = [grad if one is None else one + grad for one, grad in pairs]
             deque(map(store_grad, params, grads), maxlen=0)
+
+    def discard(self, params: Iterable[Tensor]) -> None:
+        """These parameters are to have no gradient; what the others have is stored."""
+        unwanted = set(map(id, params))
+        rows = [
+            row for row, one in zip(self._rows, self.params, strict=True) if id(one) not in unwanted
+        ]
+        self.params = [one for one in self.params if id(one) not in unwanted]
+        self._rows = rows
+        if rows:
+            self.materialize()
+        else:
+            self.drop()
 
     def take(self, groups: Sequence[list[Tensor]]) -> list[list[Tensor | None]]:
         """Return the gradients of groups of parameters, which are not stored if none need be."""
@@ -72,14 +105,18 @@ class LazyGradients:
 
     def _unstored(self, params: list[Tensor]) -> list[Tensor | None] | None:
         """Return the gradients that are waiting, if these very parameters have them and no more."""
-        make, own = self._make, self._params
-        if make is None or len(own) != len(params) or not all(map(operator.is_, own, params)):
+        own, source = self.params, self.source
+        if source is None or len(own) != len(params) or not all(map(operator.is_, own, params)):
             return None
-        return list(make()) if _are_none(list(map(stored_grad, params))) else None
+        return [*source.make(self._rows)] if self.are_alone() else None
+
+    def are_alone(self) -> bool:
+        """Return whether no gradient is stored beside those that are waiting."""
+        return _are_none(list(map(stored_grad, self.params)))
 
     def drop(self) -> None:
         """Nobody will ask for the gradients any more."""
-        self._params, self._make = (), None
+        self.params, self.source, self._rows = (), None, ()
 
 
 class LazyGradParameter(nn.Parameter):

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,16 @@ class ScaleRule:
         return replace(rule, init_scale=start)
 
 
+class Twin(Protocol):
+    """What moves a scale on a device, in the place of a scaler."""
+
+    def poll(self) -> None:
+        """Bring the scaler up to date as far as that needs no waiting."""
+
+    def settle(self) -> None:
+        """Wait for all that was asked for, and bring the scaler up to date."""
+
+
 @dataclass(eq=False)
 class LossScaler:
     """The scale of one loss, moved once per backward pass by `update`.
@@ -132,6 +142,8 @@ class LossScaler:
         skipped: whether the last update told to skip the step.
         reduced: whether the last update lowered the scale.
         overflows_at_floor: overflows in a row that met a dynamic scale already at the floor.
+        twin: moves the scale on a device in the scaler's place; the methods wait for what it has
+            not told the scaler yet.
     """
 
     rule: ScaleRule
@@ -141,6 +153,7 @@ class LossScaler:
     skipped: bool = field(init=False, default=False)
     reduced: bool = field(init=False, default=False)
     overflows_at_floor: int = field(init=False, default=0)
+    twin: Twin | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.scale = float(self.rule.init_scale)
@@ -148,7 +161,18 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """Return the factor by which the next loss is multiplied."""
+        self.settle()
         return self.scale
+
+    def settle(self) -> None:
+        """Wait for what happens on a device; the attributes are right then."""
+        if self.twin is not None:
+            self.twin.settle()
+
+    def numbers(self) -> tuple[float, ...]:
+        """Return all that moves, in the order of the attributes."""
+        flags = (self.skipped, self.reduced)
+        return (self.scale, self.unskipped, self.hysteresis_left, *flags, self.overflows_at_floor)
 
     @property
     def exhausted(self) -> bool:
@@ -157,6 +181,7 @@ class LossScaler:
 
     def update(self, overflow: bool) -> bool:
         """Move the scale after one backward pass; return whether its step must be skipped."""
+        self.settle()
         before = self.scale
         self.skipped = bool(overflow)
         if self.skipped:
@@ -177,6 +202,7 @@ class LossScaler:
         `skipped`, `reduced` and `overflows_at_floor` tell of the pass just made; a loaded scaler
         starts without them.
         """
+        self.settle()
         state: dict[str, float | int] = {"loss_scale": self.scale, "unskipped": self.unskipped}
         if self.rule.hysteresis > 1:
             state["hysteresis"] = self.hysteresis_left
@@ -221,6 +247,7 @@ class LossScaler:
         self.scale = max(self.scale, raised)
 
     def _restore(self, saved: _SavedState) -> None:
+        self.settle()
         if self.rule.dynamic:
             self.scale = saved.scale
         elif saved.scale != self.scale:

@@ -28,23 +28,35 @@ class _Exact:
     """An fp32 value, and its version when the parameter was last equal to it.
 
     The version stands in a list that may belong to several values: a step notes them all at once.
+    Where two optimizers step the parameter each has a list, and what either knows counts.
     """
 
-    __slots__ = ("_index", "_versions", "value")
+    __slots__ = ("_exposed", "noted", "value")
 
-    def __init__(self, value: Tensor, versions: list[int], index: int) -> None:
+    def __init__(self, value: Tensor) -> None:
         self.value = value
-        self._versions = versions
-        self._index = index
-        self.note_equal()
+        self.noted: list[tuple[list[int], int]] = []
+        self._exposed: tuple[int, int] | None = None
 
     def note_equal(self) -> None:
-        self._versions[self._index] = self.value._version
+        for versions, index in self.noted:
+            versions[index] = self.value._version
+        self._exposed = None
 
-    @property
-    def wins(self) -> bool:
-        """True where the value was written to since it was equal to the parameter."""
-        return self._versions[self._index] != self.value._version
+    def expose(self, param: Tensor) -> None:
+        """The user may write to the value in ways that leave no trace."""
+        self._exposed = param._version, self.value._version
+
+    def end_exposure(self) -> None:
+        self._exposed = None
+
+    def wins(self, param: Tensor) -> bool:
+        """Return whether the value was written to since it was equal to the parameter."""
+        version = self.value._version
+        if self._exposed is not None:
+            half_then, exact_then = self._exposed
+            return param._version == half_then or version != exact_then
+        return all(versions[index] != version for versions, index in self.noted)
 
 
 class FP32Store:
@@ -77,7 +89,34 @@ class FP32Store:
             versions: where the version of ``value`` is noted; a list of its own if None.
             index: the place in ``versions``.
         """
-        self._values[param] = _Exact(value, [0] if versions is None else versions, index)
+        entry, known = _Exact(value), self._values.get(param)
+        entry.noted.append(([0] if versions is None else versions, index))
+        entry.note_equal()
+        is_same = known is not None and known.value.data_ptr() == value.data_ptr()
+        if versions is not None and is_same:
+            entry.noted += known.noted
+        self._values[param] = entry
+
+    def forget_versions(self, param: Tensor, versions: list[int]) -> None:
+        """Note the version of a parameter's value elsewhere than in ``versions`` from now on."""
+        entry = self._values.get(param)
+        if entry is not None:
+            wins = entry.wins(param)
+            entry.noted = [(other, i) for other, i in entry.noted if other is not versions]
+            if not entry.noted:
+                entry.noted.append(([-1 if wins else entry.value._version], 0))
+
+    def wins(self, param: Tensor) -> bool:
+        """Return whether the fp32 value was written to since the parameter was equal to it."""
+        return bool(self._values[param].wins(param))
+
+    def expose(self, param: Tensor) -> None:
+        """The value wins where the two differ, unless only the parameter is seen to be written."""
+        self._values[param].expose(param)
+
+    def end_exposure(self, param: Tensor) -> None:
+        """As `expose`, but the two are equal now."""
+        self._values[param].end_exposure()
 
     def set_converted(self, param: Tensor, value: Tensor) -> None:
         """As `set`, for a parameter converted just now; until `end_conversion` nothing writes."""
@@ -101,7 +140,7 @@ class FP32Store:
             return param.detach().float()
         value: Tensor = entry.value.detach().to(param.device)
         rounded = value.to(param.dtype)
-        if entry.wins or torch.equal(rounded, param):
+        if entry.wins(param) or torch.equal(rounded, param):
             return value
         return torch.where(rounded == param, value, param.float())
 
@@ -163,6 +202,7 @@ class MasterWeights:
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
         self._versions: list[int] = []
+        self._exposed: list[int] | None = None
         self._params_by_master: dict[int, Tensor] = {}
         self._forget_places()
         for group in optimizer.param_groups:
@@ -198,6 +238,7 @@ class MasterWeights:
         optimizer = self._optimizer()
         while len(self._masters) > count:
             param, master = self._params.pop(), self._masters.pop()
+            self._store.forget_versions(param, self._versions)
             self._versions.pop()
             del self._params_by_master[id(master)]
             self._store.set(param, master)
@@ -224,30 +265,51 @@ class MasterWeights:
         return master
 
     def expose(self) -> None:
-        """The user gets the masters to write to: from now on they win where the two differ."""
+        """The user gets the masters to write to, until the step that follows."""
+        self.end_exposure()
         self.reconcile()
-        self._versions[:] = [-1] * len(self._versions)
+        self._exposed = list(map(_VERSION, self._params))
         for param, master in zip(self._params, self._masters, strict=True):
+            self._store.expose(param)
             master.requires_grad_(param.requires_grad)
+
+    def end_exposure(self) -> None:
+        """No step follows: what was written to the masters goes to the parameters now."""
+        if self._exposed is not None:
+            self._compare().forget()
+            self.reconcile()
+            self._end_exposure()
+
+    def _end_exposure(self) -> None:
+        for param in self._params:
+            self._store.end_exposure(param)
+        self._exposed = None
 
     def reconcile(self) -> None:
         """Let each half parameter and its master follow whichever the user wrote to."""
-        if self._compare().reconcile(self._take_wins):
+        comparison = self._compare()
+        if self._exposed is not None and self._exposed != list(map(_VERSION, self._params)):
+            comparison.forget()  # written may be both, and the parameters what they were
+        if comparison.reconcile(self._take_wins):
             self._note_equal()
 
     def _take_wins(self) -> list[bool]:
         """Return which masters win; after this they are equal, and only exposed ones still win."""
         versions = list(map(_VERSION, self._masters))
-        wins = list(map(operator.ne, self._versions, versions))
-        pairs = zip(self._versions, versions, strict=True)
-        self._versions[:] = [old if old < 0 else new for old, new in pairs]
+        if versions == self._versions and self._exposed is None:
+            return [False] * len(versions)
+        wins = list(map(self._store.wins, self._params))
+        self._versions[:] = versions
         return wins
 
-    def publish(self) -> None:
-        """Round the masters into the half parameters."""
-        self._cast.run()
+    def publish(self, are_written: bool = False) -> None:
+        """Round the masters into the half parameters, unless the step has written these, too."""
+        if not are_written:
+            self._cast.run()
         self._comparison.note_equal()
         self._note_equal()
+        if self._exposed is not None:
+            self._end_exposure()
 
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
@@ -263,12 +325,14 @@ class MasterWeights:
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
+        self.end_exposure()
         self.reconcile()
         optimizer = self._optimizer()
         for param, master in zip(self._params, self._masters, strict=True):
             param.grad = None
             param.data = master.data
             param.grad = master.grad
+            self._store.forget_versions(param, self._versions)
             if optimizer is not None and master in optimizer.state:
                 optimizer.state[param] = optimizer.state.pop(master)
         for group in optimizer.param_groups if optimizer is not None else ():

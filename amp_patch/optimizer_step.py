@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .cast_mode import mode
+from .device_skip import DeviceSkip, skips_by_flag
 from .fused_step import FusedStep, refuse_options
 from .gradients import Gradients, Held
+from .host_copy import HostCopy
 from .kernels import GradCheck
 from .lazy_gradients import clear_grads
 from .master_weights import HALVES, FP32Store, MasterWeights
@@ -53,7 +55,6 @@ class OptimizerStep:
 
     Attributes:
         skip_message: why the next step must be skipped, or None.
-        skipped: True when the last call of ``step`` was skipped.
         scaling: True inside a ``scale_loss`` of this optimizer.
         unsettled: checks to settle before the next step.
     """
@@ -73,9 +74,12 @@ class OptimizerStep:
         lazy = None if self._fused is None else self._fused.lazy
         self.gradients = Gradients(lazy)
         self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
+        if self._fused is not None and self.masters is not None:
+            self._fused.param_of = self.masters.param_of
         self.scalers = scalers
         self.skip_message: str | None = None
-        self.skipped = False
+        self._skipped: bool | HostCopy = False
+        self._device_skip = DeviceSkip()
         self.scaling = False
         self.unsettled: list[Unsettled] = []
         self._held = Held([], [])
@@ -107,22 +111,46 @@ class OptimizerStep:
         """True where a scale of 1 leaves nothing to do: no masters, nothing delayed."""
         return self.masters is None and self.gradients.delayed_scale is None
 
+    @property
+    def skipped(self) -> bool:
+        """True when the last call of ``step`` was skipped. May wait for its device."""
+        if isinstance(self._skipped, HostCopy):
+            self._skipped = bool(self._skipped.wait().item())
+        return self._skipped
+
+    @property
+    def skips_by_flag(self) -> bool:
+        """True where the device can skip the next step, whatever the host knows."""
+        optimizer = self._optimizer()
+        return self._fused is None and optimizer is not None and skips_by_flag(optimizer)
+
+    def skip_if(self, found_inf: Tensor) -> None:
+        """Have the device skip the next step where a flag is not 0."""
+        self._device_skip.add(found_inf)
+
+    def announce(self, message: str) -> None:
+        """Say what is to be said of a skipped step."""
+        self._announce(message)
+
     def drop_cleared(self) -> None:
         """Follow the user who cleared the gradients of the model's parameters."""
         if self.gradients.are_pending:
             self.gradients.drop_cleared(self.held())
 
-    def begin_backward(self, held: Held, scale: float) -> None:
+    def begin_backward(self, held: Held, scale: float | Tensor) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``."""
         self.gradients.set_aside(held, scale)
         self.scaling = True
+        may_skip = self.skip_message is not None or self._device_skip.is_open
+        if may_skip and self.gradients.are_cleared(self.held()):
+            self._forget_skip()  # the user dropped what overflowed
 
-    def delay_unscale(self, scale: float) -> None:
+    def delay_unscale(self, scale: float | Tensor) -> None:
         """Leave the gradients scaled, for the next backward to add to."""
         self.scaling = False
-        self.gradients.delay(scale)
+        self.gradients.delay(self.held(), scale)
 
-    def end_backward(self, held: Held, scale: float) -> tuple[GradCheck, list[Tensor]]:
+    def end_backward(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
         """Receive the gradients, unscaled and checked, and the parameters they are of."""
         self.scaling = False
         return self.gradients.receive(held, scale)
@@ -145,6 +173,17 @@ class OptimizerStep:
                 "the sum, or leave the first block before the second (delay_unscale=True keeps "
                 "its gradients)."
             )
+
+    def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
+        """Clip gradients that the step unscales itself, for it to do that, too.
+
+        Returns:
+            The total norm, 0-dim; None where gradients are clipped as all others are.
+        """
+        optimizer = self._optimizer()
+        if self._fused is None or optimizer is None or norm_type != 2.0:
+            return None
+        return self._fused.clip(optimizer, max_norm)
 
     def settle(self) -> None:
         """Finish the checks that ``delay_overflow_check`` left open."""
@@ -183,7 +222,7 @@ class OptimizerStep:
         """Nobody skips the next step: unscale delayed gradients, drop those that overflowed."""
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
             self.settle()
-        overflow = self.skip_message is not None
+        overflow = self.skip_message is not None or self._device_skip.found()
         delayed_scale = self.gradients.delayed_scale
         if delayed_scale is not None and self.gradients.are_delayed(self.held()):
             overflow |= self.gradients.receive(self.held(), delayed_scale)[0].overflow
@@ -191,7 +230,11 @@ class OptimizerStep:
         if overflow:
             for tensor in (*self.held().params, *self.held().stepped):
                 tensor.grad = None
+        self._forget_skip()
+
+    def _forget_skip(self) -> None:
         self.skip_message = None
+        self._device_skip.forget()
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
@@ -243,19 +286,24 @@ class OptimizerStep:
         saved = mode.switch_off()
         self._published = False
         try:
-            result = self._call(original, *args, **kwargs)
+            result, flag = self._call(original, *args, **kwargs)
         finally:
             mode.restore(saved)
             if not self._published:
                 self._publish()
-        self._finish(skipped=False)
+        self._finish(skipped=False if flag is None else flag)
         return result
 
-    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, HostCopy | None]:
+        """Return the result of the step, and the flag by which its device may have skipped it."""
         optimizer = self._optimizer()
-        if self._fused is None or optimizer is None:
-            return original(*args, **kwargs)
-        return self._fused.run(optimizer, *args, **kwargs)
+        if optimizer is None:
+            return original(*args, **kwargs), None
+        if self._fused is not None:
+            return self._fused.run(optimizer, *args, **kwargs), None
+        return self._device_skip.run(optimizer, lambda: original(*args, **kwargs))
 
     def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
@@ -266,20 +314,23 @@ class OptimizerStep:
 
     def _publish(self) -> None:
         if self.masters is not None:
-            self.masters.publish()
+            self.masters.publish(self._fused is not None and self._fused.has_published)
         self._published = True
 
     def _skip(self, message: str) -> None:
-        self._announce(message)
+        if message:
+            self._announce(message)
         optimizer = self._optimizer()
         if optimizer is not None:
             # A scheduler that steps next must not warn that the optimizer was never stepped.
             optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self.masters is not None:
+            self.masters.end_exposure()
         self._finish(skipped=True)
 
-    def _finish(self, skipped: bool) -> None:
-        self.skipped = skipped
-        self.skip_message = None
+    def _finish(self, skipped: bool | HostCopy) -> None:
+        self._skipped = skipped
+        self._forget_skip()
         self._drop_waiting()
         if self.masters is not None:
             self.masters.clear_grads()
@@ -329,6 +380,9 @@ class OptimizerStep:
         self.refuse_delayed("optimizer.step(closure)")
         if self.skip_message is not None:
             raise _SkippedInClosure(self.skip_message)
+        if self._device_skip.found():
+            raise _SkippedInClosure  # the scaler says so when it hears of it
+        self._device_skip.forget()
         if isinstance(loss, Tensor) and not bool(torch.isfinite(loss.detach()).all()):
             raise _SkippedInClosure(
                 "Gradient overflow.  Skipping step, the closure returned a loss that is not finite"
@@ -379,7 +433,7 @@ class OptimizerStep:
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
         self.gradients.forget()
-        self.skip_message = None  # what overflowed is gone; the step need not be skipped
+        self._forget_skip()  # what overflowed is gone
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group with masters in it; where torch refuses the group, nothing has changed."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import kernels, torch_updates
+from . import torch_updates
+from .torch_kernels import alike
 
 __all__ = ["FusedLAMB"]
 
@@ -123,7 +124,7 @@ class FusedLAMB(Optimizer):
         ]
         factor = self._clip_factor([param.grad for _, params in stepped for param in params])
         for group, params in stepped:
-            for (part,) in kernels.alike(params):
+            for (part,) in alike(params):
                 self._step_alike(group, part, factor)
         return loss
 

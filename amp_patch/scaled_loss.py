@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from .device_scaler import DeviceScaler
 from .gradients import Held
 from .kernels import GradCheck
 from .loss_scaler import LossScaler
 from .master_weights import HALVES
 from .optimizer_step import OptimizerStep
 from .weight_cache import WeightCache
+
+#: Device types that work behind the host, which must not wait for them.
+RUNS_AHEAD = {"cuda"}
+
+
+def _report(scaler: LossScaler, scaler_id: int, steps: Sequence[OptimizerStep]) -> None:
+    """Say which steps were skipped, when it is known."""
+    if scaler.skipped:
+        for step in steps:
+            step.announce(scaler.skip_message(scaler_id))
 
 
 class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
@@ -56,8 +69,11 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         for step in self._steps:
             step.settle()
             step.refuse_nested()
-        self._scale = scale = self._scaler.loss_scale()
-        self._checked = self._scaler.rule.dynamic or scale != 1.0
+        # A static scale does not move: to read it, nothing is waited for.
+        self._checked = self._scaler.rule.dynamic or self._scaler.scale != 1.0
+        self._twin = self._twin_to_use()
+        scale = self._scaler.loss_scale() if self._twin is None else self._twin.scale()
+        self._scale = scale
         self._idle = not self._checked and all(step.takes_grads_as_they_are for step in self._steps)
         # A float64 loss keeps its precision.
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
@@ -95,16 +111,48 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         taken: set[int] = set()
         return [(step, step.held().share(taken, by)) for step in self._steps]
 
+    def _twin_to_use(self) -> DeviceScaler | None:
+        """Return what moves the scale on the loss's device, None where the host has to.
+
+        It has to where an optimizer cannot skip its step by itself. And where the scale has met
+        its floor: the error that may follow names gradients, which are gone one step later.
+        """
+        device, scaler = self._loss.device, self._scaler
+        if device.type not in RUNS_AHEAD or not self._checked:
+            return None
+        if scaler.twin is not None:
+            scaler.twin.poll()
+        if scaler.overflows_at_floor or not all(step.skips_by_flag for step in self._steps):
+            return None
+        return DeviceScaler.of(scaler, device)
+
     def _unscale(self) -> None:
         self._checks = [
             step.end_backward(held, self._scale) for step, held in self._share("stepped")
         ]
         for step in self._steps:
             step.gradients.put_unwritten_back()
-            if self._delay_overflow_check:
-                step.unsettled.append(self)
+        if self._twin is not None and self._move_on_device(self._twin):
+            return
         if not self._delay_overflow_check:
             self.settle()
+            return
+        for step in self._steps:
+            step.unsettled.append(self)
+
+    def _move_on_device(self, twin: DeviceScaler) -> bool:
+        """Move the scale and have the steps skipped without waiting; False where that cannot be."""
+        flags = [flag for check, _ in self._checks for flag in check.found_inf]
+        if not flags or any(flag.device != twin.device for flag in flags):
+            return False
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
+        self._checks = []
+        # Not a method: it would hold the loss, and with it the graph, until the outcome is there.
+        report = functools.partial(_report, self._scaler, self._scaler_id, self._steps)
+        twin.update(found_inf, report)
+        for step in self._steps:
+            step.skip_if(found_inf)
+        return True
 
     def settle(self) -> None:
         """Look at the flags, move the scale, tell the optimizers whether to skip.

@@ -6,6 +6,7 @@ and `patched_functions`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import weakref
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from . import arguments, patched_functions, torch_hooks
+from . import arguments, patched_functions, torch_compile, torch_hooks
 from .cast_mode import mode, process
 from .casting import Casts
 from .loss_scaler import LossScaler, ScaleRule
@@ -100,12 +101,14 @@ class Session:
         if self.initialized:
             return
         on_error.callback(self.deactivate)
+        torch_compile.make_tables()
         torch_hooks.install(self._torch_patches)
         self._step_hook = register_optimizer_step_post_hook(_after_any_step)
         self.initialized = True
 
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
+        self.settle()
         mode.leave_all_models()
         self.optimizers.release()
         if self.models.release():
@@ -117,6 +120,11 @@ class Session:
         self.cache.clear()
         self.store.clear()
         self._reset()
+
+    def settle(self) -> None:
+        """Wait for every outcome on its way from a device, and say what is to be said of it."""
+        for scaler in self.scalers:
+            scaler.settle()
 
     def disable(self, optimizers: Any) -> None:
         """``enabled=False``: later calls with these optimizers, of any type, do nothing."""
@@ -222,3 +230,4 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 _HOOKS = ModelHooks(_observe_model, _observe_cast_model, _write_state, _read_state)
 #: The session of this process.
 session = Session()
+atexit.register(session.settle)

@@ -23,15 +23,25 @@ from .patching import Patches, resolve
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def install(patches: Patches) -> None:
-    """Replace them, before any function of torch is patched."""
+def make_tables() -> None:
+    """Let torch.compile make its tables of functions, before anything of torch is replaced.
+
+    It makes them on first use and keeps them: a table made later would hold what stood there
+    then, and not the originals, also when nothing is patched any more.
+    """
     # Imported late, for that changes torch (it replaces torch.manual_seed). Building any torch
     # optimizer has imported it already.
-    import torch._dynamo.output_graph
+    import torch._dynamo.output_graph  # noqa: F401 - for the tables
 
     for path in _TABLES:
         with contextlib.suppress(AttributeError):
             resolve(path)[2]()
+
+
+def install(patches: Patches) -> None:
+    """Replace them, before any function of torch is patched and after `make_tables`."""
+    import torch._dynamo.output_graph
+
     for path, make in _REPLACEMENTS.items():
         try:
             owner, name, original = resolve(path)
@@ -194,7 +204,7 @@ _OPERATORS: dict[Callable[..., Any], tuple[str | None, str]] = {
     operator.truediv: (None, "__rtruediv__"),
 }
 _PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
-# Made on first use; they must hold the originals, for these are what a graph calls.
+# They must hold the originals, for these are what a graph calls.
 _TABLES = (
     "torch._dynamo.trace_rules.get_tensor_method",
     "torch._dynamo.trace_rules.get_torch_obj_rule_map",

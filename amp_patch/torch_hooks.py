@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,10 +110,39 @@ def _find_builtin(original: Callable[[Any], str | None]) -> Callable[[Any], str 
     return find_builtin
 
 
+def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let TorchScript compile a model without our hooks, which are Python's, and their casts."""
+
+    @functools.wraps(original)
+    def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as hidden:
+            for module in nn_module.modules():
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    hidden.enter_context(_without_ours(hooks))
+            return original(nn_module, *args, **kwargs)
+
+    return create_script_module
+
+
+@contextlib.contextmanager
+def _without_ours(hooks: dict[int, Any]) -> Iterator[None]:
+    every = dict(hooks)
+    for key, hook in every.items():
+        if getattr(hook, "__module__", "").partition(".")[0] == __package__:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        if len(hooks) < len(every):
+            hooks.clear()
+            hooks.update(every)
+
+
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.utils.checkpoint.checkpoint": _checkpoint,
     "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
     "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
     "torch.jit._builtins._find_builtin": _find_builtin,
     "torch.jit._recursive._find_builtin": _find_builtin,
+    "torch.jit._recursive.create_script_module": _create_script_module,
 }

@@ -253,6 +253,10 @@ class Comparison:
         """The copies were made from their sources just now."""
         self._seen = list(map(torch.cat, self._together))
 
+    def forget(self) -> None:
+        """The sources may have been written to: compare with them the next time."""
+        self._seen = None
+
     def differs(self) -> bool:
         """Return whether any copy is not its source cast to its dtype. Waits for the device.
 

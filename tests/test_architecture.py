@@ -53,6 +53,8 @@ LAYERS = {
     "cast_mode": 0,
     "cast_rules": 0,
     "containers": 0,
+    "device_scaler": 5,
+    "device_skip": 1,
     "host_copy": 0,
     "lazy_gradients": 0,
     "loss_scaler": 0,
@@ -67,8 +69,10 @@ MAY_IMPORT_CUPY = ("cuda_compiler", "cuda_module")
 LATE_IMPORTS = ("cupy.", "torch._dynamo.")
 
 # What any module may set on an object that is not its own: a tensor's data and gradient, the flag
-# that tells schedulers of a step, and the metadata of a function just made.
+# that tells schedulers of a step, the two that torch's fused optimizers skip by, and the metadata
+# of a function just made.
 FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
+FOREIGN_DATA |= {"found_inf", "grad_scale"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
 # In a wrapper's place torch.compile traces "traced", TorchScript what "__prepare_..." returns.
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__", "traced"}

@@ -387,3 +387,47 @@ def test_masters_of_small_parameters_receive_in_the_same_memory_step_after_step(
         assert [reference() is None for reference in held] == [False, True, False]
     assert addresses[0] == addresses[1] == addresses[2]
     assert set(masters[1].tolist()) == {-6.0}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_delayed_backward_that_does_not_reach_an_optimizer_leaves_its_gradients(
+    amp: ModuleType, level: str
+) -> None:
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, loss_scale=8.0, verbosity=0)
+    inputs = torch.ones(1, 2)
+
+    def run(reached: list[nn.Module], **options: Any) -> None:
+        loss = sum(model(inputs).float().sum() for model in reached)
+        with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+            scaled_loss.backward()
+
+    run(models)
+    run(models[:1], delay_unscale=True)
+    run(models[:1])
+    got = [next(amp.master_params(optimizer)).grad.tolist() for optimizer in optimizers]
+    assert got == [[[3.0, 3.0]], [[1.0, 1.0]]]
+    run(models[1:], delay_unscale=True)
+    for model in models:
+        model.zero_grad()
+    run(models)
+    got = [next(amp.master_params(optimizer)).grad.tolist() for optimizer in optimizers]
+    assert got[1] == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_whose_gradients_the_user_drops_skips_no_step(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    backward(amp, model, optimizer, {"a": float("inf"), "b": 1.0})
+    model.zero_grad()
+    backward(amp, model, optimizer, {"a": 1.0})
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    backward(amp, model, optimizer, {"a": float("inf"), "b": 1.0})
+    model.a.grad = None  # b's gradient is still of the pass that overflowed
+    backward(amp, model, optimizer, {"a": 1.0})
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)

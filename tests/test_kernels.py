@@ -213,12 +213,13 @@ def test_fp16_that_would_flush_to_zero_survives_in_fp32(ops: Operations) -> None
     assert master.item() == 2.0**-40
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 4e4), (torch.float32, 3e38)])
 def test_what_overflows_only_when_unscaled_is_flagged(
-    ops: Operations, dtype: torch.dtype, value: float
+    ops: Operations, dtype: torch.dtype, value: float, on_device: bool
 ) -> None:
     grad = torch.tensor([1.0, value], dtype=dtype)
-    check = ops.unscale([grad], [grad], 2.0**-4)
+    check = ops.unscale([grad], [grad], torch.tensor(2.0**-4) if on_device else 2.0**-4)
     assert check.overflow
     assert check.nonfinite() == [(0, "inf")]
 
@@ -309,11 +310,11 @@ def test_the_norm_of_a_check_is_that_of_what_was_unscaled(
 
 
 def test_a_number_scale_is_rounded_as_a_multiplied_loss_is(ops: Operations) -> None:
-    scale = 1000.1
-    grad = torch.full((1,), 3.0) * scale
-    expected = grad.double() * (1.0 / torch.tensor(scale).double()).float().double()
+    scale = 65536.3  # its inverse is another one once it is rounded
+    grad, inverse = torch.ones(1), (1.0 / torch.tensor(scale).double()).float()
+    assert inverse.item() != torch.tensor(1.0 / scale).item()
     ops.unscale([grad], [grad], scale)
-    assert grad.item() == expected.float().item()
+    assert grad.item() == inverse.item()
 
 
 def test_what_is_written_counts_as_written(ops: Operations) -> None:
@@ -578,6 +579,14 @@ def test_reconcile_lets_one_of_the_two_follow(
         assert torch.equal(bits(source), bits(exact))
         assert torch.equal(bits(copy), bits(rounded_one))
     assert not comparison.differs()
+
+
+@pytest.mark.parametrize("wins", [False, True])
+def test_reconcile_tells_zeros_of_different_signs_apart(ops: Operations, wins: bool) -> None:
+    source, copy = torch.tensor([-1e-30, 1e-30]), torch.tensor([0.0, -0.0]).half()
+    ops.module.Comparison([source], [copy]).reconcile(lambda: [wins])
+    assert source.tolist() == pytest.approx([-1e-30, 1e-30] if wins else [0.0, 0.0], abs=0)
+    assert source.signbit().tolist() == copy.signbit().tolist() == [wins, not wins]
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -660,6 +660,53 @@ def test_writes_to_masters_reach_the_model(amp: ModuleType, how: str) -> None:
     assert torch.equal(model.state_dict()["weight"], new)
 
 
+def test_a_half_weight_written_after_the_masters_were_read_is_kept(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp)
+    list(amp.master_params(optimizer))
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    assert torch.equal(model.state_dict()["weight"], torch.full((3, 4), 0.5))
+    optimizer.step()
+    assert torch.equal(model.weight, torch.full((3, 4), 0.5).half())
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_skipped_step_ends_what_the_masters_may_be_written_for(
+    amp: ModuleType, through_data: bool
+) -> None:
+    """Clip, skip, clamp, as training a critic does."""
+    model, optimizer = prepared(amp)
+    with amp.scale_loss(model(torch.ones(2, 4)).sum() * torch.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    with torch.no_grad():
+        (model.weight.data if through_data else model.weight).clamp_(-0.125, 0.125)
+    optimizer.zero_grad()
+    assert model.state_dict()["weight"].abs().max() == 0.125
+    optimizer.step()
+    assert model.weight.abs().max() == 0.125
+
+
+@pytest.mark.parametrize("turns", [(0, 0), (1, 1), (0, 1), (1, 0, 1)])
+def test_writes_reach_the_masters_of_two_optimizers_of_one_parameter(
+    amp: ModuleType, turns: tuple[int, ...]
+) -> None:
+    model = fine_linear()
+    optimizers = [SGD(model.parameters(), lr=0.5) for _ in range(2)]
+    model, optimizers = amp.initialize(
+        model, optimizers, opt_level="O2", loss_scale=8.0, verbosity=0
+    )
+    for turn in turns:
+        train_step(amp, model, optimizers[turn])
+        with torch.no_grad():
+            model.weight.clamp_(-0.25, 0.25)
+        assert model.state_dict()["weight"].abs().max() == 0.25
+    amp.deactivate()
+    assert model.weight.abs().max() == 0.25
+
+
 def test_masters_have_the_requires_grad_of_their_parameters(amp: ModuleType) -> None:
     model, optimizer = prepared(amp)
     model.weight.requires_grad_(False)
@@ -738,13 +785,10 @@ def follow(action: tuple[Any, ...], reference: Reference) -> None:
     kind, *value = action
     if kind == "step":
         reference.step(2.0)
-    elif kind == "half":
-        reference.half = torch.full_like(reference.half, value[0])
-    elif kind == "half data":
-        reference.half = reference.half.clone().mul_(value[0])
-    elif kind == "half element":
-        reference.half = reference.half.clone()
-        reference.half[0, 0] = value[0]
+    elif kind == "skip" and reference.exposed:
+        reference.settle()
+    elif kind.startswith("half"):
+        write_half(kind, value[0], reference)
     elif kind in ("master", "expose"):
         reference.settle()
         reference.exposed = True
@@ -752,6 +796,16 @@ def follow(action: tuple[Any, ...], reference: Reference) -> None:
             reference.exact = torch.full_like(reference.exact, value[0])
     elif kind == "load":
         reference.load(torch.full((3, 4), value[0]))
+
+
+def write_half(kind: str, value: float, reference: Reference) -> None:
+    if kind == "half data":
+        reference.half = reference.half.clone().mul_(value)
+        return
+    # seen to be written, while the actions write to the masters through .data only
+    reference.exposed = False
+    reference.half = reference.half.clone()
+    (reference.half if kind == "half" else reference.half[0, 0]).fill_(value)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import dataclasses
+import subprocess
+import sys
 import types
 from collections import OrderedDict, deque
 
@@ -367,6 +369,40 @@ def test_a_checkpoint_inside_a_compiled_model(amp, opt_level, backend):
         assert_same(step(forward, model, X, amp, optimizer), expected, exact=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*AccumulateGrad.*:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_checkpoint_around_a_whole_model(amp, opt_level, backend):
+    (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, Checkpointed().block)
+    forward = compiled(lambda x: checkpoint(model, x, use_reentrant=False), backend)
+    for _ in range(2):
+        expected = step(plain, plain, X, amp, plain_optimizer)
+        assert_same(step(forward, model, X, amp, optimizer), expected, exact=False)
+
+
+class Nested(nn.Module):
+    """Calls itself, or another model, and then goes on."""
+
+    def __init__(self, other=None):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.others = [] if other is None else [other]
+
+    def forward(self, x, depth=2):
+        y = self.fc(x.to(self.fc.weight.dtype))
+        if depth:
+            y = y + [self, *self.others][-1](y, depth - 1)
+        return y @ W.to(y.dtype)
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("around", [None, "O1", "O4", "O5"])
+def test_a_model_that_calls_itself_is_at_its_level_to_the_end(amp, opt_level, around):
+    model = start(amp, opt_level, Nested())
+    outer = model if around is None else start(amp, around, Nested(model))
+    assert_same(compiled(lambda x: outer(x))(X), outer(X))
+
+
 @pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
 def test_compiled_functions_in_inference_mode_and_no_grad(amp, opt_level):
     model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
@@ -557,3 +593,31 @@ def test_deactivate_restores_torch_compile(amp):
     amp.deactivate()
     assert TensorVariable.call_method is original
     del model
+
+
+FIRST_IMPORT = """
+import sys
+import torch
+from torch import nn
+from amp_patch import amp
+
+assert "torch._dynamo" not in sys.modules
+model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0))
+amp.initialize(model, opt_level=sys.argv[1], verbosity=0)
+x = torch.randn(2, 3, 8)
+for _ in range(2):
+    expected = model(x)
+    torch._dynamo.reset()
+    got = torch.compile(model, backend="eager", fullgraph=True)(x)
+    assert got.dtype is expected.dtype
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    amp.deactivate()
+"""
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_attention_compiles_where_initialize_was_the_first_to_import_dynamo(opt_level):
+    # Here the tests, or the making of an optimizer, have imported it.
+    run = [sys.executable, "-c", FIRST_IMPORT, opt_level]
+    result = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr

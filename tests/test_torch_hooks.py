@@ -533,3 +533,56 @@ def test_torchscript_compiles_the_originals(amp, opt_level):
     amp.deactivate()
     torch.testing.assert_close(torch.jit.script(scripted_function)(x, w), expected)
     del model
+
+
+class Block(nn.Module):
+    """Layers of several kinds, by a forward that TorchScript understands."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.lstm(x)
+        z = self.norm(y).exp()
+        return self.attention(z, z, z)[0].softmax(-1)
+
+
+@TORCHSCRIPT_IS_DEPRECATED
+@pytest.mark.parametrize("inner", [False, True], ids=["model", "around the model"])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_torchscript_compiles_a_model_without_casts(amp, opt_level, inner):
+    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), Block()).eval())
+    hooks = [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
+    x = torch.rand(5, 2, 3)
+    with amp.disable_casts(), torch.no_grad():
+        expected = model(x)
+    script = torch.jit.script(nn.Sequential(model) if inner else model)
+    weights = model[0].weight.dtype
+    got = script(x.to(weights))
+    assert got.dtype is weights
+    torch.testing.assert_close(got.to(expected.dtype), expected, rtol=1e-6, atol=1e-6)
+    assert hooks == [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
+    assert [len(of_kind) for of_kind in hooks] == [1, 1]
+
+
+def scriptable_hook(self, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    return out + 1
+
+
+@TORCHSCRIPT_IS_DEPRECATED
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hook_of_the_users_is_compiled_and_all_stay_in_their_order(amp, fails):
+    model = nn.Linear(3, 3)
+    model.register_forward_hook(lambda *_: None) if fails else None
+    model.register_forward_hook(scriptable_hook)
+    start(amp, "O0", model)
+    hooks = list(model._forward_hooks.items())
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        script = torch.jit.script(model)
+        x = torch.rand(2, 3)
+        torch.testing.assert_close(script(x), model(x), rtol=0, atol=0)
+    assert list(model._forward_hooks.items()) == hooks
+    assert len(hooks) == 2 + fails

@@ -1,0 +1,67 @@
+"""A step that its device skips: the host learns of it when it asks. Knows optimizers of torch.
+
+torch's fused optimizers take a flag, and step only where it is 0 (as `torch.amp.GradScaler` has
+them do); what they wrote to before is as if there had been no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from .host_copy import HostCopy
+
+
+def skips_by_flag(optimizer: Optimizer) -> bool:
+    """Return whether the next step of an optimizer can be skipped by its device."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    # Of a skipped first step, torch's fused SGD leaves a momentum that nothing was written to.
+    return not isinstance(optimizer, SGD) or all(
+        group["momentum"] == 0 or all(map(optimizer.state.get, group["params"]))
+        for group in optimizer.param_groups
+    )
+
+
+class DeviceSkip:
+    """Whether the next step is to be skipped, on its device."""
+
+    def __init__(self) -> None:
+        self._flag: Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True where a flag was raised or may have been."""
+        return self._flag is not None
+
+    def add(self, found_inf: Tensor) -> None:
+        """Skip the next step where a flag (fp32, one element) or an earlier one is not 0."""
+        flag = found_inf.reshape(())
+        self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
+
+    def forget(self) -> None:
+        """The next step has other gradients."""
+        self._flag = None
+
+    def found(self) -> bool:
+        """Return whether the next step will be skipped. Waits for the device."""
+        return self._flag is not None and bool(self._flag.item())
+
+    def run(self, optimizer: Optimizer, step: Callable[[], Any]) -> tuple[Any, HostCopy | None]:
+        """Step.
+
+        Returns:
+            What the step returned, and the flag on its way to the host, if there is one.
+        """
+        if self._flag is None:
+            return step(), None
+        given: Any = optimizer
+        given.grad_scale, given.found_inf = None, self._flag
+        try:
+            return step(), HostCopy(self._flag)
+        finally:
+            del given.grad_scale, given.found_inf
