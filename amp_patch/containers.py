@@ -100,10 +100,8 @@ def _map_mapping(
 
 def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     """Copy a mapping so that writing to the copy leaves the original alone."""
-    if type(value).__reduce__ is OrderedDict.__reduce__:
-        new = _copy_ordered(value)
-    else:
-        new = copy.copy(value)
+    ordered = type(value).__reduce__ is OrderedDict.__reduce__
+    new: MutableMapping[Any, Any] = _copy_ordered(value) if ordered else copy.copy(value)
     attributes = getattr(value, "__dict__", {})
     if attributes is value:
         # The idiom ``self.__dict__ = self``, whose copy has a dictionary of its own.
@@ -121,7 +119,7 @@ def _copy_ordered(value: Any) -> OrderedDict[Any, Any]:
 
     A subclass's may have arguments of its own, which ``OrderedDict.__reduce__`` knows nothing of.
     """
-    new = OrderedDict.__new__(type(value))
+    new: OrderedDict[Any, Any] = OrderedDict.__new__(type(value))
     for key, item in value.items():
         OrderedDict.__setitem__(new, key, item)
     vars(new).update(vars(value))

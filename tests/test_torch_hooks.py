@@ -568,21 +568,26 @@ def test_torchscript_compiles_a_model_without_casts(amp, opt_level, inner):
     assert [len(of_kind) for of_kind in hooks] == [1, 1]
 
 
+def scriptable_pre_hook(self, args: tuple[torch.Tensor]) -> torch.Tensor:
+    return args[0] + 1
+
+
 def scriptable_hook(self, args: tuple[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     return out + 1
 
 
 @TORCHSCRIPT_IS_DEPRECATED
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_hook_of_the_users_is_compiled_and_all_stay_in_their_order(amp, fails):
+def test_hooks_of_the_users_are_compiled_and_all_stay_in_their_order(amp, fails):
     model = nn.Linear(3, 3)
     model.register_forward_hook(lambda *_: None) if fails else None
     model.register_forward_hook(scriptable_hook)
+    model.register_forward_pre_hook(scriptable_pre_hook)
     start(amp, "O0", model)
-    hooks = list(model._forward_hooks.items())
+    hooks = [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         script = torch.jit.script(model)
         x = torch.rand(2, 3)
         torch.testing.assert_close(script(x), model(x), rtol=0, atol=0)
-    assert list(model._forward_hooks.items()) == hooks
-    assert len(hooks) == 2 + fails
+    assert hooks == [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
+    assert [len(of_kind) for of_kind in hooks] == [2, 2 + fails]
