@@ -62,7 +62,7 @@ class Block:
     """A ``with`` block, or each call of a function that it decorates, in a mode of its own.
 
     Its state is in the thread's mode: one object may be entered again, and in several threads.
-    A class and no generator, which torch.compile cannot enter before torch 2.7.
+    A class and no generator: torch 2.6 does not compile those.
     """
 
     def __call__(self, function: F) -> F:
