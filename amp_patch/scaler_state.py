@@ -84,8 +84,6 @@ def update(state: ScalerState, found_inf: Tensor, rule: ScaleRule) -> None:
         state.overflows_at_floor.add_(1).mul_(overflow & at_floor)
         _lower(state, overflow, rule)
         _raise(state, overflow, rule)
-    else:
-        state.overflows_at_floor.mul_(overflow)
     state.reduced.copy_(state.scale < state.scale_before)
 
 

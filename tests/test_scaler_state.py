@@ -74,6 +74,20 @@ def test_any_flag_but_0_is_an_overflow(
     assert (state.scale.item(), state.skipped.item(), state.reduced.item()) == (2.0**15, 1, 1)
 
 
+@pytest.mark.parametrize(("loaded", "overflow"), [(2.0**30, False), (2.0**-30, True)])
+def test_a_scale_loaded_from_beyond_its_limits_stays(
+    update: tuple[Update, torch.device], loaded: float, overflow: bool
+) -> None:
+    move, device = update
+    scaler = LossScaler(ScaleRule(growth_interval=1))
+    scaler.scale = loaded
+    state = ScalerState(scaler, device)
+    move(state, torch.tensor([float(overflow)], device=device), scaler.rule)
+    assert state.scale.item() == loaded
+    scaler.update(overflow)
+    assert fields(state) == fields_of(scaler, loaded)
+
+
 @given(scalers(), scalers(), st.lists(st.booleans(), max_size=5))
 def test_a_scaler_written_and_read_is_the_same(
     scaler: LossScaler, other: LossScaler, overflows: list[bool]
