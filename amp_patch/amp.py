@@ -197,6 +197,7 @@ def scale_loss(
     steps = session.steps_of(optimizers, "with amp.scale_loss()")
     if steps is None:
         return contextlib.nullcontext(loss)
+    session.optimizers.keep_apart(steps)
     scaler_id = session.optimizers.scaler_of(steps[0], loss_id)
     return ScaledLoss(
         arguments.loss_of(loss),

@@ -249,6 +249,7 @@ def _unscale_others(
 def examine(
     found: Found, sources: list[Tensor], targets: Sequence[Tensor | None], scale: Tensor | None
 ) -> None:
+    """Let a part's gradients be unscaled into targets, or only looked at where these are None."""
     part = found.part
     statistics = _statistics(part)
     rows = part.table.rows(sources, targets)

@@ -26,10 +26,12 @@ class Block(NamedTuple):
     Attributes:
         arguments: of the kernel that prepares the group, after the flag.
         columns: gradient, master, state, weight and step; None where there is none.
+        made: dicts to enter a tensor in, under this name, once kernels step the rows.
     """
 
     arguments: Sequence[Argument]
     columns: Sequence[Column]
+    made: Sequence[tuple[dict[str, Any], str, Tensor]] = ()
 
 
 class Factors(NamedTuple):

@@ -72,6 +72,8 @@ class FusedLaunch:
         if not all(self._kept[s].batch.holds(own) for s, own in blocks.items() if own):
             return False
         clip = self._lamb_clip(optimizer, half, blocks[False])
+        for entry, name, tensor in (one for own in blocks.values() for b in own for one in b.made):
+            entry[name] = tensor
         for scaled, own in blocks.items():
             if own:
                 factors = self._factors(half if scaled else None, clip, own)

@@ -172,32 +172,30 @@ class SgdUpdate:
     def block(self, rows: Rows, weights: Column) -> Block:
         """See `Update`."""
         group, params, grads, entries = rows
-        buffers = self._with_counts(rows) if group["momentum"] != 0 else [None] * len(params)
+        buffers: list[Any] = [None] * len(params)
+        if group["momentum"] != 0:
+            buffers = [entry.get("momentum_buffer") for entry in entries]
+        made = [i for i, one in enumerate(buffers) if one is None and group["momentum"] != 0]
+        for i in made:
+            buffers[i] = torch.zeros_like(params[i])
+        self._count(buffers, {id(buffers[i]) for i in made})
         numbers = [group[name] for name in ("momentum", "dampening", "weight_decay")]
         switches = (0, int(group["nesterov"]), int(group["maximize"]))
         arguments = (*learning_rate(group["lr"]), *numbers, *switches)
         counts: Column = [self._counts.get(id(one)) for one in buffers]
-        return Block(arguments, [grads, params, buffers, weights, counts])
+        entering = [(entries[i], "momentum_buffer", buffers[i]) for i in made]
+        return Block(arguments, [grads, params, buffers, weights, counts], entering)
 
-    def _with_counts(self, rows: Rows) -> Column:
-        """Return the momentum buffers, made where there are none, each with a count of its steps.
-
-        The first step that is not skipped is told from others by the count, on the device.
-        """
-        for param, entry in zip(rows.params, rows.entries, strict=True):
-            is_new = entry.get("momentum_buffer") is None
-            if is_new:
-                entry["momentum_buffer"] = torch.zeros_like(param)
-            buffer = entry["momentum_buffer"]
-            if is_new or self._buffers.get(id(buffer)) is not buffer:
+    def _count(self, buffers: list[Any], new: set[int]) -> None:
+        """Count the steps of momentum buffers on their device, which alone knows the first one."""
+        for buffer in buffers:
+            if buffer is not None and self._buffers.get(id(buffer)) is not buffer:
                 self._buffers[id(buffer)] = buffer
-                count = torch.full((), float(not is_new), device=param.device)
+                count = torch.full((), float(id(buffer) not in new), device=buffer.device)
                 self._counts[id(buffer)] = count
-        buffers: Column = [entry["momentum_buffer"] for entry in rows.entries]
         if len(self._buffers) > 2 * len(buffers):
             used = set(map(id, buffers))
             self._buffers = {key: one for key, one in self._buffers.items() if key in used}
-        return buffers
 
 
 class LambUpdate:

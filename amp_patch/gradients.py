@@ -147,9 +147,9 @@ class Gradients:
             grads = [grad for grad in grads if grad is not None]
         if not self._reception.fits(held):
             self._reception = _Reception(held)
+        check = self._take_in(held, grads, scale)
         if not _same(*held):
             self._received.append((held.params, list(map(_VERSION, grads))))
-        check = self._take_in(held, grads, scale)
         self.delayed_scale = None
         return check, held.params
 
@@ -225,7 +225,7 @@ class Gradients:
             if grad is None or (grad._version != version and not kernels.values(grad).any()):
                 cleared.append(master)
                 del versions[id(param)]
-        if self._lazy is not None and self._lazy.are_waiting:
+        if cleared and self._lazy is not None and self._lazy.are_waiting:
             self._lazy.discard(cleared)
         for master in cleared:
             master.grad = None

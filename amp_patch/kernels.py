@@ -149,6 +149,8 @@ def _chosen(operation: str, *columns: Sequence[Tensor]) -> Any:
         ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
         RuntimeError: it forces cupy, which does not work.
     """
+    if not _are_candidates(columns):
+        return torch_kernels
     return cuda_kernels if are_used(cuda_kernels.SOURCES[operation], *columns) else torch_kernels
 
 
@@ -159,11 +161,15 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
         ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
         RuntimeError: it forces cupy, which does not work.
     """
-    forced = _forced()
-    if forced == "torch" or not (columns[0] and all(all(map(_IS_CUDA, one)) for one in columns)):
+    if not _are_candidates(columns):
         return False
     devices = {tensor.device for column in columns for tensor in column}
-    return all(_works(device, sources, forced) for device in devices)
+    return all(_works(device, sources, _forced()) for device in devices)
+
+
+def _are_candidates(columns: Sequence[Sequence[Tensor]]) -> bool:
+    on_cuda = columns[0] and all(all(map(_IS_CUDA, one)) for one in columns)
+    return _forced() != "torch" and bool(on_cuda)
 
 
 def _forced() -> str:

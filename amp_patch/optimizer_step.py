@@ -23,6 +23,7 @@ from .cast_mode import mode
 from .device_skip import DeviceSkip, skips_by_flag
 from .fused_step import FusedStep, refuse_options
 from .gradients import Gradients, Held
+from .half_gradients import HalfGradients
 from .host_copy import HostCopy
 from .kernels import GradCheck
 from .lazy_gradients import clear_grads
@@ -173,6 +174,11 @@ class OptimizerStep:
                 "the sum, or leave the first block before the second (delay_unscale=True keeps "
                 "its gradients)."
             )
+
+    def take_gradients(self) -> None:
+        """Unscale half gradients that wait for the step, for somebody may write to them."""
+        if self._fused is not None and isinstance(self._fused.lazy.source, HalfGradients):
+            self._fused.lazy.materialize()
 
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.

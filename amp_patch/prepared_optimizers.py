@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -78,6 +78,13 @@ class PreparedOptimizers:
         """Undo it: every optimizer steps its own parameters again, state kept."""
         for step in list(self.steps.values()):
             step.release()
+
+    def keep_apart(self, steps: Sequence[OptimizerStep]) -> None:
+        """Before a backward for these: it may reach half gradients that others still need."""
+        if len(self.steps) > len(steps):
+            for step in list(self.steps.values()):
+                if step not in steps:
+                    step.take_gradients()
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""

@@ -12,6 +12,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu.launcher import EmulatedModules
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kernel_choice import Gpu
@@ -19,13 +20,12 @@ from test_optimizers import Lamb
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from amp_patch.half_gradients import HalfGradients
 from amp_patch.lazy_gradients import stored_grad
 from amp_patch.optimizers import FusedLAMB
 
 INF = float("inf")
 LR = 0.05
-SHAPES = [(3, 5), (1,), (17,), (2, 2, 3)]
+SHAPES = [(3, 5), (1,), (17,), (2, 3)]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Rule:
 
 RULES = {
     "adamw": Rule(AdamW, "adamw", {"eps": 1e-3, "weight_decay": 0.1}),
-    "adamw lr tensor": Rule(AdamW, "adamw", {"eps": 1e-3}),
     "adam amsgrad": Rule(Adam, "adamw", {"eps": 1e-3, "amsgrad": True, "weight_decay": 0.1}),
     "adam maximize": Rule(Adam, "adamw", {"eps": 1e-3, "maximize": True}),
     "sgd": Rule(SGD, "sgd"),
@@ -162,16 +161,23 @@ class Trial:
             assert torch.equal(param, master.to(param.dtype))
 
 
+@pytest.fixture
+def on_gpu(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Iterator[Gpu]:
+    cuda_on_cpu.require_compiler()
+    yield Gpu(monkeypatch, pytestconfig)
+    amp.deactivate()  # as long as there are kernels
+
+
 @pytest.fixture(params=["torch", "cuda on cpu"])
-def launched(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[list[str] | None]:
+def launched(request: pytest.FixtureRequest) -> list[str] | None:
     """Run all on the reference, or by kernels: then give the names of those launched."""
     if request.param == "torch":
-        yield None
-        return
-    cuda_on_cpu.require_compiler()
-    yield Gpu(monkeypatch, pytestconfig).modules.launched
+        return None
+    modules = request.getfixturevalue("on_gpu").modules
+    assert isinstance(modules, EmulatedModules)
+    return modules.launched
 
 
 STEPS = st.lists(
@@ -184,44 +190,199 @@ STEPS = st.lists(
             "reads": st.sampled_from([False, False, True]),
         }
     ),
-    max_size=4,
+    max_size=3,
 )
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_any_steps_are_those_of_float64(
-    amp: ModuleType, launched: list[str] | None, name: str
-) -> None:
-    rule = RULES[name]
-    kept = Trial(amp, rule, "O2", 1.0)  # torch stays patched while it lives
+def run_steps(trial: Trial, steps: list[dict[str, Any]]) -> None:
+    for options in steps:
+        # a loss that is not finite is found where it is scaled
+        factor = options["factor"] if trial.scale != 1.0 else 1.0
+        is_finite = trial.backward(options["seed"], options["missing"], factor)
+        if is_finite and options["clip"] is not None:
+            trial.clip(options["clip"])
+        if is_finite and options["reads"]:
+            trial.double_gradients()
+        trial.step(is_finite)
 
-    @given(steps=STEPS, level=st.sampled_from(["O2", "O5"]), scale=st.sampled_from([1.0, 2.0**10]))
-    def run(steps: list[dict[str, Any]], level: str, scale: float) -> None:
-        trial = Trial(amp, rule, level, scale)
-        if name == "adamw lr tensor":
-            for group in trial.optimizer.param_groups:
-                group["lr"] = torch.tensor(LR)
-        for options in steps:
-            clip, reads = options["clip"], options["reads"]
-            inputs = {key: options[key] for key in ("seed", "missing", "factor")}
-            # a loss that is not finite is found by its scaled gradients only where it is checked
-            inputs["factor"] = options["factor"] if scale != 1.0 else 1.0
-            is_finite = trial.backward(**inputs)
-            if launched is not None and is_finite:
-                assert isinstance(trial_source(trial), HalfGradients)
-            if is_finite and clip is not None:
-                trial.clip(clip)
-            if is_finite and reads:
-                trial.double_gradients()
-            trial.step(is_finite)
+
+def test_any_steps_are_those_of_float64(amp: ModuleType, launched: list[str] | None) -> None:
+    kept = Trial(amp, RULES["sgd"], "O2", 1.0)  # torch stays patched while it lives
+
+    @given(
+        name=st.sampled_from(list(RULES)),
+        steps=STEPS,
+        level=st.sampled_from(["O2", "O5"]),
+        scale=st.sampled_from([1.0, 2.0**10]),
+    )
+    def run(name: str, steps: list[dict[str, Any]], level: str, scale: float) -> None:
+        run_steps(Trial(amp, RULES[name], level, scale), steps)
 
     run()
     del kept
+
+
+@pytest.mark.parametrize("lr_on_device", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_kernels_for_halves_and_for_the_rest(
+    amp: ModuleType, launched: list[str] | None, name: str, lr_on_device: bool
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0)
+    if lr_on_device:
+        for group in trial.optimizer.param_groups:
+            group["lr"] = torch.tensor(LR)
+    usual = {"missing": 9, "factor": 1.0, "clip": None, "reads": False}
+    changes: list[dict[str, Any]] = [{}, {"missing": 1, "clip": 0.5}, {"factor": INF}, {}]
+    run_steps(trial, [{"seed": i, **usual, **change} for i, change in enumerate(changes)])
     if launched is not None:
-        kernels = {one for one in launched if one.startswith(rule.source)}
-        assert len(kernels) >= 3
+        mine = {one for one in launched if one.startswith(RULES[name].source)}
+        dtypes = {"float16", "float32"}
+        assert (
+            mine
+            == {
+                "sgd": {"sgd_prepare", *(f"sgd_{one}_to_{one}" for one in dtypes)},
+                "adamw": {"adamw_prepare", *(f"adamw_{one}_to_{one}" for one in dtypes)},
+                "lamb": {
+                    *("lamb_prepare", "lamb_ratios"),
+                    *(f"lamb_{phase}_{one}" for phase in ("moments", "update") for one in dtypes),
+                },
+            }[RULES[name].source]
+        )
+        # the kernels wrote the half weights: no cast was needed
+        assert not [one for one in launched if one.startswith("cast")]
 
 
-def trial_source(trial: Trial) -> Any:
-    (step,) = [s for o, s in trial.amp.session.optimizers.steps.items() if o is trial.optimizer]
-    return step._fused.lazy.source
+# --- what kernels read themselves ---
+
+
+def masters_of(trial: Trial) -> list[Tensor]:
+    own = set(map(id, trial.model.parameters()))
+    return [master for master in trial.masters if id(master) not in own]
+
+
+def test_no_gradient_is_unscaled_before_somebody_reads_it(amp: ModuleType, on_gpu: Gpu) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    half = trial.model.weights[2]
+    scaled = half.grad.clone()
+    assert [stored_grad(master) for master in masters_of(trial)] == [None] * 4
+    trial.clip(0.5)
+    assert [stored_grad(master) for master in masters_of(trial)] == [None] * 4
+    assert torch.equal(half.grad, scaled)
+    trial.double_gradients()
+    assert None not in [stored_grad(master) for master in masters_of(trial)]
+    trial.clip(0.25)  # a second time, of what was read
+    trial.step(True)
+    assert torch.equal(half.grad, scaled)
+
+
+WRITTEN = (
+    "with fused_step=True the gradients of half parameters must stay, from the end of "
+    "scale_loss() until optimizer.step(), as backward() left them; got 1 of 4 written to in "
+    "place. Write to the gradients of amp.master_params(optimizer), call "
+    "amp.clip_grad_norm_(optimizer, ...) to clip, and clear gradients before a backward() outside "
+    "of scale_loss()."
+)
+
+
+@pytest.mark.parametrize("reader", ["step", "read", "clip"])
+def test_a_write_to_a_half_gradient_is_refused(amp: ModuleType, on_gpu: Gpu, reader: str) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    trial.model.weights[2].grad.mul_(0.5)
+    read = {
+        "step": trial.optimizer.step,
+        "read": lambda: masters_of(trial)[0].grad,
+        "clip": lambda: trial.clip(0.5),
+    }[reader]
+    with pytest.raises(RuntimeError, match=f"^{re.escape(WRITTEN)}$"):
+        read()
+    trial.optimizer.zero_grad()
+    trial.grads = [None] * len(trial.grads)
+    trial.backward(1, 9, 1.0)
+    trial.step(True)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_cleared_half_gradients_are_not_stepped(
+    amp: ModuleType, on_gpu: Gpu, all_of_them: bool, set_to_none: bool
+) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    for i, param in enumerate(trial.model.parameters()):
+        if param.dtype is not torch.float32 and (all_of_them or i == 2):
+            param.grad = None if set_to_none else param.grad.zero_()
+            trial.grads[i] = None
+    trial.step(True)
+
+
+def test_another_optimizers_backward_leaves_waiting_gradients_alone(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    trial, other = (Trial(amp, RULES["sgd"], "O2", 64.0) for _ in range(2))
+    trial.backward(0, 9, 1.0)
+    given = [torch.ones(p.shape) for p in trial.masters]
+    with amp.scale_loss(trial.model(given), other.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for i, param in enumerate(trial.model.parameters()):
+        if param.dtype is torch.float32:  # has no other gradient: both are added
+            trial.grads[i] = param.grad.double()
+    trial.step(True)
+
+
+def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, on_gpu: Gpu) -> None:
+    trial = Trial(amp, RULES["adamw"], "O2", 64.0)
+    sums: list[Any] = [None] * len(trial.grads)
+    for seed, missing in [(0, 9), (1, 2), (2, 9)]:
+        trial.grads = [None] * len(trial.grads)
+        generator = torch.Generator().manual_seed(seed)
+        given: list[Any] = [torch.randn(p.shape, generator=generator) for p in trial.masters]
+        if missing < len(given):
+            given[missing] = None
+        with amp.scale_loss(trial.model(given), trial.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for i, one in enumerate(given):
+            exact = None if one is None else (one * 64.0).half().double() / 64.0
+            sums[i] = exact if sums[i] is None else sums[i] + (0.0 if exact is None else exact)
+    for i, param in enumerate(trial.model.parameters()):
+        if param.dtype is torch.float32:
+            sums[i] = param.grad.double()
+    trial.grads = sums
+    trial.step(True)
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw"])
+def test_a_tensor_that_no_kernel_takes_is_stepped_by_the_reference(
+    amp: ModuleType, on_gpu: Gpu, name: str
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    for group in trial.optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad.dim() == 2:
+                param.grad = param.grad.t().contiguous().t()
+    trial.step(True)
+    assert not [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
+    trial.backward(1, 9, 1.0)
+    trial.step(True)
+    # a first momentum is a copy of the gradient, and has its strides
+    launched = [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
+    assert bool(launched) == (name == "adamw")
+
+
+def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, on_gpu: Gpu) -> None:
+    for name in ("adamw", "sgd momentum", "lamb"):
+        trial = Trial(amp, RULES[name], "O2", 64.0)
+        (step,) = [s for o, s in amp.session.optimizers.steps.items() if o is trial.optimizer]
+        for seed, flag in enumerate([1.0, 0.0, 2.0, 0.0]):
+            before = [master.detach().clone() for master in trial.masters]
+            step._fused.found_inf = torch.tensor([flag])
+            trial.backward(seed, 9, 1.0)
+            if flag:
+                trial.optimizer.step()
+                assert all(map(torch.equal, trial.masters, before))
+                trial.grads = [None] * len(trial.grads)
+                trial.check()
+            else:
+                trial.step(True)
