@@ -110,14 +110,14 @@ def initialize(
         ``optimizers`` is None.
 
     Raises:
-        TypeError: models, optimizers or opt_level of a wrong type; LBFGS; an optimizer that
-            ``fused_step`` does not know.
+        TypeError: models, optimizers, enabled, opt_level, verbosity, rules or fused_step of a
+            wrong type; LBFGS; an optimizer that ``fused_step`` does not know.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
         ValueError: a scale, factor, count or rule out of range.
     """
     result = models if optimizers is None else (models, optimizers)
-    if not enabled:
+    if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
     level = opt_levels.resolve(
@@ -138,6 +138,7 @@ def initialize(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )
+    verbosity = arguments.verbosity_of(verbosity)
     session.initialize(
         arguments.models_of(models),
         arguments.optimizers_of(optimizers),
@@ -216,7 +217,11 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
     In the order of its ``param_groups``. What is written to a master until the next step is
     rounded into the model's parameter.
+
+    Raises:
+        TypeError: not one optimizer.
     """
+    arguments.optimizer_of(optimizer, "amp.master_params()")
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
         step.masters.expose()
@@ -238,26 +243,34 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
         The total norm before clipping, 0-dim fp32 (float64 for float64 gradients).
 
     Raises:
+        TypeError: not one optimizer, or a norm that is no number.
+        ValueError: a negative norm or NaN.
         RuntimeError: the gradients are still scaled (``delay_unscale``).
     """
+    arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()")
+    max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
     step = session.optimizers.steps.get(optimizer)
     if step is not None:
         step.refuse_delayed("amp.clip_grad_norm_()")
-        total = step.clip_waiting(float(max_norm), float(norm_type))
+        total = step.clip_waiting(max_norm, norm_type)
         if total is not None:
             return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
-    return kernels.clip_by_norm(grads, float(max_norm), float(norm_type))
+    return kernels.clip_by_norm(grads, max_norm, norm_type)
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:
     """Return whether the last ``optimizer.step()`` was skipped after an overflow.
 
     Raises:
+        TypeError: not one optimizer.
         RuntimeError: `initialize` was not called with this optimizer.
     """
     steps = session.steps_of(optimizer, "amp.step_was_skipped()")
-    return steps is not None and steps[0].skipped
+    if steps is None:
+        return False
+    arguments.optimizer_of(optimizer, "amp.step_was_skipped()")
+    return steps[0].skipped
 
 
 def loss_scale(loss_id: int = 0) -> float:
@@ -303,9 +316,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: `initialize` was not called, or a key that is no loss scaler's.
-        TypeError, ValueError: an entry that holds no scale.
+        TypeError, ValueError: no state dict, or an entry that holds no scale.
     """
     if not session.is_off("amp.load_state_dict()"):
+        arguments.refuse_no_state(state_dict)
         session.optimizers.settle()
         loss_scaler.load_state_dict(session.scalers, state_dict)
 

@@ -1,4 +1,4 @@
-"""Checks what users pass to ``amp.initialize``, before anything is changed."""
+"""Checks what users pass to the functions of `amp`, before anything is changed."""
 
 from __future__ import annotations
 
@@ -84,8 +84,9 @@ def _refuse_half(model: nn.Module) -> None:
             if tensor.dtype in (torch.float16, torch.bfloat16):
                 raise RuntimeError(
                     f"models must come in float32, amp.initialize() casts them; got {kind} "
-                    f"{name!r} in {tensor.dtype}. Leave out your own .half() or .bfloat16(); if "
-                    "an earlier amp.initialize() cast this model, call amp.deactivate() first."
+                    f"{name!r} in {tensor.dtype}. Leave out your own .half() or .bfloat16(). Of a "
+                    "model that amp.initialize() cast, call amp.deactivate() first; of a copy of "
+                    "one, or one from a file, call model.float() first."
                 )
 
 
@@ -118,6 +119,95 @@ def loss_of(loss: Any) -> torch.Tensor:
             "the sum of the losses."
         )
     return loss
+
+
+def optimizer_of(optimizer: Any, caller: str) -> Any:
+    """Return one optimizer, of torch or anybody's who keeps ``param_groups`` as torch does.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{caller} takes one optimizer, as amp.initialize() returned it; got "
+            f"{type(optimizer).__name__}; call {caller.replace('()', '(optimizer)', 1)}, once for "
+            "each optimizer."
+        )
+    return optimizer
+
+
+def norms_of(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Return the arguments of ``amp.clip_grad_norm_`` as floats.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: max_norm below 0, norm_type not above 0, or one of them NaN.
+    """
+    largest = _number("max_norm", max_norm, "max_norm=1.0")
+    if not largest >= 0:
+        raise ValueError(
+            f"max_norm must be a number of at least 0; got {max_norm!r}; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0)."
+        )
+    power = _number("norm_type", norm_type, "1.0, norm_type=2.0")
+    if not power > 0:
+        raise ValueError(
+            f"norm_type must be a number above 0, or inf; got {norm_type!r}; call "
+            "amp.clip_grad_norm_(optimizer, 1.0, norm_type=2.0)."
+        )
+    return largest, power
+
+
+def _number(name: str, given: Any, example: str) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"{name} must be a number; got {type(given).__name__}; call "
+            f"amp.clip_grad_norm_(optimizer, {example})."
+        ) from None
+
+
+def refuse_no_state(state_dict: Any) -> None:
+    """Raise for what cannot be a state of the loss scalers.
+
+    Raises:
+        TypeError: not a mapping.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            "a state of the loss scalers is a dict, as amp.state_dict() returned it; got "
+            f"{type(state_dict).__name__}; call amp.load_state_dict(checkpoint['amp']) with what "
+            "was saved."
+        )
+
+
+def enabled_of(enabled: Any) -> bool:
+    """Return ``enabled``.
+
+    Raises:
+        TypeError: not a bool; 0 and 1 count.
+    """
+    if not isinstance(enabled, int) or enabled not in (0, 1):
+        raise TypeError(
+            f"enabled must be True or False; got {enabled!r}; call "
+            "amp.initialize(..., enabled=False) to leave models and optimizers alone."
+        )
+    return bool(enabled)
+
+
+def verbosity_of(verbosity: Any) -> int:
+    """Return ``verbosity``.
+
+    Raises:
+        TypeError: not an int.
+    """
+    if not isinstance(verbosity, int):
+        raise TypeError(
+            f"verbosity must be an int, and 0 prints nothing; got {verbosity!r}; call "
+            "amp.initialize(..., verbosity=0)."
+        )
+    return verbosity
 
 
 def count_of(num_losses: Any) -> int:

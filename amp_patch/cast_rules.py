@@ -578,15 +578,17 @@ def _dotted_path(path: str) -> list[str]:
 
 
 def _suggestion(name: str) -> str:
-    """Return the existing names close to `name` as the end of an error message."""
+    """Return the end of an error message: existing names close to `name`, and a call with one."""
     known = {
         f"{path}.{attribute}" if "." in name else attribute
         for path, owner, _ in _surfaces()
         for attribute in dir(owner)
         if not attribute.endswith("_") and _is_function(getattr(owner, attribute, None))
     }
-    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    begun = sorted((n for n in known if n.startswith(name)), key=lambda n: (len(n), n))[:3]
+    close = begun or difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
+    guess = f"; did you mean {' or '.join(map(repr, close))}?" if close else ", which it has not."
+    return f"{guess} Call amp.initialize(..., rules={{{(close or ['softmax'])[0]!r}: 'float'}})"
 
 
 def _computes(op: str) -> bool:

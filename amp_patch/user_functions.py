@@ -45,6 +45,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: it has no such attribute.
+        TypeError: the attribute is a class, or cannot be called.
     """
     _register(module, name, "half")
 
@@ -72,5 +73,12 @@ def _register(module: Any, name: str, rule: str) -> None:
         raise ValueError(
             f"a registered function must exist; got {name!r}, which {module!r} does not have; "
             f"call amp.register_{rule}_function(module, name) with the name it has."
+        )
+    found = getattr(module, name)
+    if isinstance(found, type) or not callable(found):
+        raise TypeError(
+            f"a registered function is called, and is no class; got {name!r}, which is {found!r}; "
+            f"call amp.register_{rule}_function(owner, name) with a function, or a method of a "
+            "class: 'forward' of that class."
         )
     session.functions.register(module, name, rule)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import re
 import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch_snapshot
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
@@ -20,7 +23,9 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import amp as public
+from amp_patch.cast_mode import process
 from amp_patch.opt_levels import describe, resolve
+from amp_patch.session import session
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
@@ -307,6 +312,166 @@ def test_a_refusal_leaves_everything_as_it_was(
     assert torch_snapshot.differences(unpatched) == []
     expected = train_plainly(reference, SGD(reference.parameters(), lr=0.1))
     assert torch.equal(train_plainly(model, optimizer), expected)
+
+
+NO_FLAG = ["yes", 2, 1.5, [], torch.ones(2)]
+NO_NUMBER = ["1", [], float("nan"), -1.0, 0.0, True, None]
+NO_COUNT = ["1", [], 0, -1, 1.5, float("nan"), True]
+NO_DTYPE = [torch.int32, torch.complex64, "half", 16, True, float]
+#: Values that no level takes, for each argument of initialize.
+WRONG: dict[str, list[Any]] = {
+    "models": [None, 3, "model", [3], {"model": nn.ReLU()}, nn.Linear, iter([nn.ReLU()])],
+    "optimizers": [3, "SGD", [None], SGD, {"optimizer": 1}, nn.Linear(1, 1)],
+    "enabled": ["False", "no", None, 2, 1.0, []],
+    "opt_level": ["02", "o1", "O6", "", 1, None, torch.float16],
+    "cast_model_type": [*NO_DTYPE, torch.float64],
+    "patch_torch_functions": NO_FLAG,
+    "keep_batchnorm_fp32": NO_FLAG,
+    "master_weights": NO_FLAG,
+    "loss_scale": [*NO_NUMBER[1:-1], "dynamo", float("inf")],
+    "cast_model_outputs": [*NO_DTYPE, False],
+    "num_losses": [*NO_COUNT, None],
+    "verbosity": ["1", 1.0, None, [], torch.ones(2)],
+    "min_loss_scale": [*NO_NUMBER[:-1], 2.0**25],
+    "max_loss_scale": [*NO_NUMBER[:-1], float("inf")],
+    "growth_factor": [*NO_NUMBER[:-1], 1.0],
+    "backoff_factor": [*NO_NUMBER[:-1], 1.0],
+    "growth_interval": NO_COUNT,
+    "hysteresis": NO_COUNT,
+    "rules": [3, ["softmax"], {1: "half"}, {"softmax": 3}, {"softmax": []}, {"zzz": "half"}],
+    "fused_step": ["yes", 1, None, []],
+}
+
+
+def test_every_argument_of_initialize_has_wrong_values() -> None:
+    assert list(WRONG) == list(inspect.signature(public.initialize).parameters)
+
+
+def stand(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """What initialize could have changed; of hooks and methods, which are there."""
+    return [
+        [
+            (id(tensor), tensor.dtype, tensor.data_ptr())
+            for tensor in (*model.parameters(), *model.buffers())
+        ],
+        [list(map(id, group["params"])) for group in optimizer.param_groups],
+        [
+            list(hooks)
+            for module in model.modules()
+            for name, hooks in vars(module).items()
+            if name.endswith("_hooks") and hooks
+        ],
+        list(vars(optimizer)),
+        session.verbosity,
+        session.initialized,
+        session.disabled,
+        process.save(),
+        [(id(scaler), scaler.scale) for scaler in session.scalers],
+    ]
+
+
+@pytest.mark.parametrize("others", [None, "O2"])
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    level=st.sampled_from(LEVELS),
+    wrong=st.sampled_from([(name, value) for name in WRONG for value in WRONG[name]]),
+)
+def test_a_wrong_argument_is_refused_before_anything_changes(
+    amp: ModuleType, others: str | None, level: str, wrong: tuple[str, Any]
+) -> None:
+    amp.deactivate()
+    other = others and amp.initialize(*make(), opt_level=others, verbosity=0)
+    model, optimizer = make()
+    arguments: dict[str, Any] = {
+        "models": model,
+        "optimizers": optimizer,
+        "opt_level": level,
+        "verbosity": 3,
+        wrong[0]: wrong[1],
+    }
+    torchs, before = torch_snapshot.take(), stand(model, optimizer)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"got .*[Cc]all amp\.|call m"):
+        amp.initialize(**arguments)
+    assert stand(model, optimizer) == before
+    assert torch_snapshot.differences(torchs) == []
+    del other
+
+
+def from_a_file(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, from_a_file])
+def test_a_copy_of_a_model_in_half_is_taken_after_float(
+    amp: ModuleType, level: str, copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    train(model, optimizer)
+    twin = copied(model)
+    with pytest.raises(RuntimeError, match=r"or one from a file, call model\.float\(\) first\.$"):
+        amp.initialize(twin, opt_level=level, verbosity=0)
+    amp.deactivate()
+    twin.float()
+    exact = copy.deepcopy(twin.state_dict())
+    twin, steps = amp.initialize(
+        twin, SGD(twin.parameters(), lr=0.1), opt_level=level, loss_scale=1.0, verbosity=0
+    )
+    assert twin.state_dict().keys() == exact.keys()
+    assert all(torch.equal(value, exact[key]) for key, value in twin.state_dict().items())
+    again, plain = make()
+    again.load_state_dict(exact)
+    again, plain = amp.initialize(again, plain, opt_level=level, loss_scale=1.0, verbosity=0)
+    for _ in range(2):
+        assert torch.equal(train(twin, steps), train(again, plain))
+
+
+@pytest.mark.parametrize(
+    ("caller", "call"),
+    [
+        ("amp.master_params()", public.master_params),
+        ("amp.clip_grad_norm_()", lambda given: public.clip_grad_norm_(given, 1.0)),
+        ("amp.step_was_skipped()", public.step_was_skipped),
+    ],
+)
+def test_calls_that_take_one_optimizer_refuse_anything_else(
+    amp: ModuleType, caller: str, call: Any
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    kinds = [model, list(model.parameters()), model.parameters(), None, 3]
+    if caller != "amp.step_was_skipped()":  # which names what it got as scale_loss does
+        for given in kinds:
+            with pytest.raises(TypeError, match=re.escape(f"{caller} takes one optimizer")):
+                call(given)
+    else:
+        for given in kinds:
+            with pytest.raises(TypeError, match=r"; got .*call model, optimizer = amp\.initialize"):
+                call(given)
+    with pytest.raises(TypeError, match=re.escape(f"{caller} takes one optimizer")):
+        call([optimizer])
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), "one", None])
+def test_a_wrong_norm_is_refused_before_a_gradient_changes(amp: ModuleType, wrong: Any) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level="O1", loss_scale=1.0, verbosity=0)
+    model(torch.randn(4, 4)).float().sum().backward()
+    before = [param.grad.clone() for param in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match="max_norm must be a number"):
+        amp.clip_grad_norm_(optimizer, wrong)
+    with pytest.raises((TypeError, ValueError), match="norm_type must be a number"):
+        amp.clip_grad_norm_(optimizer, 1e-3, norm_type=wrong)
+    assert same([param.grad for param in model.parameters()], before)
+
+
+@pytest.mark.parametrize("state", [None, [], 3])
+def test_a_state_that_is_none_is_refused(amp: ModuleType, state: Any) -> None:
+    amp.initialize(*make(), opt_level="O2", verbosity=0)
+    with pytest.raises(TypeError, match="a state of the loss scalers is a dict"):
+        amp.load_state_dict(state)
+    assert amp.loss_scale() == 2.0**16
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -792,3 +957,16 @@ def test_registering_what_does_not_exist_is_refused(amp: ModuleType) -> None:
     )
     with pytest.raises(ValueError, match=exactly(words)):
         amp.register_half_function(F, "lineer")
+
+
+@pytest.mark.parametrize("name", ["Linear", "__name__"])
+def test_registering_a_class_or_what_is_not_called_is_refused(amp: ModuleType, name: str) -> None:
+    words = (
+        f"a registered function is called, and is no class; got {name!r}, which is "
+        f"{getattr(nn, name)!r}; call amp.register_float_function(owner, name) with a function, or "
+        "a method of a class: 'forward' of that class."
+    )
+    with pytest.raises(TypeError, match=exactly(words)):
+        amp.register_float_function(nn, name)
+    with pytest.raises(TypeError, match=exactly(words)):
+        amp.register_float_function("torch.nn", name)

@@ -96,8 +96,8 @@ def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
 ) -> None:
     message = (
         f"models must come in float32, amp.initialize() casts them; got {found} in {dtype}. "
-        "Leave out your own .half() or .bfloat16(); if an earlier amp.initialize() cast this "
-        "model, call amp.deactivate() first."
+        "Leave out your own .half() or .bfloat16(). Of a model that amp.initialize() cast, call "
+        "amp.deactivate() first; of a copy of one, or one from a file, call model.float() first."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
@@ -230,3 +230,107 @@ def test_rules_are_copied() -> None:
 def test_wrong_rules_are_refused(rules: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=exactly(message)):
         arguments.rules_of(rules, "O2", False)
+
+
+@pytest.mark.parametrize("given", [None, nn.Linear(1, 1), [optimizer()], iter([]), "SGD", SGD])
+def test_what_is_not_one_optimizer_is_refused(given: Any) -> None:
+    message = (
+        "amp.master_params() takes one optimizer, as amp.initialize() returned it; got "
+        f"{type(given).__name__}; call amp.master_params(optimizer), once for each optimizer."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.optimizer_of(given, "amp.master_params()")
+    known = optimizer()
+    assert arguments.optimizer_of(known, "amp.master_params()") is known
+
+
+@pytest.mark.parametrize(
+    ("norms", "error", "message"),
+    [
+        (
+            (-1.0, 2.0),
+            ValueError,
+            "max_norm must be a number of at least 0; got -1.0; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
+        ),
+        (
+            (float("nan"), 2.0),
+            ValueError,
+            "max_norm must be a number of at least 0; got nan; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
+        ),
+        (
+            ("one", 2.0),
+            TypeError,
+            "max_norm must be a number; got str; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
+        ),
+        (
+            (torch.ones(2), 2.0),
+            TypeError,
+            "max_norm must be a number; got Tensor; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
+        ),
+        (
+            (1.0, 0),
+            ValueError,
+            "norm_type must be a number above 0, or inf; got 0; call "
+            "amp.clip_grad_norm_(optimizer, 1.0, norm_type=2.0).",
+        ),
+        (
+            (1.0, float("nan")),
+            ValueError,
+            "norm_type must be a number above 0, or inf; got nan; call "
+            "amp.clip_grad_norm_(optimizer, 1.0, norm_type=2.0).",
+        ),
+        (
+            (1.0, None),
+            TypeError,
+            "norm_type must be a number; got NoneType; call "
+            "amp.clip_grad_norm_(optimizer, 1.0, norm_type=2.0).",
+        ),
+    ],
+)
+def test_wrong_norms_are_refused(norms: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=exactly(message)):
+        arguments.norms_of(*norms)
+
+
+def test_norms_come_as_floats() -> None:
+    inf = float("inf")
+    assert arguments.norms_of(0, 1) == (0.0, 1.0)
+    assert arguments.norms_of(torch.tensor(0.5), "inf") == (0.5, inf)
+    assert arguments.norms_of(inf, 0.5) == (inf, 0.5)
+
+
+@pytest.mark.parametrize("state", [None, [], "amp", 3])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    message = (
+        "a state of the loss scalers is a dict, as amp.state_dict() returned it; got "
+        f"{type(state).__name__}; call amp.load_state_dict(checkpoint['amp']) with what was saved."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.refuse_no_state(state)
+    arguments.refuse_no_state({})
+
+
+@pytest.mark.parametrize("enabled", ["False", None, 2, 1.0, []])
+def test_what_neither_enables_nor_disables_is_refused(enabled: Any) -> None:
+    message = (
+        f"enabled must be True or False; got {enabled!r}; call amp.initialize(..., "
+        "enabled=False) to leave models and optimizers alone."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.enabled_of(enabled)
+    assert [arguments.enabled_of(given) for given in (True, False, 1, 0)] == [True, False] * 2
+
+
+@pytest.mark.parametrize("verbosity", ["1", None, 1.0, []])
+def test_a_wrong_verbosity_is_refused(verbosity: Any) -> None:
+    message = (
+        f"verbosity must be an int, and 0 prints nothing; got {verbosity!r}; call "
+        "amp.initialize(..., verbosity=0)."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.verbosity_of(verbosity)
+    assert [arguments.verbosity_of(given) for given in (0, 1, 2)] == [0, 1, 2]

@@ -343,10 +343,16 @@ def test_a_users_rule_for_a_dotted_path_means_itself(path):
         (
             "sofmax",
             r"rules must name functions of torch, by a bare name \('softmax'\) or a dotted path "
-            r"\('torch.nn.functional.softmax'\); got 'sofmax'; did you mean 'softmax'",
+            r"\('torch.nn.functional.softmax'\); got 'sofmax'; did you mean 'softmax'"
+            r".*\? Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
         ),
+        ("lin", r"did you mean 'linear' or .*\? Call amp.initialize\(..., rules={'linear': "),
         ("torch.nn.functional.geluu", r"did you mean 'torch.nn.functional.gelu'"),
-        ("no.such.module", r"got 'no.such.module'\.$"),
+        (
+            "no.such.module",
+            r"got 'no.such.module', which it has not\. "
+            r"Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
+        ),
         ("torch.float16", r"got 'torch.float16'"),
         ("torch.Tensor", r"got 'torch.Tensor'"),
         (
