@@ -403,6 +403,20 @@ def test_a_model_that_calls_itself_is_at_its_level_to_the_end(amp, opt_level, ar
     assert_same(compiled(lambda x: outer(x))(X), outer(X))
 
 
+@pytest.mark.parametrize(("opt_level", "other"), [("O2", "O5"), ("O5", "O2"), ("O0", "O5")])
+def test_a_region_in_a_traced_model_has_that_models_half_dtype(amp, opt_level, other):
+    def in_half(y):
+        with amp.half_region():
+            return [y.sum().double(), (y + y).double(), y.exp().dtype is torch.float16]
+
+    model = start(amp, opt_level, Returns(in_half))
+    last = start(amp, other)
+    got, expected = compiled(lambda x: model(x))(X), model(X)
+    assert got[-1] is expected[-1] is (opt_level != "O5")
+    assert_same(got[:-1], expected[:-1])
+    del last
+
+
 @pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
 def test_compiled_functions_in_inference_mode_and_no_grad(amp, opt_level):
     model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)))
