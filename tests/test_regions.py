@@ -442,7 +442,9 @@ async def yields_later():
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(
-    "late", [yields, awaits, yields_later, functools.partial(yields), nn.Linear, 3], ids=str
+    "late",
+    [yields, awaits, yields_later, functools.partial(yields), nn.Linear, 3],
+    ids=["generator", "coroutine", "async generator", "partial", "class", "number"],
 )
 def test_a_block_decorates_only_what_computes_before_it_returns(amp, name, late):
     words = (
