@@ -119,10 +119,12 @@ def _copy_ordered(value: Any) -> OrderedDict[Any, Any]:
 
     A subclass's may have arguments of its own, which ``OrderedDict.__reduce__`` knows nothing of.
     """
-    new: OrderedDict[Any, Any] = OrderedDict.__new__(type(value))
+    kind: type[OrderedDict[Any, Any]] = type(value)
+    new = kind.__new__(kind)
     for key, item in value.items():
         OrderedDict.__setitem__(new, key, item)
-    vars(new).update(vars(value))
+    for name, attribute in vars(value).items():  # torch 2.15 cannot compile vars().update()
+        vars(new)[name] = attribute
     return new
 
 
