@@ -26,7 +26,8 @@ class Gpu:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         # where torch is built for CUDA its optimizers would ask the driver for the stream
-        for check in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        for kind in ("cuda", "accelerator"):
+            check = f"_{kind}_graph_capture_health_check"
             monkeypatch.setattr(torch.optim.Optimizer, check, lambda self: None, raising=False)
         monkeypatch.delenv("AMP_PATCH_KERNELS", raising=False)
 
