@@ -238,13 +238,15 @@ class KeptGroup:
         self._params: list[Tensor] = []
         self._entries: list[Entry] = []
         self._are_alike = False
+        self._seen = -1
 
     def rows(self, group: Mapping[str, Any], params: list[Tensor], grads: list[Tensor]) -> Rows:
         """Return what the group steps."""
         has_state = self.update.has_state(group)
-        is_known = self._owner.is_known and has_state == bool(self._entries)
+        is_known = self._seen == self._owner.changes and has_state == bool(self._entries)
         if not (is_known and _same(params, self._params)):
             state = self._owner.state
+            self._seen = self._owner.changes
             self._params = list(params)
             self._entries = [state[param] for param in params] if has_state else []
             kinds = {(param.dtype, param.device) for param in params}
@@ -263,14 +265,14 @@ class KeptGroups:
     Attributes:
         groups: at least as many as the optimizer has.
         state: the optimizer's.
-        is_known: whether nobody has replaced a parameter's state since the last look.
+        changes: how often a look has found that a parameter's state is another object.
     """
 
     def __init__(self, make_update: Callable[[], Update]) -> None:
         self._make_update = make_update
         self.groups: list[KeptGroup] = []
         self.state: MutableMapping[Any, Entry] = {}
-        self.is_known = False
+        self.changes = 0
         self._entries: list[Entry] = []
 
     def look_up(self, optimizer: Optimizer) -> None:
@@ -279,7 +281,8 @@ class KeptGroups:
             self.groups.append(KeptGroup(self, self._make_update()))
         self.state = optimizer.state
         entries = list(self.state.values())
-        self.is_known, self._entries = _same(entries, self._entries), entries
+        if not _same(entries, self._entries):
+            self.changes, self._entries = self.changes + 1, entries
 
 
 #: What steps a group of an optimizer of this very type, and its kernels.
