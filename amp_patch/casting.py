@@ -114,7 +114,7 @@ class Casts:
         """Return ``function`` with its arguments cast by ``rule`` while casts are on."""
         wrapper = self._rules[rule](function)
         # TorchScript compiles the original: it cannot read a closure.
-        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
+        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # new
         return wrapper
 
     def _casting(self, fixed: torch.dtype | None, original: Function) -> Function:
@@ -177,7 +177,7 @@ class _Installation:
         wrapper = self._wrap(original, rule)
         if isinstance(owner, type):
             # What torch.compile traces for a method: it reaches the original by name only.
-            wrapper.traced = self._wrap(_method(name), rule)  # type: ignore[attr-defined]
+            wrapper.traced = self._wrap(_method(name), rule)  # type: ignore[attr-defined]  # new
         if path is not None:
             as_if_defined_at(wrapper, path)
         self._made.add(id(wrapper))

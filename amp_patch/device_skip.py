@@ -22,9 +22,13 @@ def skips_by_flag(optimizer: Optimizer) -> bool:
         return False
     # Of a skipped first step, torch's fused SGD leaves a momentum that nothing was written to.
     return not isinstance(optimizer, SGD) or all(
-        group["momentum"] == 0 or all(map(optimizer.state.get, group["params"]))
+        group["momentum"] == 0 or all(_has_momentum(optimizer, param) for param in group["params"])
         for group in optimizer.param_groups
     )
+
+
+def _has_momentum(optimizer: Optimizer, param: Tensor) -> bool:
+    return optimizer.state.get(param, {}).get("momentum_buffer") is not None
 
 
 class DeviceSkip:

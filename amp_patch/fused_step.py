@@ -59,7 +59,7 @@ class FusedStep:
     def run(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step as ``type(optimizer).step`` does; the arguments and the result are its."""
         # Schedulers built before `initialize` see to it that they are not told of a missing step.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers set it
         self.has_published = False
         return self._hooked(optimizer, *args, **kwargs)
 

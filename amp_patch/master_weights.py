@@ -241,7 +241,6 @@ class MasterWeights:
             self._store.forget_versions(param, self._versions)
             self._versions.pop()
             del self._params_by_master[id(master)]
-            self._store.set(param, master)
             if optimizer is not None and master in optimizer.state:
                 optimizer.state[param] = optimizer.state.pop(master)
 

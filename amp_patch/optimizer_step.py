@@ -329,7 +329,7 @@ class OptimizerStep:
         optimizer = self._optimizer()
         if optimizer is not None:
             # A scheduler that steps next must not warn that the optimizer was never stepped.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers set it
         if self.masters is not None:
             self.masters.end_exposure()
         self._finish(skipped=True)

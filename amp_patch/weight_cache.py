@@ -239,7 +239,7 @@ class WeightCache:
             if cast.grad_fn is not None:
                 # The engine runs later nodes first: the node of a kept cast, older than all of
                 # its iteration's, would wait for the end and hold every half gradient till then.
-                cast.grad_fn._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]
+                cast.grad_fn._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]  # no stub
             group.bulk = None
             group.entries[id(param)] = self._entries[id(param)] = entry
         return cast

@@ -9,7 +9,7 @@ from typing import Any
 import fake_cupy
 import pytest
 import torch
-from test_cuda_compiler import cache, linux_only  # noqa: F401
+from test_cuda_compiler import cache, linux_only  # noqa: F401 - a fixture
 
 from amp_patch import cuda_module
 from amp_patch.cuda_module import CudaModules, Kernel
@@ -54,7 +54,7 @@ class Stream:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, cache: Any) -> Gpus:  # noqa: F811
+def gpus(monkeypatch: pytest.MonkeyPatch, cache: Any) -> Gpus:  # noqa: F811 - the fixture
     gpus = Gpus()
     gpus.cuda = fake_cupy.install(monkeypatch, None, gpus.launch)
     monkeypatch.setattr(torch.cuda, "device", gpus.device)

@@ -142,6 +142,10 @@ def test_a_first_step_of_fused_momentum_is_not_left_to_the_device(amp: ModuleTyp
     assert not optimizer.state
     step(amp, model, optimizer)
     assert skips_by_flag(optimizer)
+    entry = next(iter(optimizer.state.values()))
+    buffer, entry["momentum_buffer"] = entry["momentum_buffer"], None  # of a loaded state
+    assert not skips_by_flag(optimizer)
+    entry["momentum_buffer"] = buffer
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert not skips_by_flag(optimizer)
 

@@ -74,7 +74,7 @@ class Kernels:
         if error := launch(grid, threads or THREADS, ctypes.c_uint64(seed), addresses).decode():
             raise LaunchError(f"{name}: {error}")
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019 - it lives as long as the process
     def _function(self, kind: str, name: str) -> ctypes._CFuncPtr:
         function = self._library[f"{kind}_{name}"]
         function.restype = ctypes.c_char_p
