@@ -123,11 +123,11 @@ class Casts:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             dtype = mode.dtype or process.dtype
-            if dtype is OFF or _untouched(kwargs):
+            if dtype is OFF or _untouched(kwargs, compiling := is_compiling()):
                 return original(*args, **kwargs)
             dtype = fixed or dtype
             # What torch.compile traces must not depend on casts that outlive an iteration.
-            weight = to_half if is_compiling() else cast_weight
+            weight = to_half if compiling else cast_weight
             if kwargs:
                 kwargs = {key: to_half(value, dtype, weight) for key, value in kwargs.items()}
             cast = [
@@ -199,7 +199,7 @@ def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs, is_compiling()):
             return original(*args, **kwargs)
         if kwargs:
             kwargs = {key: cast(value) for key, value in kwargs.items()}
@@ -217,7 +217,7 @@ def _setting_dtype(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs, is_compiling()):
             return original(*args, **kwargs)
         asked = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
         if asked or not _holds_half((*args, *kwargs.values())):
@@ -237,7 +237,7 @@ def _promoting(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs, is_compiling()):
             return original(*args, **kwargs)
         if len(set(_dtypes((args, kwargs)))) > 1:
             args = tuple(to_float(value) for value in args)
@@ -253,7 +253,7 @@ def _banned(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
+        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs, is_compiling())
         kinds = {tensor.device.type for tensor in _tensors((args, kwargs))}
         if on and kinds & process.devices - {"cpu"}:
             raise RuntimeError(
@@ -267,7 +267,7 @@ def _banned(original: Function) -> Function:
     return wrapper
 
 
-def _untouched(kwargs: dict[str, Any]) -> bool:
+def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
     """True for a call that casts must leave alone.
 
     Writing to ``out=`` cannot be redirected. And torch's own decompositions (of torch.compile
@@ -276,7 +276,7 @@ def _untouched(kwargs: dict[str, Any]) -> bool:
     """
     if kwargs and kwargs.get("out") is not None:
         return True
-    if is_compiling():
+    if compiling:
         return False
     return _below_autograd(_AUTOGRAD) and not torch.is_inference_mode_enabled()
 

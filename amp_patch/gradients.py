@@ -67,9 +67,11 @@ class Gradients:
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
     @property
-    def are_pending(self) -> bool:
-        """True where a backward has written gradients that no step has used yet."""
-        return self.delayed_scale is not None or bool(self._received)
+    def may_be_cleared(self) -> bool:
+        """True where gradients that no step has used yet are not as a backward left them."""
+        if self.delayed_scale is not None:
+            return True
+        return not all(_untouched(*noted) for noted in self._received)
 
     def are_delayed(self, held: Held) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -148,17 +150,18 @@ class Gradients:
         if not self._reception.fits(held):
             self._reception = _Reception(held)
         check = self._take_in(held, grads, scale)
-        if not _same(*held):
+        if not self._reception.is_in_place:
             self._received.append((held.params, list(map(_VERSION, grads))))
         self.delayed_scale = None
         return check, held.params
 
     def _take_in(self, held: Held, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         reception, lazy = self._reception, self._lazy
-        masters = reception.of_masters(held.stepped)
+        masters = [] if lazy is None else reception.of_masters(held.stepped)
         if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
             check = reception.receive(grads, scale)
-            self._add_earlier(held, check.grads)
+            if self._aside or not reception.is_in_place:
+                self._add_earlier(held, check.grads)
             return check
         looked = reception.look(grads, scale)
         check = reception.receive(grads, scale) if looked is None else looked
@@ -178,13 +181,16 @@ class Gradients:
     def _add_earlier(self, held: Held, targets: list[Tensor]) -> None:
         """Add what was there before the backward: gradients set aside, or a master's own."""
         params, stepped = held
-        earlier_grads = list(map(_GRAD, stepped))
         if self._aside:
             self._add(params, stepped, targets)
-        elif all(map(operator.is_, earlier_grads, repeat(None))):
+            return
+        earlier_grads = list(map(_GRAD, stepped))
+        if _same(earlier_grads, targets):
+            return
+        if all(map(operator.is_, earlier_grads, repeat(None))):
             for master, target in zip(stepped, targets, strict=True):
                 master.grad = target
-        elif not _same(earlier_grads, targets):
+        else:
             self._add(params, stepped, targets)
 
     @torch.no_grad()
@@ -212,7 +218,7 @@ class Gradients:
 
     def drop_cleared(self, held: Held) -> None:
         """Where the user cleared a half gradient, drop what its master received of it, too."""
-        if self.are_delayed(held) or all(_untouched(*noted) for noted in self._received):
+        if self.are_delayed(held):
             return
         versions: dict[int, int] = {}
         cleared: list[Tensor] = []
@@ -273,12 +279,15 @@ class _Reception:
     The tensors that the masters of small parameters receive theirs in are kept from one step to
     the next: to make one costs the host more than to fill it. Large ones would take memory that
     the next forward needs.
+
+    Attributes:
+        is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
     """
 
     def __init__(self, held: Held) -> None:
         self._held = held
         self._devices = _devices(held)
-        self._in_place = _same(*held)
+        self.is_in_place = _same(*held)
         self._has_master = list(map(operator.is_not, *held))
         self._check: kernels.Check | None = None
         self._unscale = kernels.Unscale(*held)
@@ -316,7 +325,7 @@ class _Reception:
 
     def receive(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         """Unscale gradients in place where the optimizer steps the parameter, else into others."""
-        if self._in_place:
+        if self.is_in_place:
             return self._unscale.run(grads, grads, scale)
         if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
             return self._unscale.run(grads, self._targets(grads, repeat(None)), scale)
@@ -348,8 +357,10 @@ def _receiver(grad: Tensor, master: Tensor) -> Tensor:
 
 
 def _untouched(params: list[Tensor], versions: list[int]) -> bool:
-    grads: list[Any] = list(map(_GRAD, params))
-    return _complete(grads) and list(map(_VERSION, grads)) == versions
+    try:
+        return list(map(_GRAD_VERSION, params)) == versions
+    except AttributeError:  # None has no version
+        return False
 
 
 def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
@@ -366,6 +377,7 @@ def _complete(grads: list[Any]) -> bool:
 
 
 _GRAD = operator.attrgetter("grad")
+_GRAD_VERSION = operator.attrgetter("grad._version")
 
 
 def _has_grad(param: Tensor) -> bool:

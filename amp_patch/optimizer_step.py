@@ -97,8 +97,11 @@ class OptimizerStep:
     def held(self) -> Held:
         """Return what the optimizer holds now."""
         optimizer = self._optimizer()
-        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-        stepped = groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
+        groups = [] if optimizer is None else optimizer.param_groups
+        if len(groups) == 1:
+            stepped = groups[0]["params"]
+        else:
+            stepped = list(chain.from_iterable(group["params"] for group in groups))
         known = self._held.stepped
         if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
             stepped = list(stepped)
@@ -135,7 +138,7 @@ class OptimizerStep:
 
     def drop_cleared(self) -> None:
         """Follow the user who cleared the gradients of the model's parameters."""
-        if self.gradients.are_pending:
+        if self.gradients.may_be_cleared:
             self.gradients.drop_cleared(self.held())
 
     def begin_backward(self, held: Held, scale: float | Tensor) -> None:
@@ -432,8 +435,8 @@ class OptimizerStep:
             self._drop_waiting()
             params, stepped = self.held()
             clear_grads(stepped)
-            for param in params:
-                param.grad = None
+            if self.masters is not None:
+                clear_grads(params)
         else:
             original(*args, **kwargs)
             if self.masters is not None:

@@ -118,7 +118,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         its floor: the error that may follow names gradients, which are gone one step later.
         """
         device, scaler = self._loss.device, self._scaler
-        if device.type not in RUNS_AHEAD or not self._checked:
+        if not self._checked or device.type not in RUNS_AHEAD:
             return None
         if scaler.twin is not None:
             scaler.twin.poll()

@@ -69,6 +69,8 @@ class Unscale:
             rows.setdefault(_kind(row), []).append(index)
         self._rows = list(rows.values())
         self._any_complex = any(map(Tensor.is_complex, sources))
+        # The last factor on the CPU, kept while the scale does not move.
+        self._factor: tuple[float, Tensor] | None = None
 
     @torch.no_grad()
     def run(
@@ -99,52 +101,57 @@ class Unscale:
         if storage:
             groups = [group for (group,) in alike(_dense(storage))]
         if isinstance(scale, Tensor):
-            return GradCheck(targets, _multiply_and_check(groups, 1.0 / scale.reshape(1), True))
+            return GradCheck(
+                targets, self._multiply_and_check(groups, 1.0 / scale.reshape(1), True)
+            )
         inverse = 1.0 / ctypes.c_float(scale).value
-        return GradCheck(targets, _multiply_and_check(groups, inverse, inverse > 1.0))
+        return GradCheck(targets, self._multiply_and_check(groups, inverse, inverse > 1.0))
 
     def _split(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return the numbers of sources and targets in parts that are of one kind."""
-        plain = not self._any_complex and not any(map(_IS_SPARSE, sources))
-        sources, targets = (
-            list(tensors if plain else map(values, tensors)) for tensors in (sources, targets)
-        )
+        if self._any_complex or any(map(_IS_SPARSE, sources)):
+            sources, targets = list(map(values, sources)), list(map(values, targets))
+        else:
+            sources, targets = list(sources), list(targets)
         if len(self._rows) == 1:
             return [(sources, targets)]
         return [([sources[r] for r in rows], [targets[r] for r in rows]) for rows in self._rows]
 
+    def _multiply_and_check(
+        self, groups: Sequence[list[Tensor]], factor: float | Tensor, grows: bool
+    ) -> list[Tensor]:
+        """Multiply dense tensors in place; return a float32 flag per device, 0 if all are finite.
 
-def _multiply_and_check(
-    groups: Sequence[list[Tensor]], factor: float | Tensor, grows: bool
-) -> list[Tensor]:
-    """Multiply dense tensors in place; return a float32 flag per device, not 0 after an overflow.
-
-    Args:
-        groups: lists of tensors of one dtype and device.
-        factor: rounded to float32; or a float32 tensor of shape (1,).
-        grows: whether the factor may be above 1.
-    """
-    flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
-    for group in groups:
-        device = group[0].device
-        if device not in flags:
-            flags[device] = torch.zeros(1, device=device), _on(device, factor)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
-    if grows:
-        # torch checks before it multiplies: what only then overflows takes a second pass.
+        Args:
+            groups: lists of tensors of one dtype and device.
+            factor: rounded to float32; or a float32 tensor of shape (1,).
+            grows: whether the factor may be above 1.
+        """
+        flags: dict[torch.device, tuple[Tensor, Tensor]] = {}
         for group in groups:
-            found_inf, inverse = flags[group[0].device]
-            one = torch.ones_like(inverse)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, one)
-    return [found_inf for found_inf, _ in flags.values()]
+            device = group[0].device
+            if device not in flags:
+                flags[device] = torch.zeros(1, device=device), self._on(device, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
+        if grows:
+            # torch checks before it multiplies: what only then overflows takes a second pass.
+            for group in groups:
+                found_inf, inverse = flags[group[0].device]
+                one = torch.ones_like(inverse)
+                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, one)
+        return [found_inf for found_inf, _ in flags.values()]
 
-
-def _on(device: torch.device, factor: float | Tensor) -> Tensor:
-    if isinstance(factor, Tensor):
-        return factor.to(device, non_blocking=True)
-    return torch.full((1,), factor, device=device)
+    def _on(self, device: torch.device, factor: float | Tensor) -> Tensor:
+        if isinstance(factor, Tensor):
+            return factor.to(device, non_blocking=True)
+        # On other devices the memory may be a CUDA graph's, whose capture fills nothing.
+        if device.type != "cpu":
+            return torch.full((1,), factor, device=device)
+        if self._factor is None or self._factor[0] != factor:
+            self._factor = factor, torch.full((1,), factor, device=device)
+        return self._factor[1]
 
 
 @torch.no_grad()
@@ -163,9 +170,9 @@ class Cast:
     """
 
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self._parts = alike(targets, sources)
+        # Detached once, so that no run has to turn grad off.
+        self._parts = alike([t.detach() for t in targets], [s.detach() for s in sources])
 
-    @torch.no_grad()
     def run(self) -> None:
         """Copy, by one multi-tensor call for each pair of dtypes on a device."""
         for targets, sources in self._parts:
@@ -247,11 +254,17 @@ class Comparison:
         ids = set(map(id, together))
         self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
         self._together = [list(map(_bits, part)) for (part,) in alike(_in_few_pieces(together))]
+        # Kept, for to allocate it costs the host more than to fill it.
+        self._memory: list[Tensor] = []
         self._seen: list[Tensor] | None = None
 
     def note_equal(self) -> None:
         """The copies were made from their sources just now."""
-        self._seen = list(map(torch.cat, self._together))
+        if not self._memory:
+            self._memory = [torch.cat(pieces) for pieces in self._together]
+        for memory, pieces in zip(self._memory, self._together, strict=True):
+            memory.copy_(_joined(pieces))
+        self._seen = self._memory
 
     def forget(self) -> None:
         """The sources may have been written to: compare with them the next time."""
@@ -265,7 +278,7 @@ class Comparison:
         pairs = self._pairs if self._seen is None else self._alone
         cast = [(_bits(source.to(copy.dtype)), _bits(copy)) for source, copy in pairs]
         if self._seen is not None:
-            cast += zip(self._seen, map(torch.cat, self._together), strict=True)
+            cast += zip(self._seen, map(_joined, self._together), strict=True)
         if all(copy.is_cpu for _, copy in cast):
             return not all(torch.equal(expected, copy) for expected, copy in cast)
         flags = [(expected != copy).any() for expected, copy in cast]
@@ -273,7 +286,6 @@ class Comparison:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
 
-    @torch.no_grad()
     def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
         """Where a copy is not its source cast to its dtype, let one of the two follow the other.
 
@@ -286,16 +298,20 @@ class Comparison:
         Returns:
             True if any copy was found to differ.
         """
-        if not self.differs():
-            return False
-        for (source, copy), source_wins in zip(self._pairs, wins(), strict=True):
-            if source_wins:
-                copy.copy_(source)
-            else:
-                same = _bits(source.to(copy.dtype)) == _bits(copy)
-                source.copy_(torch.where(same, source, copy.to(source.dtype)))
-        self.note_equal()
-        return True
+        differs = self.differs()
+        if differs:
+            for (source, copy), source_wins in zip(self._pairs, wins(), strict=True):
+                if source_wins:
+                    copy.copy_(source)
+                else:
+                    same = _bits(source.to(copy.dtype)) == _bits(copy)
+                    source.copy_(torch.where(same, source, copy.to(source.dtype)))
+            self.note_equal()
+        return differs
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _flat(tensor: Tensor) -> Tensor:
