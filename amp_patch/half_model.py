@@ -49,7 +49,12 @@ class ForwardCasts:
         """Forward pre-hook."""
         if not (torch.compiler.is_compiling() and self._holds_around(id(model))):
             mode.enter_model(id(model), self.level, self.region_dtype)
-        if self.observe is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            # The model may have been moved since it was last seen. One parameter speaks for all.
+            for param in model.parameters():
+                _cast_on(param.device.type)
+                break
+        elif self.observe is not None:
             self.observe(model)
         if self.inputs is None:
             return None
@@ -79,6 +84,15 @@ class ForwardCasts:
         detach(model)
         model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+
+def _cast_on(device_type: str) -> None:
+    process.devices |= {device_type}
+
+
+# torch.compile calls it as it traces, and compiles nothing of it: what
+# torch.compiler.assume_constant_result() does, which imports the compiler.
+_cast_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def detach(model: nn.Module) -> None:

@@ -439,6 +439,15 @@ def test_a_compiled_model_reads_weights_as_they_are_now(amp):
     assert_same(forward(X), X.half())
 
 
+@pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
+@pytest.mark.parametrize("made", ["itself", "a copy"])
+def test_a_model_moved_after_initialize_is_cast_where_it_is_traced_first(amp, opt_level, made):
+    model = start(amp, opt_level)
+    model = (model if made == "itself" else copy.deepcopy(model)).to("meta")
+    outputs = compiled(model)(torch.empty(2, 3, device="meta"))
+    assert outputs.dtype is HALF[opt_level]
+
+
 def test_a_decorated_function_inside_a_compiled_one(amp):
     model = start(amp)
 

@@ -52,12 +52,12 @@ def cast_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
 
 def host_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
     """Time a host-bound step."""
-    rounds = 2 if args.quick else 21
+    rounds = 2 if args.quick else 81
     bar = progress.add_task("timing host-bound steps", total=rounds)
     seconds = host.measure(
         rounds,
-        warm_up=2 if args.quick else 30,
-        steps=3 if args.quick else 150,
+        warm_up=2 if args.quick else 20,
+        steps=3 if args.quick else 40,
         on_round=lambda: progress.advance(bar),
     )
     baseline = Spread.of(seconds[host.AUTOCAST]).scaled(MILLISECOND)
