@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .host_copy import HostCopy
-
 
 def skips_by_flag(optimizer: Optimizer) -> bool:
     """Return whether the next step of an optimizer can be skipped by its device."""
@@ -32,40 +30,41 @@ def _has_momentum(optimizer: Optimizer, param: Tensor) -> bool:
 
 
 class DeviceSkip:
-    """Whether the next step is to be skipped, on its device."""
+    """Whether the next step is to be skipped, on its device.
+
+    Attributes:
+        flag: fp32, 0-dim, not 0 where it is; None where no device knows of any reason.
+    """
 
     def __init__(self) -> None:
-        self._flag: Tensor | None = None
+        self.flag: Tensor | None = None
 
     @property
     def is_open(self) -> bool:
         """True where a flag was raised or may have been."""
-        return self._flag is not None
+        return self.flag is not None
 
     def add(self, found_inf: Tensor) -> None:
         """Skip the next step where a flag (fp32, one element) or an earlier one is not 0."""
-        flag = found_inf.reshape(())
-        self._flag = flag if self._flag is None else torch.maximum(self._flag, flag)
+        flag, earlier = found_inf.reshape(()), self.flag
+        if earlier is not None:
+            flag = torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))
+        self.flag = flag
 
     def forget(self) -> None:
         """The next step has other gradients."""
-        self._flag = None
+        self.flag = None
 
     def found(self) -> bool:
         """Return whether the next step will be skipped. Waits for the device."""
-        return self._flag is not None and bool(self._flag.item())
+        return self.flag is not None and bool(self.flag.item())
 
-    def run(self, optimizer: Optimizer, step: Callable[[], Any]) -> tuple[Any, HostCopy | None]:
-        """Step.
 
-        Returns:
-            What the step returned, and the flag on its way to the host, if there is one.
-        """
-        if self._flag is None:
-            return step(), None
-        given: Any = optimizer
-        given.grad_scale, given.found_inf = None, self._flag
-        try:
-            return step(), HostCopy(self._flag)
-        finally:
-            del given.grad_scale, given.found_inf
+def step_by_flag(optimizer: Optimizer, flag: Tensor, step: Callable[[], Any]) -> Any:
+    """Return what a step returned that an optimizer of torch makes only where a flag is 0."""
+    given: Any = optimizer
+    given.grad_scale, given.found_inf = None, flag
+    try:
+        return step()
+    finally:
+        del given.grad_scale, given.found_inf

@@ -45,6 +45,11 @@ class FusedLaunch:
         }
         self._scales: dict[torch.device, tensor_tables.Resident] = {}
 
+    def is_expected(self, optimizer: Optimizer) -> bool:
+        """Return whether kernels can step all groups, as far as the first tensor of each tells."""
+        first = [param for group in optimizer.param_groups for param in group["params"][:1]]
+        return self._are_there(optimizer, first)
+
     def step(
         self,
         optimizer: Optimizer,
@@ -56,13 +61,11 @@ class FusedLaunch:
         Args:
             optimizer: whose groups and state are read.
             param_of: returns the half parameter of a master, or what it is given.
-            found_inf: float32, one element; not 0: nothing changes. None: it is 0.
+            found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
+                for where momentum is made, of which a skipped step is to leave no trace.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        source = (self._rule.source,)
-        if not all(map(suits_kernels, optimizer.param_groups)):
-            return False
-        if not kernels.are_used(source, params):
+        if not self._are_there(optimizer, params):
             return False
         half = self._waiting()
         blocks = {
@@ -71,8 +74,11 @@ class FusedLaunch:
         }
         if not all(self._kept[s].batch.holds(own) for s, own in blocks.items() if own):
             return False
+        made = [one for own in blocks.values() for block in own for one in block.made]
+        if made and found_inf is not None and found_inf.item():
+            return True
         clip = self._lamb_clip(optimizer, half, blocks[False])
-        for entry, name, tensor in (one for own in blocks.values() for b in own for one in b.made):
+        for entry, name, tensor in made:
             entry[name] = tensor
         for scaled, own in blocks.items():
             if own:
@@ -97,6 +103,10 @@ class FusedLaunch:
         half.clip = (max_norm / (total + 1e-6)).clamp(max=1.0)
         torch_kernels.multiply(others, half.clip)
         return total
+
+    def _are_there(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        suit = all(map(suits_kernels, optimizer.param_groups))
+        return suit and kernels.are_used((self._rule.source,), params)
 
     def _waiting(self) -> HalfGradients | None:
         """Return the gradients that wait in half, checked; all others are stored."""

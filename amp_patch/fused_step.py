@@ -34,7 +34,6 @@ class FusedStep:
     Attributes:
         lazy: the gradients that its masters have unless somebody reads or sets them.
         param_of: returns the half parameter of a master, and any other tensor itself.
-        found_inf: float32, one element; a step with kernels changes nothing where it is not 0.
         has_published: True where the last step wrote the half weights, too.
     """
 
@@ -42,7 +41,7 @@ class FusedStep:
         refuse_unknown(optimizer)
         self.lazy = LazyGradients()
         self.param_of: Callable[[Tensor], Tensor] = _itself
-        self.found_inf: Tensor | None = None
+        self._found_inf: Tensor | None = None
         self.has_published = False
         make_update, rule = UPDATES[type(optimizer)]
         self._groups = KeptGroups(make_update)
@@ -56,12 +55,28 @@ class FusedStep:
         """Clip gradients to a 2-norm; see `FusedLaunch.clip`."""
         return self._launch.clip(optimizer, max_norm)
 
-    def run(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step as ``type(optimizer).step`` does; the arguments and the result are its."""
+    def skips_by_flag(self, optimizer: Optimizer) -> bool:
+        """Return whether the next step's kernels can skip it; else it waits for the flag."""
+        return self._launch.is_expected(optimizer)
+
+    def run(self, optimizer: Optimizer, found_inf: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """Step as ``type(optimizer).step`` does.
+
+        Args:
+            optimizer: to step.
+            found_inf: float32, one element; not 0: nothing changes. None: it is 0.
+            args, kwargs: of the step.
+
+        Returns:
+            What the step returns.
+        """
         # Schedulers built before `initialize` see to it that they are not told of a missing step.
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers set it
-        self.has_published = False
-        return self._hooked(optimizer, *args, **kwargs)
+        self.has_published, self._found_inf = False, found_inf
+        try:
+            return self._hooked(optimizer, *args, **kwargs)
+        finally:
+            self._found_inf = None
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -69,8 +84,11 @@ class FusedStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.has_published = self._launch.step(optimizer, self.param_of, self.found_inf)
-        if not self.has_published and not self._update(optimizer):
+        found_inf = self._found_inf
+        self.has_published = self._launch.step(optimizer, self.param_of, found_inf)
+        if self.has_published or (found_inf is not None and found_inf.item()):
+            return loss
+        if not self._update(optimizer):
             self.lazy.materialize()
             self._plain(optimizer)
         return loss

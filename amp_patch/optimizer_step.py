@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .cast_mode import mode
-from .device_skip import DeviceSkip, skips_by_flag
+from .device_skip import DeviceSkip, skips_by_flag, step_by_flag
 from .fused_step import FusedStep, refuse_options
 from .gradients import Gradients, Held
 from .half_gradients import HalfGradients
@@ -126,7 +126,10 @@ class OptimizerStep:
     def skips_by_flag(self) -> bool:
         """True where the device can skip the next step, whatever the host knows."""
         optimizer = self._optimizer()
-        return self._fused is None and optimizer is not None and skips_by_flag(optimizer)
+        if optimizer is None:
+            return False
+        fused = self._fused
+        return skips_by_flag(optimizer) if fused is None else fused.skips_by_flag(optimizer)
 
     def skip_if(self, found_inf: Tensor) -> None:
         """Have the device skip the next step where a flag is not 0."""
@@ -217,6 +220,12 @@ class OptimizerStep:
                 "delay_unscale=True) left them scaled. Leave delay_unscale out in the last "
                 "scale_loss() before it, or clear them with optimizer.zero_grad()."
             )
+        self.receive_unscaled()
+
+    def receive_unscaled(self) -> None:
+        """Let masters have what a backward outside of ``scale_loss`` left at their parameters."""
+        if self.masters is not None and not self.scaling and self.gradients.delayed_scale is None:
+            self.gradients.receive_unscaled(self.held())
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
@@ -289,30 +298,32 @@ class OptimizerStep:
             return self._skip(self.skip_message)
         if self.masters is not None:
             self.masters.reconcile()
-        return self._run(original, *args, **kwargs)
+        return self._run(self._device_skip.flag, original, *args, **kwargs)
 
-    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(
+        self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         saved = mode.switch_off()
         self._published = False
         try:
-            result, flag = self._call(original, *args, **kwargs)
+            result = self._call(flag, original, *args, **kwargs)
         finally:
             mode.restore(saved)
             if not self._published:
                 self._publish()
-        self._finish(skipped=False if flag is None else flag)
+        self._finish(skipped=False if flag is None else HostCopy(flag))
         return result
 
     def _call(
-        self, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> tuple[Any, HostCopy | None]:
-        """Return the result of the step, and the flag by which its device may have skipped it."""
+        self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return what the step returns, which changes nothing where a flag is not 0."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            return original(*args, **kwargs), None
-        if self._fused is not None:
-            return self._fused.run(optimizer, *args, **kwargs), None
-        return self._device_skip.run(optimizer, lambda: original(*args, **kwargs))
+        if optimizer is not None and self._fused is not None:
+            return self._fused.run(optimizer, flag, *args, **kwargs)
+        if optimizer is None or flag is None:
+            return original(*args, **kwargs)
+        return step_by_flag(optimizer, flag, lambda: original(*args, **kwargs))
 
     def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
@@ -378,7 +389,8 @@ class OptimizerStep:
             return loss
 
         try:
-            return self._run(original, evaluate, *args, **kwargs)
+            # What was found before is looked at in the closure, which may clear the gradients.
+            return self._run(None, original, evaluate, *args, **kwargs)
         except _SkippedInClosure as skipped:
             if before is not None:
                 self._restore(before)

@@ -1,20 +1,24 @@
 """Steps that the device skips, tried on the CPU: as if the host had looked at every check."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import cuda_on_cpu
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_kernel_choice import Gpu
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch import device_scaler, scaled_loss
 from amp_patch.device_skip import DeviceSkip, skips_by_flag
+from amp_patch.optimizers import FusedLAMB
 from amp_patch.session import session
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
@@ -25,6 +29,16 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "foreach": lambda params: SGD(params, lr=0.125, momentum=0.5, foreach=True),
 }
 FUSED = [name for name in MAKERS if name != "foreach"]
+# for fused_step=True
+ONE_PASS: dict[str, Callable[..., Optimizer]] = {
+    "one pass, adamw": lambda params: AdamW(params, lr=0.125, fused=True),
+    "one pass, amsgrad": lambda params: Adam(params, lr=0.125, amsgrad=True),
+    "one pass, momentum": functools.partial(SGD, lr=0.125, momentum=0.5, dampening=0.25),
+    "one pass, sgd": functools.partial(SGD, lr=0.125),
+    "one pass, lamb": functools.partial(FusedLAMB, lr=0.125),
+}
+# the reference of LAMB reads its step counters, which are on the CPU anyway
+COUNTED = [name for name in ONE_PASS if name != "one pass, lamb"]
 
 
 class Late:
@@ -69,8 +83,9 @@ def start(amp: ModuleType, level: str, maker: str, **options: Any) -> tuple[nn.M
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     settings = {"verbosity": 0, "loss_scale": "dynamic", "growth_interval": 2, **options}
-    settings = {"max_loss_scale": 1024.0, **settings}
-    return amp.initialize(model, MAKERS[maker](model.parameters()), opt_level=level, **settings)
+    settings = {"max_loss_scale": 1024.0, "fused_step": maker in ONE_PASS, **settings}
+    make = {**MAKERS, **ONE_PASS}[maker]
+    return amp.initialize(model, make(model.parameters()), opt_level=level, **settings)
 
 
 def step(amp: ModuleType, model: nn.Module, optimizer: Optimizer, event: str = "finite") -> None:
@@ -85,6 +100,11 @@ def step(amp: ModuleType, model: nn.Module, optimizer: Optimizer, event: str = "
     if event == "dropped":
         model.zero_grad()
         return
+    if event == "clipped":
+        amp.clip_grad_norm_(optimizer, 0.25)
+    if event == "strided":
+        for master in amp.master_params(optimizer):
+            master.grad = master.grad.t().contiguous().t()
     optimizer.step()
 
 
@@ -242,3 +262,119 @@ def test_flags_add_up_and_a_plain_optimizer_takes_none() -> None:
     params = [nn.Parameter(torch.zeros(2))]
     assert not skips_by_flag(MAKERS["foreach"](params))
     assert all(skips_by_flag(MAKERS[name](params)) == (name != "momentum") for name in FUSED)
+
+
+# --- fused_step=True ---
+
+
+@pytest.fixture
+def by_kernels(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Iterator[None]:
+    """Have the CPU run the text of the kernels."""
+    cuda_on_cpu.require_compiler()
+    Gpu(monkeypatch, pytestconfig)
+    yield
+    amp.deactivate()  # as long as there are kernels
+
+
+EVENTS = ["finite", "overflow", "delayed", "dropped", "clipped", "strided"]
+
+
+@pytest.mark.usefixtures("ahead", "by_kernels")
+def test_kernels_skip_as_a_host_that_waits(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @given(
+        st.sampled_from(["O2", "O5"]),
+        st.sampled_from(list(ONE_PASS)),
+        st.lists(st.sampled_from(EVENTS), max_size=5),
+    )
+    def run(level: str, maker: str, events: list[str]) -> None:
+        outcomes = []
+        for places in (set(), {"cpu"}):
+            monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", places)
+            model, optimizer = start(amp, level, maker)
+            for event in events:
+                step(amp, model, optimizer, event)
+            halves = [param.detach().clone() for param in model.parameters()]
+            outcomes.append([outcome(amp, model, optimizer), halves])
+            amp.deactivate()
+        torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=0)
+
+    run()
+
+
+@pytest.mark.usefixtures("ahead", "by_kernels")
+@pytest.mark.parametrize("maker", ONE_PASS)
+def test_kernels_wait_for_no_flag(amp: ModuleType, maker: str) -> None:
+    model, optimizer = start(amp, "O2", maker)
+    with CountItems() as items:
+        step(amp, model, optimizer)
+    assert items.count == (maker == "one pass, momentum")  # its buffers are made then
+    for event in ("finite", "overflow", "clipped", "delayed"):
+        with CountItems() as items:
+            step(amp, model, optimizer, event)
+        assert items.count == 0
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("maker", COUNTED)
+@pytest.mark.parametrize("event", ["finite", "overflow", "clipped", "delayed"])
+def test_the_reference_waits_once(amp: ModuleType, maker: str, event: str) -> None:
+    model, optimizer = start(amp, "O2", maker)
+    step(amp, model, optimizer)
+    with CountItems() as items:
+        step(amp, model, optimizer, event)
+    assert items.count == 1
+    assert amp.step_was_skipped(optimizer) == (event == "overflow")
+
+
+@pytest.mark.usefixtures("ahead", "by_kernels")
+@pytest.mark.parametrize("maker", COUNTED)
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_what_kernels_do_not_take_waits_once(amp: ModuleType, maker: str, factor: float) -> None:
+    model, optimizer = start(amp, "O2", maker)
+    step(amp, model, optimizer)
+    before = [master.detach().clone() for master in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(3, 4)).square().sum() * factor, optimizer) as loss:
+        loss.backward()
+    for master in amp.master_params(optimizer):
+        master.grad = master.grad.t().contiguous().t()
+    with CountItems() as items:
+        optimizer.step()
+    assert items.count == 1
+    assert amp.step_was_skipped(optimizer) == (factor != 1.0)
+    after = list(amp.master_params(optimizer))
+    assert all(map(torch.equal, before, after)) == (factor != 1.0)
+
+
+@pytest.mark.usefixtures("ahead", "by_kernels")
+def test_a_skipped_first_step_leaves_no_momentum(amp: ModuleType) -> None:
+    model, optimizer = start(amp, "O2", "one pass, momentum")
+    step(amp, model, optimizer, "overflow")
+    assert not any(optimizer.state.values())
+    assert amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_a_closure_that_clears_forgets_what_was_found_before(
+    amp: ModuleType, factor: float
+) -> None:
+    model, optimizer = start(amp, "O2", "adamw")
+    with amp.scale_loss(model(torch.ones(2, 4)).sum() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not amp.step_was_skipped(optimizer)
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}

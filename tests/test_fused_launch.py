@@ -377,10 +377,11 @@ def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, on_gpu:
         (step,) = [s for o, s in amp.session.optimizers.steps.items() if o is trial.optimizer]
         for seed, flag in enumerate([1.0, 0.0, 2.0, 0.0]):
             before = [master.detach().clone() for master in trial.masters]
-            step._fused.found_inf = torch.tensor([flag])
             trial.backward(seed, 9, 1.0)
+            step.skip_if(torch.tensor([flag]))
             if flag:
                 trial.optimizer.step()
+                assert amp.step_was_skipped(trial.optimizer)
                 assert all(map(torch.equal, trial.masters, before))
                 trial.grads = [None] * len(trial.grads)
                 trial.check()
