@@ -7,6 +7,8 @@ that the optimizer steps (the same one, or its fp32 master).
 from __future__ import annotations
 
 import operator
+import warnings
+import weakref
 from collections.abc import Iterable
 from itertools import chain, compress, repeat
 from typing import Any, Literal, NamedTuple
@@ -64,6 +66,8 @@ class Gradients:
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received: list[tuple[list[Tensor], list[int]]] = []
         self._reception = _Reception(Held([], []))
+        self._has_warned = False
+        self._first_received: weakref.ref[Tensor] | None = None
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
     @property
@@ -150,10 +154,30 @@ class Gradients:
         if not self._reception.fits(held):
             self._reception = _Reception(held)
         check = self._take_in(held, grads, scale)
-        if not self._reception.is_in_place:
+        if grads and not self._reception.is_in_place:
             self._received.append((held.params, list(map(_VERSION, grads))))
+            self._first_received = weakref.ref(grads[self._reception.first_of_masters])
         self.delayed_scale = None
         return check, held.params
+
+    def receive_unscaled(self, held: Held) -> None:
+        """Let masters receive what a backward outside of ``scale_loss`` left at their parameters.
+
+        Not where they have gradients. Those that a step has used are left where they are, too.
+        """
+        if self._received or (self._lazy is not None and self._lazy.are_waiting):
+            return
+        rows = [
+            param is not master and stored_grad(param) is not None
+            for param, master in zip(*held, strict=True)
+        ]
+        given = held.select(rows)
+        if not given.params or not _are_none(given.stepped):
+            return
+        # Only one is noted, for all of a backward come and go together.
+        used = None if self._first_received is None else self._first_received()
+        if not any(stored_grad(param) is used for param in given.params):
+            self.receive(given, 1.0)
 
     def _take_in(self, held: Held, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         reception, lazy = self._reception, self._lazy
@@ -226,17 +250,35 @@ class Gradients:
             versions.update(zip(map(id, params), noted, strict=True))
         for param, master in zip(*held, strict=True):
             version, grad = versions.get(id(param)), param.grad
-            if param is master or version is None:
+            if (
+                param is master
+                or version is None
+                or (grad is not None and grad._version == version)
+            ):
                 continue
-            if grad is None or (grad._version != version and not kernels.values(grad).any()):
+            if grad is None or not kernels.values(grad).any():
                 cleared.append(master)
                 del versions[id(param)]
+            else:
+                self._warn_of_write()
         if cleared and self._lazy is not None and self._lazy.are_waiting:
             self._lazy.discard(cleared)
         for master in cleared:
             master.grad = None
         left = [param for param in held.params if id(param) in versions]
         self._received = [(left, [versions[id(param)] for param in left])]
+
+    def _warn_of_write(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "What is written to the gradients of half parameters after scale_loss() has no "
+                "effect, for the optimizer steps fp32 masters, which have received theirs; got "
+                "such a write. Write to those of amp.master_params(optimizer); call "
+                "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() of the "
+                "optimizer into a scale_loss().",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def _rescale_delayed(self, held: Held, scale: float | Tensor) -> None:
@@ -282,6 +324,7 @@ class _Reception:
 
     Attributes:
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
+        first_of_masters: the first row that belongs to a master, if one does.
     """
 
     def __init__(self, held: Held) -> None:
@@ -289,6 +332,7 @@ class _Reception:
         self._devices = _devices(held)
         self.is_in_place = _same(*held)
         self._has_master = list(map(operator.is_not, *held))
+        self.first_of_masters = 0 if self.is_in_place else self._has_master.index(True)
         self._check: kernels.Check | None = None
         self._unscale = kernels.Unscale(*held)
         small = [

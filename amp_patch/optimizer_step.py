@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .cast_mode import mode
-from .device_skip import DeviceSkip, skips_by_flag, step_by_flag
+from .device_skip import DeviceSkip, must_be_told, skips_by_flag, step_by_flag
 from .fused_step import FusedStep, refuse_options
 from .gradients import Gradients, Held
 from .half_gradients import HalfGradients
@@ -296,9 +296,15 @@ class OptimizerStep:
             return self._step_with_closure(original, closure, args[1:], kwargs)
         if self.skip_message is not None:
             return self._skip(self.skip_message)
+        if self._device_skip.is_open and self._has_to_know() and self._device_skip.found():
+            return self._skip("")  # the scaler says so when it hears of it
         if self.masters is not None:
             self.masters.reconcile()
         return self._run(self._device_skip.flag, original, *args, **kwargs)
+
+    def _has_to_know(self) -> bool:
+        optimizer = self._optimizer()
+        return self._fused is None and optimizer is not None and must_be_told(optimizer)
 
     def _run(
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any

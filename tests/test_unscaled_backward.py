@@ -1,0 +1,131 @@
+"""A backward outside of ``scale_loss`` trains as in plain torch, at a scale of 1."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+WITH_MASTERS = ("O2", "O5")
+
+
+def start(amp, opt_level, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **options)
+
+
+def gradients_of_a_copy(model):
+    """Return what a backward of a copy of the model gives, in float32."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    twin(X).float().square().mean().backward()
+    return [param.grad.float() for param in twin.parameters()]
+
+
+def backward(model):
+    model(X).float().square().mean().backward()
+
+
+def values(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("opt_level", "fused_step"),
+    [(level, False) for level in LEVELS] + [(level, True) for level in WITH_MASTERS],
+)
+def test_steps_without_scale_loss_train(amp, opt_level, fused_step):
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    expected = [param.float() for param in values(amp.master_params(optimizer))]
+    for _ in range(3):
+        expected = [p - 0.5 * g for p, g in zip(expected, gradients_of_a_copy(model), strict=True)]
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if opt_level == "O3" else {"rtol": 1e-6, "atol": 1e-7}
+    stepped = [param.float() for param in values(amp.master_params(optimizer))]
+    torch.testing.assert_close(stepped, expected, **tolerance)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_two_backwards_add_up(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    once = gradients_of_a_copy(model)
+    backward(model)
+    backward(model)
+    got = [param.grad for param in amp.master_params(optimizer)]
+    torch.testing.assert_close(got, [2 * grad for grad in once], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_clipping_finds_the_gradients(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    expected = torch.cat([grad.flatten() for grad in gradients_of_a_copy(model)])
+    backward(model)
+    norm = amp.clip_grad_norm_(optimizer, 0.01)
+    torch.testing.assert_close(norm, expected.norm())
+    got = torch.cat([param.grad.flatten() for param in amp.master_params(optimizer)])
+    torch.testing.assert_close(got, expected * 0.01 / (expected.norm() + 1e-6))
+
+
+@pytest.mark.parametrize("scaled_first", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_step_without_a_backward_uses_no_gradient_again(amp, opt_level, scaled_first):
+    model, optimizer = start(amp, opt_level)
+    if scaled_first:
+        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+    else:
+        backward(model)
+    optimizer.step()
+    before = values(model.parameters())
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_model_zero_grad_and_another_backward_are_another_gradient(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    for _ in range(4):
+        model.zero_grad()
+        before = values(model.parameters())
+        backward(model)
+        optimizer.step()
+        assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_that_the_user_gave_the_masters_count_alone(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    backward(model)
+    masters = [param for group in optimizer.param_groups for param in group["params"]]
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    expected = [master - 0.5 for master in values(masters)]
+    optimizer.step()
+    torch.testing.assert_close(values(masters), expected)
+
+
+@pytest.mark.parametrize("write", ["clip", "backward"])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_write_to_half_gradients_that_masters_have_received_is_told_once(amp, opt_level, write):
+    model, optimizer = start(amp, opt_level, loss_scale=4.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            if write == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            else:
+                backward(model)
+            optimizer.step()
+    assert len(caught) == 1
+    assert "has no effect" in str(caught[0].message)
+    assert "amp.clip_grad_norm_(optimizer, max_norm)" in str(caught[0].message)
