@@ -431,3 +431,17 @@ def test_an_overflow_whose_gradients_the_user_drops_skips_no_step(
     backward(amp, model, optimizer, {"a": 1.0})
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_moved_between_steps_receives_where_it_is(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    for device in ("cpu", "cuda", "cpu"):
+        model.to(device)
+        optimizer.zero_grad()
+        backward(amp, model, optimizer, {"a": 1.0, "b": 2.0, "norm": 3.0})
+        got = gradients(amp, optimizer)
+        assert got == {"a": [1.0] * 3, "b": [2.0] * 4, "norm": [3.0] * 2}
+        optimizer.step()
+        assert {param.device.type for param in amp.master_params(optimizer)} == {device}

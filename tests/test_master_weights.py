@@ -984,6 +984,24 @@ def test_a_group_that_torch_refuses_changes_nothing(amp: ModuleType, case: str) 
     assert torch.equal(copies(model)["1.weight"], expected["1.weight"])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_refused_group_leaves_what_another_optimizer_knows(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(fine_linear(4, 4), fine_linear())
+    first = SGD(model.parameters(), lr=0.125)
+    second = SGD(model[0].parameters(), lr=0.125)
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=64.0, verbosity=0)
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        second.add_param_group({"params": [model[1].bias, model[0].weight]})
+    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), first) as scaled_loss:
+        scaled_loss.backward()
+    first.step()
+    with torch.no_grad():
+        model[1].bias.fill_(0.5)
+    assert torch.equal(model.state_dict()["1.bias"], torch.full((3,), 0.5))
+    first.step()
+    assert torch.equal(model[1].bias.float(), torch.full((3,), 0.5))
+
+
 # --- deactivate, O3 ---
 
 
