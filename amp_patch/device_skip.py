@@ -15,13 +15,19 @@ from torch.optim import SGD, Optimizer
 
 
 def skips_by_flag(optimizer: Optimizer) -> bool:
-    """Return whether the next step of an optimizer can be skipped by its device."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    # Of a skipped first step, torch's fused SGD leaves a momentum that nothing was written to.
-    return not isinstance(optimizer, SGD) or all(
-        group["momentum"] == 0 or all(_has_momentum(optimizer, param) for param in group["params"])
+    """Return whether the steps of an optimizer can be skipped by its device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def must_be_told(optimizer: Optimizer) -> bool:
+    """Return whether the host has to know if the step that is next is skipped.
+
+    Of a skipped first step torch's fused SGD leaves a momentum that nothing was written to.
+    """
+    return isinstance(optimizer, SGD) and any(
+        param.grad is not None and not _has_momentum(optimizer, param)
         for group in optimizer.param_groups
+        for param in (group["params"] if group["momentum"] != 0 else ())
     )
 
 

@@ -157,17 +157,27 @@ def test_no_step_asks_its_device_for_a_number_but_where_the_optimizer_has_to_be_
 def test_a_first_step_of_fused_momentum_is_not_left_to_the_device(amp: ModuleType) -> None:
     """torch leaves the momentum of a skipped first step as it was allocated."""
     model, optimizer = start(amp, "O1", "momentum")
-    assert not skips_by_flag(optimizer)
-    step(amp, model, optimizer, "overflow")
+    assert waits_of_a_step(amp, model, optimizer, "overflow") == 1
     assert not optimizer.state
-    step(amp, model, optimizer)
-    assert skips_by_flag(optimizer)
+    assert waits_of_a_step(amp, model, optimizer) == 1
+    assert waits_of_a_step(amp, model, optimizer) == 0
     entry = next(iter(optimizer.state.values()))
-    buffer, entry["momentum_buffer"] = entry["momentum_buffer"], None  # of a loaded state
-    assert not skips_by_flag(optimizer)
-    entry["momentum_buffer"] = buffer
+    entry["momentum_buffer"] = None  # of a loaded state
+    assert waits_of_a_step(amp, model, optimizer, "overflow") == 1
+    assert entry["momentum_buffer"] is None
+    assert waits_of_a_step(amp, model, optimizer) == 1
+    # what gets no gradient is not stepped
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert not skips_by_flag(optimizer)
+    assert waits_of_a_step(amp, model, optimizer) == 0
+
+
+def waits_of_a_step(
+    amp: ModuleType, model: nn.Module, optimizer: Optimizer, event: str = "finite"
+) -> int:
+    with CountItems() as items:
+        step(amp, model, optimizer, event)
+    assert amp.step_was_skipped(optimizer) == (event == "overflow")
+    return items.count
 
 
 @pytest.mark.usefixtures("ahead")
@@ -261,7 +271,7 @@ def test_flags_add_up_and_a_plain_optimizer_takes_none() -> None:
     assert not skip.is_open
     params = [nn.Parameter(torch.zeros(2))]
     assert not skips_by_flag(MAKERS["foreach"](params))
-    assert all(skips_by_flag(MAKERS[name](params)) == (name != "momentum") for name in FUSED)
+    assert all(skips_by_flag(MAKERS[name](params)) for name in FUSED)
 
 
 # --- fused_step=True ---

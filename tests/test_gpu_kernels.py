@@ -3,12 +3,14 @@
 The operations' own table runs there, too: test_kernels.py and test_scaler_state.py.
 """
 
+import functools
 import shutil
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from amp_patch import cuda_kernels, kernels, scaler_state
 from amp_patch.host_copy import HostCopy
 from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale
 from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.optimizers import FusedLAMB
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent
@@ -225,6 +228,69 @@ def test_training_by_the_kernels_is_that_by_torch(
     ours = train(amp, level, monkeypatch, "cupy")
     theirs = train(amp, level, monkeypatch, "torch")
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# level, optimizer, and whether it steps in one pass
+FLAGGED: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], bool]] = {
+    "AdamW, one pass": ("O2", torch.optim.AdamW, True),
+    "SGD, one pass": ("O2", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
+    "LAMB, one pass": ("O2", FusedLAMB, True),
+    "fused AdamW, O1": ("O1", functools.partial(torch.optim.AdamW, fused=True), False),
+    "fused AdamW, O2": ("O2", functools.partial(torch.optim.AdamW, fused=True), False),
+}
+
+
+class Training:
+    """A small training on a GPU, whose gradients overflow when told to."""
+
+    def __init__(self, amp: ModuleType, kind: str) -> None:
+        level, maker, one_pass = FLAGGED[kind]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(33, 65), nn.BatchNorm1d(65), nn.Linear(65, 7)).cuda()
+        self.amp = amp
+        self.model, self.optimizer = amp.initialize(
+            model, maker(model.parameters()), opt_level=level, verbosity=0, fused_step=one_pass
+        )
+        self.inputs = torch.randn(16, 33, device="cuda")
+        self.factor = torch.ones((), device="cuda")
+
+    def step(self) -> None:
+        loss = self.model(self.inputs).float().square().mean() * self.factor
+        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.amp.clip_grad_norm_(self.optimizer, 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[Tensor]:
+        """Return copies of all that a skipped step leaves alone."""
+        stepped = [one for group in self.optimizer.param_groups for one in group["params"]]
+        entries = [one for entry in self.optimizer.state.values() for one in entry.values()]
+        return [one.detach().clone() for one in (*self.model.parameters(), *stepped, *entries)]
+
+
+@pytest.mark.parametrize("kind", FLAGGED)
+def test_no_step_waits_where_the_device_skips(
+    amp: ModuleType, no_sync: Callable[[], None], kind: str
+) -> None:
+    training = Training(amp, kind)
+    training.step()
+    training.step()
+    before = training.state()
+    no_sync()
+    training.factor.fill_(torch.inf)
+    training.step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert amp.step_was_skipped(training.optimizer)
+    assert all(map(torch.equal, before, training.state()))
+    assert amp.loss_scale() == 2.0**15
+    no_sync()
+    training.factor.fill_(1.0)
+    training.step()
+    training.step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert not amp.step_was_skipped(training.optimizer)
+    assert not any(map(torch.equal, before[:2], training.state()))
 
 
 SANITIZED = """
