@@ -2,7 +2,11 @@
 
 import re
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cuda_on_cpu
 import pytest
@@ -83,14 +87,10 @@ CODE = {
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    cuda_on_cpu.require_compiler()
-    lines = [f'#include "{name}"' for name in ("cuda_on_cpu.h", "dtypes.cuh", "sweep.cuh")]
+def kernels(pytestconfig: pytest.Config) -> Kernels:
+    lines = [f'#include "{name}"' for name in ("dtypes.cuh", "sweep.cuh")]
     lines += [f'extern "C" __global__ void {name}{code}' for name, code in CODE.items()]
-    lines += map("EMULATE({})".format, CODE)
-    library = tmp_path_factory.mktemp("emulation") / "kernels.so"
-    cuda_on_cpu.compile_library(library, "\n".join(lines))
-    return Kernels(library)
+    return cuda_on_cpu.compiled_text("emulation", "\n".join(lines), CODE, pytestconfig)
 
 
 def test_a_missing_barrier_shows(kernels: Kernels) -> None:
@@ -181,19 +181,54 @@ def test_without_a_compiler_tests_are_skipped_with_the_reason(
         cuda_on_cpu.compiled("cast.cu", pytestconfig)
 
 
+@dataclass(frozen=True)
+class Config:
+    """All that compiling needs to know of pytest."""
+
+    rootpath: Path
+
+
 def test_a_library_is_compiled_again_when_a_header_changed(
-    pytestconfig: pytest.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda_on_cpu.require_compiler()
     shutil.copytree(cuda_on_cpu.CSRC, tmp_path / "csrc")
     monkeypatch.setattr(cuda_on_cpu, "CSRC", tmp_path / "csrc")
-    made: list[str] = []
-    monkeypatch.setattr(cuda_on_cpu, "_load", lambda library, text: made.append(library.name))
-    arguments = ("cast.cu", pytestconfig)
+    made: list[Path] = []
+    monkeypatch.setattr(cuda_on_cpu, "load", lambda library, text: made.append(library))
+    arguments: Any = ("cast.cu", Config(tmp_path))
     cuda_on_cpu.compiled(*arguments)
     cuda_on_cpu.compiled(*arguments)
     header = tmp_path / "csrc" / "sweep.cuh"
     header.write_text(header.read_text(encoding="utf-8") + "//\n", encoding="utf-8")
     cuda_on_cpu.compiled(*arguments)
     assert made[0] == made[1] != made[2]
-    assert re.fullmatch(r"cast-[0-9a-f]{16}\.so", made[0])
+    assert made[0].parent == tmp_path / "build" / "cuda_on_cpu"
+    assert re.fullmatch(r"cast-[0-9a-f]{16}\.so", made[0].name)
+
+
+def test_a_library_is_compiled_once_for_all_who_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def compile_slowly(library: Path, text: str) -> None:
+        made.append(text)
+        time.sleep(0.1)
+        library.touch()
+
+    monkeypatch.setattr(cuda_on_cpu, "_compile", compile_slowly)
+    monkeypatch.setattr(cuda_on_cpu, "Kernels", lambda library: library.is_file())
+    library = tmp_path / "folder" / "kernels.so"
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lambda text: cuda_on_cpu.load(library, text), "abc"))
+    assert len(made) == 1
+
+
+def test_a_launch_after_an_error_starts_afresh(kernels: Kernels) -> None:
+    out = torch.empty(THREADS, dtype=torch.int32)
+    for threads in (THREADS, 64):
+        with pytest.raises(LaunchError, match="barrier"):
+            kernels.launch("unreached_barrier", 1, torch.zeros(1), threads=threads)
+        kernels.launch("reverse", 1, out, 1)
+        assert torch.equal(out, torch.arange(THREADS, dtype=torch.int32).flip(0))

@@ -6,13 +6,14 @@ What is emulated, and what is reported as an error, stands in cuda_on_cpu.h.
 import ctypes
 import functools
 import hashlib
-import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from torch import Tensor
 
 from cuda_on_cpu.kernel_names import KERNELS
@@ -22,6 +23,8 @@ CSRC = FOLDER.parent.parent / "csrc"
 FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", f"-I{FOLDER}", f"-I{CSRC}"),
+    # threads are switched by longjmp, which a fortified library takes for an error
+    "-U_FORTIFY_SOURCE",
     # every access is checked; its report goes to the handler in cuda_on_cpu.h
     *("-fsanitize=alignment,null", "-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc"),
 )
@@ -88,36 +91,39 @@ def require_compiler() -> None:
 
 
 def compiled(source: str, config: pytest.Config) -> Kernels:
-    """Compile ``csrc/<source>`` and give its kernels; skip the test where no compiler is.
+    """Compile ``csrc/<source>`` and give its kernels; skip the test where no compiler is."""
+    return compiled_text(Path(source).stem, f'#include "{source}"', KERNELS[source], config)
 
-    The library is kept in pytest's cache, under a digest of all that it is made of.
+
+def compiled_text(name: str, text: str, kernels: Iterable[str], config: pytest.Config) -> Kernels:
+    """As `compiled`, of any text.
+
+    The library is kept in the folder "build", under a digest of all that it is made of: whoever
+    needs it first compiles it, for all tests of all processes.
     """
     require_compiler()
-    text = "\n".join(
-        [
-            '#include "cuda_on_cpu.h"',
-            f'#include "{source}"',
-            *map("EMULATE({})".format, KERNELS[source]),
-        ]
-    )
+    lines = ['#include "cuda_on_cpu.h"', text, *map("EMULATE({})".format, kernels)]
+    text = "\n".join(lines)
     digest = hashlib.sha256(text.encode() + repr((COMPILER, FLAGS)).encode())
     for path in sorted((*CSRC.iterdir(), *FOLDER.glob("*.h"))):
         digest.update(path.read_bytes())
-    folder = config.cache.mkdir("cuda_on_cpu")
-    return _load(folder / f"{Path(source).stem}-{digest.hexdigest()[:16]}.so", text)
+    folder = config.rootpath / "build" / "cuda_on_cpu"
+    return load(folder / f"{name}-{digest.hexdigest()[:16]}.so", text)
 
 
 @functools.cache
-def _load(library: Path, text: str) -> Kernels:
-    if not library.exists():
-        compile_library(library, text)
+def load(library: Path, text: str) -> Kernels:
+    """Compile a library unless it is there, or another process is about to make it; load it."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(library.with_suffix(".lock")):
+        if not library.exists():
+            _compile(library, text)
     return Kernels(library)
 
 
-def compile_library(library: Path, text: str) -> None:
-    """Compile a source that includes cuda_on_cpu.h first and EMULATEs its kernels."""
-    # several test processes may do so at once: only a complete library gets the name
-    unfinished = library.with_name(f"{library.stem}-{os.getpid()}.tmp")
+def _compile(library: Path, text: str) -> None:
+    # if this process is killed, no other one may find half a library
+    unfinished = library.with_suffix(".tmp")
     run = subprocess.run(
         [str(COMPILER), "-x", "c++", "-", "-o", str(unfinished), *FLAGS],
         input=text,

@@ -13,15 +13,17 @@
 
 #pragma once
 
+// Few headers of the library: each source is compiled with them.
+#include <setjmp.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
+#include <cstdarg>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
-#include <functional>
-#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -41,10 +43,11 @@ namespace cuda_on_cpu {
 constexpr unsigned WARP = 32;
 constexpr std::size_t STACK = 1 << 16;
 
+// Made once, and given one thread after another to run.
 struct Fiber {
     enum State { RUNNABLE, AT_BARRIER, AT_SHUFFLE, ENDED };
-    ucontext_t context;
-    std::vector<char> stack = std::vector<char>(STACK);
+    jmp_buf context;
+    char* stack = nullptr;
     State state = RUNNABLE;
     int line = 0;         // where it waits
     bool fenced = false;  // whether a fence came after the last barrier
@@ -65,10 +68,11 @@ struct Random {
 
 struct Block {
     std::vector<Fiber> fibers;
-    std::function<void()> body;
-    ucontext_t scheduler;
+    void (*body)(void** arguments);
+    void** arguments;
+    jmp_buf scheduler;
     unsigned current = 0;
-    std::string error;
+    char error[256] = "";
 };
 static Block block;
 
@@ -78,16 +82,27 @@ extern "C" char __stop_cuda_shared[] __attribute__((weak, visibility("hidden")))
 
 inline Fiber& current() { return block.fibers[block.current]; }
 
+// As swapcontext, but without its calls into the system for the mask of signals.
+inline void switch_to(jmp_buf& other, jmp_buf& own) {
+    if (_setjmp(own) == 0) _longjmp(other, 1);
+}
+
 inline void wait_as(Fiber::State state, int line) {
     current().state = state;
     current().line = line;
-    swapcontext(&current().context, &block.scheduler);
+    switch_to(block.scheduler, current().context);
 }
 
-inline void fail(const std::string& message) {
-    if (block.error.empty()) block.error = message;
-    wait_as(Fiber::ENDED, 0);
+// Keep the first error that is told.
+__attribute__((format(printf, 1, 2))) inline void tell(const char* format, ...) {
+    if (*block.error != '\0') return;
+    va_list values;
+    va_start(values, format);
+    std::vsnprintf(block.error, sizeof block.error, format, values);
+    va_end(values);
 }
+
+inline void give_up() { wait_as(Fiber::ENDED, 0); }
 
 inline void barrier(int line) {
     wait_as(Fiber::AT_BARRIER, line);
@@ -97,7 +112,10 @@ inline void barrier(int line) {
 template <typename Type>
 Type shuffle(unsigned mask, Type value, unsigned lane, int line) {
     static_assert(sizeof(Type) <= 8, "a GPU shuffles 4 or 8 bytes");
-    if (mask != 0xffffffffu) fail("a shuffle of a part of a warp is not emulated");
+    if (mask != 0xffffffffu) {
+        tell("a shuffle of a part of a warp is not emulated");
+        give_up();
+    }
     const bool slot = current().parity;
     std::memcpy(current().slots[slot], &value, sizeof(Type));
     current().parity = !slot;
@@ -107,14 +125,31 @@ Type shuffle(unsigned mask, Type value, unsigned lane, int line) {
 }
 
 inline void require_fence(int line) {
-    if (!current().fenced) {
-        fail("line " + std::to_string(line) + ": an atomic without __threadfence() before it");
+    if (current().fenced) return;
+    tell("line %d: an atomic without __threadfence() before it", line);
+    give_up();
+}
+
+inline void run_threads() {
+    for (;;) {
+        switch_to(block.scheduler, current().context);
+        block.body(block.arguments);
+        current().state = Fiber::ENDED;
     }
 }
 
-inline void begin_fiber() {
-    block.body();
-    current().state = Fiber::ENDED;
+inline void make_fibers(unsigned size) {
+    for (Fiber& fiber : block.fibers) delete[] fiber.stack;
+    block.fibers.assign(size, Fiber());
+    for (block.current = 0; block.current < size; ++block.current) {
+        ucontext_t start;
+        getcontext(&start);
+        start.uc_stack.ss_sp = current().stack = new char[STACK];
+        start.uc_stack.ss_size = STACK;
+        start.uc_link = nullptr;
+        makecontext(&start, run_threads, 0);
+        if (_setjmp(block.scheduler) == 0) setcontext(&start);
+    }
 }
 
 // Let all of `size` fibers from `first` on go on, if they wait for each other in the same line.
@@ -140,28 +175,27 @@ inline void explain_deadlock() {
     for (const Fiber& fiber : block.fibers) {
         if (fiber.state == Fiber::ENDED) continue;
         const char* what = fiber.state == Fiber::AT_BARRIER ? "barrier" : "shuffle";
-        block.error = "the " + std::string(what) + " in line " + std::to_string(fiber.line) +
-                      " is not reached by all threads";
+        tell("the %s in line %d is not reached by all threads", what, fiber.line);
         return;
     }
 }
 
 inline void run_fibers(Random& random) {
     std::vector<unsigned> runnable;
-    while (block.error.empty()) {
+    while (*block.error == '\0') {
         for (unsigned i = 0; i < block.fibers.size(); ++i) {
             if (block.fibers[i].state == Fiber::RUNNABLE) runnable.push_back(i);
         }
-        while (!runnable.empty() && block.error.empty()) {
+        while (!runnable.empty() && *block.error == '\0') {
             std::swap(runnable[random.below(runnable.size())], runnable.back());
             block.current = runnable.back();
             runnable.pop_back();
             threadIdx.x = block.current;
-            swapcontext(&block.scheduler, &current().context);
+            switch_to(current().context, block.scheduler);
         }
         if (!release_waiting()) break;
     }
-    if (block.error.empty()) explain_deadlock();
+    explain_deadlock();
 }
 
 inline void run_block(unsigned index, Random& random) {
@@ -172,19 +206,16 @@ inline void run_block(unsigned index, Random& random) {
     for (Fiber& fiber : block.fibers) {
         fiber.state = Fiber::RUNNABLE;
         fiber.fenced = fiber.parity = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = &block.scheduler;
-        makecontext(&fiber.context, begin_fiber, 0);
     }
     run_fibers(random);
 }
 
+// Returns what went wrong, "" if nothing did.
 inline const char* run_grid(unsigned grid, unsigned threads, std::uint64_t seed) {
-    block.error.clear();
     if (threads % WARP != 0) return "whole warps only are emulated";
-    block.fibers.resize(threads);
+    // after an error threads may still wait in the midst of the kernel
+    if (block.fibers.size() != threads || *block.error != '\0') make_fibers(threads);
+    *block.error = '\0';
     gridDim.x = grid;
     blockDim.x = threads;
     Random random{seed * 2 + 1};
@@ -193,23 +224,20 @@ inline const char* run_grid(unsigned grid, unsigned threads, std::uint64_t seed)
     for (unsigned i = grid; i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
     for (unsigned index : order) {
         run_block(index, random);
-        if (!block.error.empty()) break;
+        if (*block.error != '\0') break;
     }
-    return block.error.c_str();
+    return block.error;
 }
 
 template <typename... Parameters, std::size_t... I>
-const char* launch(void (*kernel)(Parameters...), std::index_sequence<I...>, unsigned grid,
-                   unsigned threads, std::uint64_t seed, void** arguments) {
-    block.body = [=] { kernel(*static_cast<std::decay_t<Parameters>*>(arguments[I])...); };
-    return run_grid(grid, threads, seed);
+void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<std::decay_t<Parameters>*>(arguments[I])...);
 }
 
-// As cuLaunchKernel: an address per argument. Returns what went wrong, "" if nothing did.
+// As cuLaunchKernel: an address per argument.
 template <typename... Parameters>
-const char* launch(void (*kernel)(Parameters...), unsigned grid, unsigned threads,
-                   std::uint64_t seed, void** arguments) {
-    return launch(kernel, std::index_sequence_for<Parameters...>(), grid, threads, seed, arguments);
+void call(void (*kernel)(Parameters...), void** arguments) {
+    call(kernel, arguments, std::index_sequence_for<Parameters...>());
 }
 
 template <typename Type>
@@ -235,14 +263,18 @@ const char* parameters(void (*)(Parameters...)) {
 #define EMULATE(kernel)                                                                       \
     EXPORTED const char* launch_##kernel(unsigned grid, unsigned threads, std::uint64_t seed, \
                                          void** arguments) {                                  \
-        return cuda_on_cpu::launch(kernel, grid, threads, seed, arguments);                   \
+        cuda_on_cpu::block.body = [](void** a) { cuda_on_cpu::call(kernel, a); };             \
+        cuda_on_cpu::block.arguments = arguments;                                             \
+        return cuda_on_cpu::run_grid(grid, threads, seed);                                    \
     }                                                                                         \
     EXPORTED const char* parameters_##kernel() { return cuda_on_cpu::parameters(kernel); }
 
 // What the kernels use of CUDA.
 
-using std::max;
-using std::min;
+template <typename Type>
+constexpr Type min(Type one, Type other) {
+    return other < one ? other : one;
+}
 
 #define __syncthreads() cuda_on_cpu::barrier(__LINE__)
 #define __shfl_xor_sync(mask, value, lanes) \
@@ -287,10 +319,15 @@ struct TypeMismatch {
 };
 
 inline void report_access(const TypeMismatch& access, std::uintptr_t address) {
-    const std::string file(access.location.file);
-    fail(file.substr(file.rfind('/') + 1) + ", line " + std::to_string(access.location.line) +
-         ": an access to " + (address == 0 ? "address 0" : "an address not aligned to ") +
-         (address == 0 ? "" : std::to_string(1 << access.log_alignment) + " bytes"));
+    const char* slash = std::strrchr(access.location.file, '/');
+    const char* file = slash == nullptr ? access.location.file : slash + 1;
+    if (address == 0) {
+        tell("%s, line %u: an access to address 0", file, access.location.line);
+    } else {
+        tell("%s, line %u: an access to an address not aligned to %d bytes", file,
+             access.location.line, 1 << access.log_alignment);
+    }
+    give_up();
 }
 
 }  // namespace cuda_on_cpu
