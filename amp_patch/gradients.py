@@ -269,7 +269,8 @@ class Gradients:
         self._received = [(left, [versions[id(param)] for param in left])]
 
     def _warn_of_write(self) -> None:
-        if not self._has_warned:
+        refused_later = self._lazy is not None and isinstance(self._lazy.source, HalfGradients)
+        if not self._has_warned and not refused_later:
             self._has_warned = True
             warnings.warn(
                 "What is written to the gradients of half parameters after scale_loss() has no "

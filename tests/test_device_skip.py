@@ -161,10 +161,10 @@ def test_a_first_step_of_fused_momentum_is_not_left_to_the_device(amp: ModuleTyp
     assert not optimizer.state
     assert waits_of_a_step(amp, model, optimizer) == 1
     assert waits_of_a_step(amp, model, optimizer) == 0
-    entry = next(iter(optimizer.state.values()))
-    entry["momentum_buffer"] = None  # of a loaded state
+    for entry in optimizer.state.values():
+        entry["momentum_buffer"] = None  # of a loaded state
     assert waits_of_a_step(amp, model, optimizer, "overflow") == 1
-    assert entry["momentum_buffer"] is None
+    assert [entry["momentum_buffer"] for entry in optimizer.state.values()] == [None] * 4
     assert waits_of_a_step(amp, model, optimizer) == 1
     # what gets no gradient is not stepped
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

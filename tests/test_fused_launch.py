@@ -328,7 +328,8 @@ def test_another_optimizers_backward_leaves_waiting_gradients_alone(
     for i, param in enumerate(trial.model.parameters()):
         if param.dtype is torch.float32:  # has no other gradient: both are added
             trial.grads[i] = param.grad.double()
-    trial.step(True)
+    with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+        trial.step(True)
 
 
 def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, on_gpu: Gpu) -> None:
