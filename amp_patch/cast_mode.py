@@ -13,6 +13,8 @@ import torch
 
 #: The value of a cast dtype that means: casts are off, everything runs as it comes in.
 OFF = torch.float32
+#: The dtypes that casts cast to.
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Saved(NamedTuple):

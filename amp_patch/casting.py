@@ -18,13 +18,12 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import cast_rules
-from .cast_mode import OFF, mode, process
+from .cast_mode import HALVES, OFF, mode, process
 from .containers import map_tensors
 from .patching import Patches, as_if_defined_at, resolve, resolve_in
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
-HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, *HALVES)
 _CONTAINERS = (list, tuple, dict)
 
@@ -114,7 +113,7 @@ class Casts:
         """Return ``function`` with its arguments cast by ``rule`` while casts are on."""
         wrapper = self._rules[rule](function)
         # TorchScript compiles the original: it cannot read a closure.
-        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # new
+        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
         return wrapper
 
     def _casting(self, fixed: torch.dtype | None, original: Function) -> Function:
@@ -177,7 +176,7 @@ class _Installation:
         wrapper = self._wrap(original, rule)
         if isinstance(owner, type):
             # What torch.compile traces for a method: it reaches the original by name only.
-            wrapper.traced = self._wrap(_method(name), rule)  # type: ignore[attr-defined]  # new
+            wrapper.traced = self._wrap(_method(name), rule)  # type: ignore[attr-defined]  # our own
         if path is not None:
             as_if_defined_at(wrapper, path)
         self._made.add(id(wrapper))

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .cast_mode import mode, process
 from .containers import map_tensors
-from .torch_compile import leave_out
+from .torch_compile import call_as_traced, leave_out
 
 # How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
 _CAST = {
@@ -86,13 +86,9 @@ class ForwardCasts:
         model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
 
 
+@call_as_traced
 def _cast_on(device_type: str) -> None:
     process.devices |= {device_type}
-
-
-# torch.compile calls it as it traces, and compiles nothing of it: what
-# torch.compiler.assume_constant_result() does, which imports the compiler.
-_cast_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def detach(model: nn.Module) -> None:

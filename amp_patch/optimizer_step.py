@@ -19,16 +19,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .cast_mode import mode
+from .cast_mode import HALVES, mode
 from .device_skip import DeviceSkip, must_be_told, skips_by_flag, step_by_flag
+from .fp32_store import FP32Store
 from .fused_step import FusedStep, refuse_options
-from .gradients import Gradients, Held
+from .gradients import Gradients
 from .half_gradients import HalfGradients
 from .host_copy import HostCopy
 from .kernels import GradCheck
 from .lazy_gradients import clear_grads
-from .master_weights import HALVES, FP32Store, MasterWeights
+from .master_weights import MasterWeights
 from .patching import Patches, bind
+from .reception import Held
 
 _FP32 = torch.float32
 

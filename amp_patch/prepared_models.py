@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from . import half_model
-from .cast_mode import OFF, process
+from .cast_mode import HALVES, OFF, process
+from .fp32_store import FP32Store
 from .half_model import ForwardCasts
-from .master_weights import HALVES, FP32Store
 from .opt_levels import OptLevel
 from .weight_cache import WeightCache
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .cast_mode import HALVES
+from .fp32_store import FP32Store
 from .loss_scaler import LossScaler, ScaleRule
-from .master_weights import HALVES, FP32Store
 from .opt_levels import OptLevel
 from .optimizer_step import OptimizerStep
 

@@ -11,12 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .cast_mode import HALVES
 from .device_scaler import DeviceScaler
-from .gradients import Held
 from .kernels import GradCheck
 from .loss_scaler import LossScaler
-from .master_weights import HALVES
 from .optimizer_step import OptimizerStep
+from .reception import Held
 from .weight_cache import WeightCache
 
 #: Device types that work behind the host, which must not wait for them.

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import arguments, patched_functions, torch_compile, torch_hooks
-from .cast_mode import mode, process
+from .cast_mode import HALVES, mode, process
 from .casting import Casts
+from .fp32_store import FP32Store
 from .loss_scaler import LossScaler, ScaleRule
-from .master_weights import HALVES, FP32Store
 from .opt_levels import OptLevel
 from .optimizer_step import OptimizerStep
 from .patched_functions import PatchedFunctions

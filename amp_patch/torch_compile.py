@@ -52,6 +52,15 @@ def install(patches: Patches) -> None:
     getattr(handlers, "call_function_handler_cache", {}).clear()
 
 
+def call_as_traced(function: F) -> F:
+    """Call it whenever a call of it is traced, and compile nothing of it.
+
+    A decorator, as `torch.compiler.assume_constant_result`, which imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile's mark
+    return function
+
+
 def leave_out(function: F) -> F:
     """Never compile a call of this by itself; where another function is traced it still is.
 

@@ -28,11 +28,12 @@ LAYERS = {
     "patched_functions": 7,
     "prepared_models": 7,
     "fused_step": 7,
+    "gradients": 7,
     "casting": 6,
     "fused_launch": 6,
-    "gradients": 6,
     "half_model": 6,
     "master_weights": 6,
+    "reception": 6,
     "fused_updates": 5,
     "half_gradients": 5,
     "pooling": 5,
@@ -47,6 +48,7 @@ LAYERS = {
     "cuda_module": 2,
     "optimizers": 2,
     "cuda_compiler": 1,
+    "fp32_store": 1,
     "scaler_state": 1,
     "tensor_tables": 1,
     "torch_kernels": 1,
@@ -78,8 +80,9 @@ FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
 FOREIGN_DATA |= {"found_inf", "grad_scale"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
 # In a wrapper's place torch.compile traces "traced", TorchScript what "__prepare_..." returns.
+# A function that is "_dynamo_marked..." it calls.
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__", "traced"}
-METADATA |= {"__prepare_scriptable__"}
+METADATA |= {"__prepare_scriptable__", "_dynamo_marked_constant"}
 
 Rule = Callable[[ast.Module], list[str]]
 
