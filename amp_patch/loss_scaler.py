@@ -28,7 +28,8 @@ class ScaleRule:
         min_loss_scale: the floor: the rule never lowers the scale below it.
         max_loss_scale: the cap: the rule never raises the scale above it.
 
-    Scales lie between 2**-126 and 2**126, so that they and their inverses are normal float32.
+    Scales lie between 2**-126 and 2**126, so that they and their inverses are normal float32, and
+    are rounded to float32: the floor that a device compares with is the one that the host does.
 
     Raises:
         ValueError: a value is outside its range, or the floor is above the cap.
@@ -53,7 +54,8 @@ class ScaleRule:
                     f"Call amp.initialize(..., {keyword}={example})."
                 )
             # A numpy number would reach the checkpoint, which torch.load() then refuses.
-            object.__setattr__(self, name, type(example)(value))
+            number = type(example)(value)
+            object.__setattr__(self, name, _to_float32(number) if holds is _is_scale else number)
         low, high = self.min_loss_scale, self.max_loss_scale
         if low > high:
             raise ValueError(
@@ -328,7 +330,7 @@ def _parse_state(state: Mapping[str, Any]) -> _SavedState:
     names = ("scale", "_growth_tracker") if "scale" in state else ("loss_scale", "unskipped")
     if any(name not in state for name in names):
         raise ValueError(f"{rule}; got the keys {list(state)}. {mend}")
-    scale = _saved_number(state, names[0], _is_scale, _SCALE_WORDS)
+    scale = _to_float32(_saved_number(state, names[0], _is_scale, _SCALE_WORDS))
     unskipped = _saved_number(state, names[1], _is_whole_from_0, "a whole number of at least 0")
     left = None
     if "hysteresis" in state:

@@ -214,7 +214,8 @@ def test_static_scale_never_moves_and_every_overflow_skips(
     for overflow in events:
         assert scaler.update(overflow) is overflow
         since = 0 if overflow else since + 1
-        assert (scaler.loss_scale(), scaler.unskipped, scaler.exhausted) == (scale, since, False)
+        assert scaler.loss_scale() == torch.tensor(scale, dtype=torch.float32).item()
+        assert (scaler.unskipped, scaler.exhausted) == (since, False)
         assert scaler.hysteresis_left == hysteresis
 
 

@@ -64,6 +64,52 @@ def test_any_series_of_passes_moves_it_as_the_loss_scaler(
         assert fields(state) == fields_of(scaler, before)
 
 
+@given(
+    limits=st.lists(st.floats(0.1, 64.0), min_size=2, max_size=2).map(sorted),
+    start=st.none() | st.floats(0.05, 128.0),
+    saved=st.none() | st.floats(0.05, 128.0),
+    backoff=st.floats(0.1, 0.9),
+    overflows=st.lists(st.booleans(), max_size=20),
+)
+def test_numbers_that_float32_has_not_are_the_same_to_host_and_device(
+    update: tuple[Update, torch.device],
+    limits: list[float],
+    start: float | None,
+    saved: float | None,
+    backoff: float,
+    overflows: list[bool],
+) -> None:
+    move, device = update
+    floor, cap = limits
+    rule = ScaleRule.resolve(
+        "dynamic" if start is None else start,
+        min_loss_scale=floor, max_loss_scale=cap, growth_interval=1, backoff_factor=backoff,
+    )  # fmt: skip
+    scaler = LossScaler(rule)
+    if saved is not None:
+        scaler.load_state_dict({"loss_scale": saved, "unskipped": 0})
+    state = ScalerState(scaler, device)
+    for overflow in overflows:
+        assert state.scale.item() == scaler.scale
+        before = scaler.scale
+        scaler.update(overflow)
+        move(state, torch.tensor([float(overflow)], device=device), rule)
+        assert fields(state) == fields_of(scaler, before)
+
+
+def test_a_scale_at_a_floor_that_float32_has_not_is_there(
+    update: tuple[Update, torch.device],
+) -> None:
+    """0.2 halved in float32 is above 0.1, and is 0.1 in float32."""
+    move, device = update
+    scaler = LossScaler(ScaleRule(init_scale=0.2, min_loss_scale=0.1))
+    state = ScalerState(scaler, device)
+    for _ in range(3):
+        scaler.update(True)
+        move(state, torch.ones(1, device=device), scaler.rule)
+    assert scaler.overflows_at_floor == state.overflows_at_floor.item() == 2
+
+
 @pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, 1e-45, torch.inf, torch.nan])
 def test_any_flag_but_0_is_an_overflow(
     update: tuple[Update, torch.device], found_inf: float
