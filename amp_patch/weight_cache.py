@@ -7,123 +7,21 @@ by one multi-tensor call and no weight is cast in a forward.
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from . import kernels
 from .cast_mode import mode, process
-from .reuse import Reusable, is_held
+from .kept_casts import Bulk, Entry, Group, Owner
+from .reuse import is_held
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
-_VERSION = operator.attrgetter("_version")
-_SHAPE = operator.attrgetter("shape")
 _RUN_AT_ONCE = 1 << 63
-
-
-class _Group:
-    """The parameters of one model: they go stale and are refreshed together."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = weakref.ref(root)
-        self.stale = True
-        self.training = root.training
-        self.entries: dict[int, _Entry] = {}
-        self.bulk: _Bulk | None = None
-
-
-class _Entry:
-    """A parameter, its cast, and what must still hold for the cast to be right."""
-
-    __slots__ = ("cast", "dtype", "group", "layout", "param", "pointer", "requires_grad", "version")
-
-    def __init__(self, param: nn.Parameter, cast: Tensor, group: _Group) -> None:
-        self.param = param
-        self.cast = cast
-        self.group = group
-        self.dtype = cast.dtype
-        self.version = param._version
-        self.requires_grad = param.requires_grad
-        self.pointer = param.data_ptr()
-        self.layout = (param.shape, param.stride())
-
-    def stands(self) -> bool:
-        """True while the parameter is the tensor that this was cast from, whatever its values."""
-        param = self.param
-        return (
-            self.pointer == param.data_ptr()
-            and self.requires_grad == param.requires_grad
-            and self.layout == (param.shape, param.stride())
-        )
-
-
-class _Bulk:
-    """All casts of a model as lists: to check and to refresh them takes a few calls.
-
-    Made right after each was found to be usable and held by nobody.
-    """
-
-    def __init__(self, entries: Sequence[_Entry], owners: Sequence[_Owner]) -> None:
-        self.entries = list(entries)
-        self.params = [entry.param for entry in entries]
-        casts = [entry.cast for entry in entries]
-        self._cast = kernels.Cast(self.params, casts)
-        slots = [owner.slot() for owner in owners]
-        self._registries = [registry for registry, _ in slots]
-        self._names = [name for _, name in slots]
-        self._pointers = [entry.pointer for entry in entries]
-        self._shapes = list(map(_SHAPE, self.params))
-        self._versions: list[int] = []
-        self._casts = Reusable(casts)
-
-    def usable(self) -> bool:
-        """True while every parameter stands and nobody holds a cast (see `_Entry`)."""
-        params = self.params
-        return (
-            list(map(Tensor.data_ptr, params)) == self._pointers
-            and list(map(_SHAPE, params)) == self._shapes
-            and all(map(operator.is_, map(dict.get, self._registries, self._names), params))
-            and self._casts.are_free()
-        )
-
-    def refresh(self) -> None:
-        """Copy the parameters into their casts, one call per device and dtype."""
-        self._cast.run()
-        versions = list(map(_VERSION, self.params))
-        if versions != self._versions:  # fused optimizers do not move them
-            self._versions = versions
-            for entry, version in zip(self.entries, versions, strict=True):
-                entry.version = version
-
-
-class _Owner:
-    """The module that a parameter is registered on; weak, so that a dropped model is freed."""
-
-    __slots__ = ("group", "module", "name")
-
-    def __init__(self, module: weakref.ref[nn.Module], name: str, group: _Group) -> None:
-        self.module = module
-        self.name = name
-        self.group = group
-
-    def owns(self, param: nn.Parameter) -> bool:
-        return self.param_id() == id(param)
-
-    def slot(self) -> tuple[dict[str, nn.Parameter | None], str]:
-        """Return the dictionary and the name under which the parameter is registered."""
-        module = self.module()
-        return ({} if module is None else module._parameters), self.name
-
-    def param_id(self) -> int:
-        """Return the id of the parameter that stands at this place now."""
-        module = self.module()
-        return id(None if module is None else module._parameters.get(self.name))
 
 
 class WeightCache:
@@ -143,9 +41,9 @@ class WeightCache:
     def clear(self) -> None:
         """Forget all models and casts."""
         with self._lock:
-            self._groups: dict[int, _Group] = {}
-            self._entries: dict[int, _Entry] = {}
-            self._owners: dict[int, _Owner] = {}
+            self._groups: dict[int, Group] = {}
+            self._entries: dict[int, Entry] = {}
+            self._owners: dict[int, Owner] = {}
             self._watched: dict[int, weakref.ref[nn.Module]] = {}
             self._foreign: dict[int, weakref.ref[nn.Parameter]] = {}
 
@@ -170,13 +68,13 @@ class WeightCache:
             group.training = model.training
             group.stale = True
 
-    def add_model(self, model: nn.Module) -> _Group:
+    def add_model(self, model: nn.Module) -> Group:
         """Cache casts of this model's parameters from now on."""
         with self._lock:
             dead = [key for key, group in self._groups.items() if group.root() is None]
             for key in dead:
                 del self._groups[key]
-            group = self._groups.get(id(model)) or _Group(model)
+            group = self._groups.get(id(model)) or Group(model)
             self._groups[id(model)] = group
             self._scan(group)
             return group
@@ -228,14 +126,14 @@ class WeightCache:
             del entry
             return self._keep(param, dtype, group)
 
-    def _keep(self, param: nn.Parameter, dtype: torch.dtype, group: _Group) -> Tensor:
+    def _keep(self, param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
         self._drop(id(param))
         with torch.enable_grad():
             cast = param.to(dtype)
         # A mode or a transform may hand out something else than a plain tensor, and a cast of a
         # released storage has no address to compare.
         if type(cast) is Tensor and param.data_ptr() != 0:
-            entry = _Entry(param, cast, group)
+            entry = Entry(param, cast, group)
             if cast.grad_fn is not None:
                 # The engine runs later nodes first: the node of a kept cast, older than all of
                 # its iteration's, would wait for the end and hold every half gradient till then.
@@ -244,7 +142,7 @@ class WeightCache:
             group.entries[id(param)] = self._entries[id(param)] = entry
         return cast
 
-    def _refresh(self, group: _Group) -> None:
+    def _refresh(self, group: Group) -> None:
         """Bring the casts of a group up to date in one call; drop those that must be made anew."""
         bulk = group.bulk
         if bulk is None or not bulk.usable():
@@ -255,15 +153,15 @@ class WeightCache:
                     self._drop(key)
             entries = list(group.entries.values())
             owners = [self._owners[key] for key in group.entries]
-            group.bulk = bulk = _Bulk(entries, owners)
+            group.bulk = bulk = Bulk(entries, owners)
         bulk.refresh()
         group.stale = False
 
-    def _usable(self, entry: _Entry) -> bool:
+    def _usable(self, entry: Entry) -> bool:
         owner = self._owners.get(id(entry.param))
         return owner is not None and owner.owns(entry.param) and entry.stands()
 
-    def _group_of(self, param: nn.Parameter) -> _Group | None:
+    def _group_of(self, param: nn.Parameter) -> Group | None:
         """Find the model that owns ``param``, looking through the models anew after a miss."""
         owner = self._owners.get(id(param))
         if owner is not None and owner.owns(param):
@@ -281,13 +179,13 @@ class WeightCache:
         self._foreign[id(param)] = weakref.ref(param)
         return None
 
-    def _scan(self, group: _Group) -> None:
+    def _scan(self, group: Group) -> None:
         root = group.root()
         for module, name, param in _registered(root) if root is not None else ():
             owner = self._owners.get(id(param))
             if owner is None or not owner.owns(param):
                 self._drop(id(param))
-                self._owners[id(param)] = _Owner(self._watch(module), name, group)
+                self._owners[id(param)] = Owner(self._watch(module), name, group)
 
     def _watch(self, module: nn.Module) -> weakref.ref[nn.Module]:
         """Return a weak reference that drops the casts of ``module``'s parameters with it."""
