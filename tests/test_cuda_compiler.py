@@ -65,17 +65,17 @@ def test_the_second_time_it_comes_from_the_disk(cuda: Any, cache: Path) -> None:
 
 
 @linux_only
-@pytest.mark.parametrize("changed", ["cast.cu", "sweep.cuh", "version", "architecture"])
+@pytest.mark.parametrize("changed", ["update_scale.cu", "sweep.cuh", "version", "architecture"])
 def test_what_may_change_the_code_compiles_again(
     cuda: Any, cache: Path, package: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    machine_code("cast.cu", "sm_90")
+    machine_code("update_scale.cu", "sm_90")
     if changed == "version":
         monkeypatch.setattr(cuda.nvrtc, "getVersion", lambda: (13, 99))
     elif changed != "architecture":
         with (package / "csrc" / changed).open("a", encoding="utf-8") as file:
             file.write("// changed\n")
-    machine_code("cast.cu", "sm_80" if changed == "architecture" else "sm_90")
+    machine_code("update_scale.cu", "sm_80" if changed == "architecture" else "sm_90")
     assert len(cuda.nvrtc.options) == len(list(cache.iterdir())) == 2
 
 

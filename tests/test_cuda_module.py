@@ -14,7 +14,7 @@ from test_cuda_compiler import cache, linux_only  # noqa: F401 - a fixture
 from amp_patch import cuda_module
 from amp_patch.cuda_module import CudaModules, Kernel
 
-CAST = Kernel("cast.cu", "cast_float16_to_float32", "PP")
+RECONCILE = Kernel("reconcile.cu", "reconcile_float16", "PP")
 UPDATE = Kernel("update_scale.cu", "update_scale", "PPiddqqff", 32)
 
 
@@ -71,7 +71,7 @@ def gpu(index: int) -> torch.device:
 @linux_only
 def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(gpus: Gpus) -> None:
     rows, chunks = torch.zeros(3, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    CudaModules().launch(CAST, 7, gpu(1), rows, chunks)
+    CudaModules().launch(RECONCILE, 7, gpu(1), rows, chunks)
     ((function, *shape, shared, stream, _, extra),) = gpus.launches
     assert shape == [7, 1, 1, 256, 1, 1]
     assert (shared, stream, extra) == (0, 701, 0)
@@ -97,8 +97,8 @@ def test_a_source_is_loaded_once_per_device(gpus: Gpus) -> None:
     modules = CudaModules()
     rows = torch.zeros(3)
     for index in (0, 1, 0, 1):
-        assert modules.can_launch(["cast.cu"], gpu(index))
-        modules.launch(CAST, 1, gpu(index), rows, rows)
+        assert modules.can_launch(["reconcile.cu"], gpu(index))
+        modules.launch(RECONCILE, 1, gpu(index), rows, rows)
     assert len(gpus.cuda.Module.loaded) == 2
     functions = [launch[0] for launch in gpus.launches]
     assert functions[:2] == functions[2:]
@@ -109,15 +109,15 @@ def test_a_source_is_loaded_once_per_device(gpus: Gpus) -> None:
 def test_a_device_without_an_index_is_the_current_one(gpus: Gpus) -> None:
     modules = CudaModules()
     gpus.current = 1
-    assert modules.can_launch(["cast.cu"], torch.device("cuda"))
-    assert list(modules._modules) == [("cast.cu", 1)]
+    assert modules.can_launch(["reconcile.cu"], torch.device("cuda"))
+    assert list(modules._modules) == [("reconcile.cu", 1)]
 
 
 @linux_only
 def test_the_current_device_is_restored_when_a_launch_fails(gpus: Gpus) -> None:
     gpus.kinds = (ctypes.c_longlong,)
     with pytest.raises(ValueError, match="zip"):
-        CudaModules().launch(CAST, 1, gpu(1), torch.zeros(1))
+        CudaModules().launch(RECONCILE, 1, gpu(1), torch.zeros(1))
     assert gpus.current == 0
 
 
@@ -125,7 +125,7 @@ def test_without_cupy_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(fake_cupy.sys.modules, "cupy", None)
     modules = CudaModules()
     assert modules.can_launch([], gpu(0))
-    assert not modules.can_launch(["cast.cu"], gpu(0))
+    assert not modules.can_launch(["reconcile.cu"], gpu(0))
     assert isinstance(modules.failure, ImportError)
     assert not modules.can_launch([], gpu(0))
 
@@ -140,9 +140,9 @@ def test_what_failed_once_is_not_tried_again(gpus: Gpus, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cuda_module.cuda_compiler, "machine_code", fail)
     modules = CudaModules()
-    assert not modules.can_launch(["cast.cu", "unscale.cu"], gpu(0))
-    assert not modules.can_launch(["cast.cu"], gpu(1))
-    assert (compiled, str(modules.failure)) == (["cast.cu"], "NVRTC: no")
+    assert not modules.can_launch(["reconcile.cu", "unscale.cu"], gpu(0))
+    assert not modules.can_launch(["reconcile.cu"], gpu(1))
+    assert (compiled, str(modules.failure)) == (["reconcile.cu"], "NVRTC: no")
 
 
 def test_threads_are_those_of_the_sources() -> None:

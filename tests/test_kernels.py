@@ -5,6 +5,7 @@ One table for the reference, for the CUDA kernels as the CPU runs their text, an
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*REAL, torch.complex64, torch.complex128)
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (2, 3, 4), (33,))
 POWERS = st.integers(-24, 24).map(lambda power: 2.0**power)
+SEEDS = st.integers(0, 2**16)
 SCALES = POWERS | st.sampled_from([3.0, 1000.0, 0.7])
 
 
@@ -75,52 +77,61 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Operations]:
             assert modules.launched
 
 
-@st.composite
-def tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> Tensor:
-    """Draw a tensor of normal magnitudes: dense, transposed or a strided view."""
-    dtype = draw(st.sampled_from(list(dtypes)))
-    shape = draw(st.sampled_from(SHAPES))
-    generator = torch.Generator("cpu").manual_seed(draw(st.integers(0, 2**16)))
-    magnitude = 2.0 ** draw(st.integers(-8, 8))
-    layout = draw(st.sampled_from(["contiguous", "transposed", "strided"]))
+def normal(shape: Sequence[int], seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def laid_out(kind: tuple[torch.dtype, tuple[int, ...], str], seed: int) -> Tensor:
+    """Make normal numbers times a power of 2, which the seed chooses, too."""
+    dtype, shape, layout = kind
+    magnitude = 2.0 ** (seed % 17 - 8)
     if layout == "transposed":
-        values = torch.randn(shape[::-1], generator=generator, dtype=torch.float64, device="cpu")
-        values = values.permute(tuple(reversed(range(len(shape)))))
-    elif layout == "strided" and shape:
-        values = torch.randn(
-            (*shape[:-1], 2 * shape[-1]), generator=generator, dtype=torch.float64, device="cpu"
-        )
+        values = normal(shape[::-1], seed).permute(tuple(reversed(range(len(shape)))))
+        return (values * magnitude).to(dtype)
+    if layout == "strided" and shape:
+        values = normal((*shape[:-1], 2 * shape[-1]), seed)
         return (values * magnitude).to(dtype)[..., ::2]
-    else:
-        values = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return (values * magnitude).to(dtype)
+    return (normal(shape, seed) * magnitude).to(dtype)
 
 
-@st.composite
-def sparse_tensors(draw: st.DrawFn, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Draw a sparse gradient as an embedding writes it: rows, some of them twice."""
-    rows = draw(st.lists(st.integers(0, 4), max_size=6))
-    dtype = draw(st.sampled_from(list(dtypes)))
-    generator = torch.Generator("cpu").manual_seed(draw(st.integers(0, 2**16)))
-    values = torch.randn(len(rows), 3, generator=generator, device="cpu").to(dtype)
+def tensors(dtypes: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[Tensor]:
+    """Draw a tensor of normal magnitudes: dense, transposed or a strided view."""
+    kinds = list(product(dtypes, SHAPES, ("contiguous", "transposed", "strided")))
+    return st.builds(laid_out, st.sampled_from(kinds), SEEDS)
+
+
+def sparse(rows: list[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """Make a sparse gradient as an embedding writes it."""
     indices = torch.tensor([rows], dtype=torch.long, device="cpu").reshape(1, -1)
+    values = normal((len(rows), 3), seed).to(dtype)
     return torch.sparse_coo_tensor(indices, values, (5, 3), check_invariants=True)
 
 
-@st.composite
-def with_bad_values(draw: st.DrawFn, grads: list[Tensor]) -> list[Tensor]:
-    """Write inf and NaN at drawn places."""
-    for grad in grads:
-        flat = numbers(grad)
-        if flat.numel() and draw(st.booleans()):
-            where = draw(st.integers(0, flat.numel() - 1))
-            bad = draw(st.sampled_from([INF, -INF, NAN]))
-            flat[np.unravel_index(where, flat.shape)] = bad
+def sparse_tensors(dtypes: Sequence[torch.dtype]) -> st.SearchStrategy[Tensor]:
+    """Draw a sparse gradient, some of its rows twice."""
+    rows = st.lists(st.integers(0, 4), max_size=6)
+    return st.builds(sparse, rows, st.sampled_from(dtypes), SEEDS)
+
+
+def write(grads: list[Tensor], places: list[tuple[int, float, float]]) -> list[Tensor]:
+    """Write values at these shares of the lengths of gradients of these indices."""
+    for index, share, value in places if grads else ():
+        flat = numbers(grads[index % len(grads)])
+        if flat.numel():
+            flat[np.unravel_index(int(share * flat.numel()), flat.shape)] = value
     return grads
 
 
+def with_bad_values(grads: st.SearchStrategy[list[Tensor]]) -> st.SearchStrategy[list[Tensor]]:
+    """Write inf and NaN at drawn places of the gradients."""
+    share, value = st.floats(0, 1, exclude_max=True), st.sampled_from([INF, -INF, NAN])
+    places = st.lists(st.tuples(st.integers(0, 5), share, value), max_size=4)
+    return st.builds(write, grads, places)
+
+
 GRADS = st.lists(tensors() | sparse_tensors(REAL), max_size=6)
-GRADS_WITH_BAD_VALUES = GRADS.flatmap(with_bad_values)
+GRADS_WITH_BAD_VALUES = with_bad_values(GRADS)
 
 
 def numbers(tensor: Tensor) -> Tensor:
@@ -176,7 +187,7 @@ def test_unscale_in_place_divides_and_flags(
     assert all(ours is given for ours, given in zip(check.grads, grads, strict=True))
 
 
-@given(st.lists(tensors(REAL[:3]), max_size=6).flatmap(with_bad_values), SCALES)
+@given(with_bad_values(st.lists(tensors(REAL[:3]), max_size=6)), SCALES)
 def test_unscale_into_fp32_loses_nothing(
     ops: Operations, grads: list[Tensor], scale: float
 ) -> None:
@@ -467,16 +478,23 @@ def test_clip_by_a_known_norm_does_not_take_it(
 # --- Comparison and alike ---
 
 
-@st.composite
-def copied(draw: st.DrawFn) -> tuple[list[Tensor], list[Tensor]]:
-    sources = draw(st.lists(tensors(REAL), max_size=8))
-    halves = draw(st.lists(st.sampled_from(REAL), min_size=8, max_size=8))
-    return sources, [s.to(half, copy=True) for s, half in zip(sources, halves, strict=False)]
+Pair = tuple[list[Tensor], list[Tensor]]
 
 
-@given(copied(), st.data())
+def copied_to(sources: list[Tensor], dtypes: list[torch.dtype]) -> Pair:
+    return sources, [s.to(dtype, copy=True) for s, dtype in zip(sources, dtypes, strict=False)]
+
+
+COPIED = st.builds(
+    copied_to,
+    st.lists(tensors(REAL), max_size=8),
+    st.lists(st.sampled_from(REAL), min_size=8, max_size=8),
+)
+
+
+@given(COPIED, st.data())
 def test_comparison_sees_every_written_element(
-    ops: Operations, pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
+    ops: Operations, pair: Pair, data: st.DataObject
 ) -> None:
     sources, made = map(ops.place, pair)
     comparison = ops.module.Comparison(sources, made)
@@ -512,9 +530,9 @@ def test_comparison_sees_nan_as_equal_to_itself(ops: Operations) -> None:
     assert comparison.differs()
 
 
-@given(copied(), st.data())
+@given(COPIED, st.data())
 def test_comparison_after_a_note_sees_what_is_written_to_a_copy(
-    ops: Operations, pair: tuple[list[Tensor], list[Tensor]], data: st.DataObject
+    ops: Operations, pair: Pair, data: st.DataObject
 ) -> None:
     sources, made = map(ops.place, pair)
     comparison = ops.module.Comparison(sources, made)
@@ -552,10 +570,10 @@ def test_comparison_reads_copies_that_share_a_memory_at_once(ops: Operations, ga
         assert not comparison.differs()
 
 
-@given(copied(), st.lists(st.booleans(), min_size=8, max_size=8), st.data())
+@given(COPIED, st.lists(st.booleans(), min_size=8, max_size=8), st.data())
 def test_reconcile_lets_one_of_the_two_follow(
     ops: Operations,
-    pair: tuple[list[Tensor], list[Tensor]],
+    pair: Pair,
     wins: list[bool],
     data: st.DataObject,
 ) -> None:
@@ -602,8 +620,8 @@ def test_the_reference_asks_who_wins_only_where_something_differs() -> None:
     assert source.tolist() == [1.0, 2.0, 1.0]
 
 
-@given(copied())
-def test_alike_keeps_rows_together(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+@given(COPIED)
+def test_alike_keeps_rows_together(pair: Pair) -> None:
     sources, made = pair
     rows = set()
     for ours, theirs in kernels.alike(sources, made):

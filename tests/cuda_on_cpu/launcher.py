@@ -19,6 +19,7 @@ class EmulatedModules:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._sources: dict[str, cuda_on_cpu.Kernels] = {}
         self.launched: list[str] = []
         self.failure: Exception | None = None
 
@@ -29,7 +30,9 @@ class EmulatedModules:
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         assert device.type == "cpu"
-        kernels = cuda_on_cpu.compiled(kernel.source, self._config)
+        if kernel.source not in self._sources:
+            self._sources[kernel.source] = cuda_on_cpu.compiled(kernel.source, self._config)
+        kernels = self._sources[kernel.source]
         assert kernel.parameters == kernels._function("parameters", kernel.name)().decode()
         kernels.launch(
             kernel.name, grid, *arguments, seed=len(self.launched), threads=kernel.threads
