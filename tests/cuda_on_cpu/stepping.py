@@ -1,25 +1,17 @@
 """Parameters with their state as the optimizers' kernels get them, and the launches of a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
-from cuda_on_cpu import THREADS, Argument, Kernels
+from cuda_on_cpu import THREADS, Kernels
 from cuda_on_cpu.kernel_names import DTYPES
-from cuda_on_cpu.memory import Memory, chunk_table, row_table
+from cuda_on_cpu.memory import Memory, chunk_ranges, chunk_table, row_table
+from cuda_on_cpu.rules import Factors, Rule
 
-SCALES = st.sampled_from([None, 2.0**16, 3.0, 0.25])
-CLIPS = st.sampled_from([None, 1.0, 0.3])
 Names = tuple[str, str]
-Offsets = dict[str, int]
-
-
-def offsets(*columns: str) -> st.SearchStrategy[Offsets]:
-    """Draw where the columns begin: mostly aligned, all alike or one of them misaligned."""
-    alike = st.sampled_from([0, 0, 1, 2]).map(lambda offset: dict.fromkeys(columns, offset))
-    return alike | st.sampled_from(columns).map(lambda name: {name: 1})
+Offsets = Mapping[str, int]
 
 
 class Parameters:
@@ -27,8 +19,8 @@ class Parameters:
 
     Args:
         masters: the float32 values to start from.
+        rule: whose state they have.
         dtypes: of the gradients, and of the weights.
-        state: the names of the float32 tensors between master and weight, which start at 0.
         has_weight: whether there are weights at all.
         offsets: elements from an aligned address to where the tensors of a column begin, by name.
     """
@@ -36,8 +28,8 @@ class Parameters:
     def __init__(
         self,
         masters: Sequence[Tensor],
+        rule: Rule,
         dtypes: Names,
-        state: Sequence[str | None],
         *,
         has_weight: bool = True,
         offsets: Offsets | None = None,
@@ -45,24 +37,26 @@ class Parameters:
         self.memory, self.dtypes = Memory(), dtypes
         self.lengths = [len(master) for master in masters]
         self._offsets = offsets or {}
-        self.columns = {"gradient": self._zeros("gradient", DTYPES[dtypes[0]])}
-        self.columns["master"] = self._zeros("master", torch.float32)
+        self.columns = {"gradient": self._filled("gradient", DTYPES[dtypes[0]])}
+        self.columns["master"] = self._filled("master", torch.float32)
         for ours, values in zip(self["master"], masters, strict=True):
             ours.copy_(values)
-        for i, name in enumerate(state):
-            missing: list[Tensor | None] = [None for _ in masters]
-            self.columns[name or f"none {i}"] = (
-                self._zeros(name, torch.float32) if name else missing
-            )
-        weights = self._zeros("weight", DTYPES[dtypes[1]])
-        self.columns["weight"] = weights if has_weight else [None for _ in masters]
+        for name, start in rule.state().items():
+            self.columns[name] = self._filled(name, torch.float32, start)
+        weight = DTYPES[dtypes[1]]
+        self.columns["weight"] = self._filled("weight", weight, 0.0 if has_weight else None)
         self.columns["step"] = [self.memory.place(torch.zeros(1)) for _ in masters]
         self.rows = row_table(list(zip(*self.columns.values(), strict=True)))
         self.chunks = chunk_table(self.lengths)
 
-    def _zeros(self, name: str, dtype: torch.dtype) -> list[Tensor | None]:
+    def _filled(
+        self, name: str, dtype: torch.dtype, value: float | None = 0.0
+    ) -> list[Tensor | None]:
+        if value is None:
+            return [None for _ in self.lengths]
         offset = self._offsets.get(name, 0)
-        return [self.memory.place(torch.zeros(n, dtype=dtype), offset) for n in self.lengths]
+        columns = (torch.full((length,), value, dtype=dtype) for length in self.lengths)
+        return [self.memory.place(column, offset) for column in columns]
 
     def receive(self, gradients: Sequence[Tensor]) -> None:
         """Store gradients, rounded to their dtype."""
@@ -82,87 +76,59 @@ class Parameters:
         for weight, master in zip(self["weight"], self["master"], strict=False):
             assert torch.equal(weight, master.to(weight.dtype))
 
-    def prepare(
-        self,
-        kernels: Kernels,
-        name: str,
-        size: int,
-        groups: Mapping[range, Sequence[Argument]],
-        found_inf: Tensor | None,
-    ) -> Tensor:
-        """Launch ``<name>_prepare`` for each group of rows; return all rows' coefficients."""
-        coefficients = self.memory.empty(torch.uint8, len(self.rows), size)
-        for rows, arguments in groups.items():
-            kernels.launch(
-                f"{name}_prepare",
-                -(-len(rows) // THREADS),
-                self.rows[rows.start :],
-                len(rows),
-                coefficients[rows.start :],
-                found_inf,
-                *arguments,
-            )
-        return coefficients
 
-
-def scalar(value: float | None) -> Tensor | None:
-    """Return a float32 scalar in memory, or None."""
-    return None if value is None else torch.tensor(value)
-
-
-def unscaled(gradient: Tensor, scale: float | None, clip: float | None) -> Tensor:
-    """Return in float64 what an optimizer is to be stepped with."""
-    factor = 1.0 if scale is None else (1.0 / torch.tensor(scale)).double().item()
-    return gradient.double() * factor * (1.0 if clip is None else torch.tensor(clip).item())
-
-
-def perturbed(gradients: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients that float32 could not tell from these once weight decay is added."""
-    return [
-        gradient + 3e-7 * (gradient.abs() + master.detach().abs())
-        for gradient, master in zip(gradients, masters, strict=True)
-    ]
-
-
-def assert_stepped(
-    ours: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    nearby: Sequence[Tensor],
+def launch(
+    kernels: Kernels,
+    parameters: Parameters,
+    groups: Mapping[range, Rule],
     *,
-    lr: float,
-    steps: int,
-) -> None:
-    """Compare masters with float64 ones: float32's rounding of the values and of their updates.
+    scale: float | None = None,
+    clip: float | None = None,
+    found_inf: float | None = None,
+    seed: int = 0,
+) -> Tensor:
+    """Launch a step of all rows, each by the rule of its group; return what is left to look at.
 
-    An update is at most a few times lr; a wrong coefficient is off by more than 1e-4 of it. Where
-    decay cancels the gradient the rounding error matters more: by as much as in `nearby`, which was
-    stepped with `perturbed` gradients.
+    Returns:
+        LAMB's ratios, else the coefficients.
     """
-    for one, other, near in zip(ours, expected, nearby, strict=True):
-        assert_near(one, other, near, (3e-7 * other.abs() + 1e-5 * lr) * steps)
+    rule = next(iter(groups.values()))
+    factors = Factors(*(None if one is None else torch.tensor(one) for one in (scale, clip)))
+    flag = None if found_inf is None else torch.tensor(found_inf)
+    coefficients = parameters.memory.empty(torch.uint8, len(parameters.rows), rule.size)
+    for rows, one in groups.items():
+        kernels.launch(
+            f"{rule.name}_prepare",
+            -(-len(rows) // THREADS),
+            parameters.rows[rows.start :],
+            len(rows),
+            coefficients[rows.start :],
+            flag,
+            *one.arguments(),
+        )
+    if rule.name == "lamb":
+        return _launch_lamb(kernels, parameters, coefficients, factors, flag, seed)
+    name = "{}_{}_to_{}".format(rule.name, *parameters.dtypes)
+    tables = (parameters.rows, parameters.chunks, coefficients)
+    kernels.launch(name, len(parameters.chunks), *tables, *factors, flag, seed=seed)
+    return coefficients
 
 
-def assert_near(one: Tensor, other: Tensor, near: Tensor, tolerance: Tensor) -> None:
-    """Compare with `other` up to a tolerance per element, and twice as far as `near` is off."""
-    with torch.no_grad():
-        excess = (one.double() - other).abs() - tolerance - 2 * (near - other).abs()
-    assert not (excess > 0).any(), f"off by {excess.max()} more than allowed"
-
-
-def reference(
-    make: Callable[[list[Tensor]], torch.optim.Optimizer], masters: Sequence[Tensor]
-) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-    """Build an optimizer of torch over float64 copies of masters."""
-    parameters = [master.double() for master in masters]
-    for parameter in parameters:
-        parameter.requires_grad_()
-    return make(parameters), parameters
-
-
-def step(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> None:
-    """Step an optimizer of torch with these gradients."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
+def _launch_lamb(
+    kernels: Kernels,
+    parameters: Parameters,
+    coefficients: Tensor,
+    factors: Factors,
+    flag: Tensor | None,
+    seed: int,
+) -> Tensor:
+    rows, chunks, memory = parameters.rows, parameters.chunks, parameters.memory
+    norms = memory.empty(torch.uint8, len(chunks), 16)
+    ratios = memory.empty(torch.float32, len(rows))
+    tables, grid = (rows, chunks, coefficients), len(chunks)
+    gradient, weight = parameters.dtypes
+    kernels.launch(f"lamb_moments_{gradient}", grid, *tables, *factors, flag, norms, seed=seed)
+    sums = (chunk_ranges(parameters.lengths), norms, coefficients, ratios)
+    kernels.launch("lamb_ratios", len(rows), *sums, flag, seed=seed)
+    kernels.launch(f"lamb_update_{weight}", grid, *tables, ratios, flag, seed=seed)
+    return ratios
