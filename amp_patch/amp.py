@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import arguments, kernels, loss_scaler, opt_levels, regions
-from .loss_scaler import ScaleRule
+from .scale_rule import ScaleRule
 from .scaled_loss import ScaledLoss
 from .session import session
 from .user_functions import (

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from . import cuda_module, tensor_tables, torch_kernels
 from .cuda_module import Argument, Kernel
 from .dense_rows import DenseRows, Part, chosen, split
-from .loss_scaler import ScaleRule
+from .scale_rule import ScaleRule
 from .scaler_state import ScalerState
 
 _STATISTICS_BYTES = 16

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import cuda_kernels, cuda_module, scaler_state, torch_kernels
 from .cuda_compiler import source
 from .host_copy import HostCopy
-from .loss_scaler import ScaleRule
+from .scale_rule import ScaleRule
 from .scaler_state import ScalerState
 from .torch_kernels import GradCheck, alike, multiply, values
 

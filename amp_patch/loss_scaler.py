@@ -1,102 +1,25 @@
-"""The loss scale and the rule that moves it; knows no gradient, optimizer, model or device."""
+"""The loss scale, moved by its rule; knows no gradient, optimizer, model or device."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Real
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from .scale_rule import (
+    COUNT_WORDS,
+    SCALE_WORDS,
+    ScaleRule,
+    is_scale,
+    is_whole_from_0,
+    is_whole_from_1,
+    to_float32,
+)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ScaleRule:
-    """How a loss scale starts and moves; every scale is a factor without a unit.
-
-    Attributes:
-        dynamic: whether the scale moves at all.
-        init_scale: the first scale.
-        growth_factor: multiplies the scale after `growth_interval` finite backward passes; > 1.
-        backoff_factor: multiplies the scale on overflow; above 0 and below 1.
-        growth_interval: finite backward passes in a row after which the scale grows; >= 1.
-        hysteresis: overflows since the last growth from which on the scale backs off; >= 1.
-        min_loss_scale: the floor: the rule never lowers the scale below it.
-        max_loss_scale: the cap: the rule never raises the scale above it.
-
-    Scales lie between 2**-126 and 2**126, so that they and their inverses are normal float32, and
-    are rounded to float32: the floor that a device compares with is the one that the host does.
-
-    Raises:
-        ValueError: a value is outside its range, or the floor is above the cap.
-    """
-
-    dynamic: bool = True
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    min_loss_scale: float = 2.0**-24
-    max_loss_scale: float = 2.0**24
-
-    def __post_init__(self) -> None:
-        for name, (holds, words, example) in _LIMITS.items():
-            value = getattr(self, name)
-            if not holds(value):
-                keyword = "loss_scale" if name == "init_scale" else name
-                raise ValueError(
-                    f"{keyword} must be {words}; got {value!r}. "
-                    f"Call amp.initialize(..., {keyword}={example})."
-                )
-            # A numpy number would reach the checkpoint, which torch.load() then refuses.
-            number = type(example)(value)
-            object.__setattr__(self, name, _to_float32(number) if holds is _is_scale else number)
-        low, high = self.min_loss_scale, self.max_loss_scale
-        if low > high:
-            raise ValueError(
-                f"min_loss_scale must not be above max_loss_scale; got {low!r} and {high!r}. "
-                f"Call amp.initialize(..., min_loss_scale={high!r}, max_loss_scale={low!r})."
-            )
-
-    @classmethod
-    def resolve(
-        cls,
-        loss_scale: float | Literal["dynamic"],
-        *,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-        hysteresis: int | None = None,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = None,
-    ) -> ScaleRule:
-        """Build the rule from `amp.initialize`'s keywords, of which None means the default.
-
-        A dynamic scale starts at 2**16, or at the floor or cap nearest to it. A static one is
-        `loss_scale` itself; the other keywords are checked there, and have no effect.
-
-        Raises:
-            ValueError: as the class.
-        """
-        keywords = {
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "hysteresis": hysteresis,
-            "min_loss_scale": min_loss_scale,
-            "max_loss_scale": max_loss_scale,
-        }
-        given: dict[str, Any] = {name: x for name, x in keywords.items() if x is not None}
-        rule = cls(**given)
-        if loss_scale != "dynamic":
-            return replace(rule, dynamic=False, init_scale=loss_scale)
-        start = max(rule.min_loss_scale, min(rule.max_loss_scale, rule.init_scale))
-        return replace(rule, init_scale=start)
 
 
 class Twin(Protocol):
@@ -233,7 +156,7 @@ class LossScaler:
         if self.hysteresis_left > 1:
             self.hysteresis_left -= 1
             return
-        lowered = max(floor, _to_float32(self.scale * self.rule.backoff_factor))
+        lowered = max(floor, to_float32(self.scale * self.rule.backoff_factor))
         self.scale = min(self.scale, lowered)
 
     def _after_finite(self) -> None:
@@ -245,7 +168,7 @@ class LossScaler:
         self.unskipped = 0
         self.hysteresis_left = self.rule.hysteresis
         cap = self.rule.max_loss_scale
-        raised = min(cap, _to_float32(self.scale * self.rule.growth_factor))
+        raised = min(cap, to_float32(self.scale * self.rule.growth_factor))
         self.scale = max(self.scale, raised)
 
     def _restore(self, saved: _SavedState) -> None:
@@ -330,11 +253,11 @@ def _parse_state(state: Mapping[str, Any]) -> _SavedState:
     names = ("scale", "_growth_tracker") if "scale" in state else ("loss_scale", "unskipped")
     if any(name not in state for name in names):
         raise ValueError(f"{rule}; got the keys {list(state)}. {mend}")
-    scale = _to_float32(_saved_number(state, names[0], _is_scale, _SCALE_WORDS))
-    unskipped = _saved_number(state, names[1], _is_whole_from_0, "a whole number of at least 0")
+    scale = to_float32(_saved_number(state, names[0], is_scale, SCALE_WORDS))
+    unskipped = _saved_number(state, names[1], is_whole_from_0, "a whole number of at least 0")
     left = None
     if "hysteresis" in state:
-        left = int(_saved_number(state, "hysteresis", _is_whole_from_1, _COUNT_WORDS))
+        left = int(_saved_number(state, "hysteresis", is_whole_from_1, COUNT_WORDS))
     return _SavedState(scale, int(unskipped), left)
 
 
@@ -351,45 +274,3 @@ def _saved_number(
         f"a saved {name!r} must be {words}; got {state[name]!r}. "
         "Correct that entry, then call amp.load_state_dict() again."
     )
-
-
-def _to_float32(value: float) -> float:
-    return ctypes.c_float(value).value
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_scale(value: Any) -> bool:
-    return _is_real(value) and 2.0**-126 <= value <= 2.0**126
-
-
-def _is_growth(value: Any) -> bool:
-    return _is_real(value) and 1 < value <= 2.0**126
-
-
-def _is_backoff(value: Any) -> bool:
-    return _is_real(value) and 2.0**-126 <= value < 1
-
-
-def _is_whole_from_0(value: Any) -> bool:
-    return _is_real(value) and value >= 0 and value % 1 == 0
-
-
-def _is_whole_from_1(value: Any) -> bool:
-    return _is_whole_from_0(value) and value >= 1
-
-
-_SCALE_WORDS: Final = "a number from 2**-126 to 2**126"
-_COUNT_WORDS: Final = "a whole number of at least 1"
-# Each field of a rule that holds a number: its check, the check in words, and a value that passes.
-_LIMITS: Final[Mapping[str, tuple[Callable[[Any], bool], str, float]]] = {
-    "init_scale": (_is_scale, f"'dynamic' or {_SCALE_WORDS}", 128.0),
-    "growth_factor": (_is_growth, "above 1 and at most 2**126", 2.0),
-    "backoff_factor": (_is_backoff, "from 2**-126 to below 1", 0.5),
-    "growth_interval": (_is_whole_from_1, _COUNT_WORDS, 2000),
-    "hysteresis": (_is_whole_from_1, _COUNT_WORDS, 2),
-    "min_loss_scale": (_is_scale, _SCALE_WORDS, 2.0**-24),
-    "max_loss_scale": (_is_scale, _SCALE_WORDS, 2.0**24),
-}

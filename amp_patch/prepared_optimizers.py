@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from .cast_mode import HALVES
 from .fp32_store import FP32Store
-from .loss_scaler import LossScaler, ScaleRule
+from .loss_scaler import LossScaler
 from .opt_levels import OptLevel
 from .optimizer_step import OptimizerStep
+from .scale_rule import ScaleRule
 
 
 class PreparedOptimizers:

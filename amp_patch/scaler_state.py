@@ -10,7 +10,8 @@ import struct
 import torch
 from torch import Tensor
 
-from .loss_scaler import LossScaler, ScaleRule
+from .loss_scaler import LossScaler
+from .scale_rule import ScaleRule
 
 #: As in update_scale.cu: scale, the one before, skipped, reduced, and three counts.
 _LAYOUT = "=ffii3q"

@@ -21,13 +21,14 @@ from . import arguments, patched_functions, torch_compile, torch_hooks
 from .cast_mode import HALVES, mode, process
 from .casting import Casts
 from .fp32_store import FP32Store
-from .loss_scaler import LossScaler, ScaleRule
+from .loss_scaler import LossScaler
 from .opt_levels import OptLevel
 from .optimizer_step import OptimizerStep
 from .patched_functions import PatchedFunctions
 from .patching import Patches
 from .prepared_models import ModelHooks, PreparedModels
 from .prepared_optimizers import PreparedOptimizers
+from .scale_rule import ScaleRule
 from .snapshot import Snapshot
 from .weight_cache import WeightCache
 

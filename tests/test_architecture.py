@@ -48,9 +48,10 @@ LAYERS = {
     "dense_rows": 2,
     "cuda_module": 2,
     "optimizers": 2,
+    "scaler_state": 2,
     "cuda_compiler": 1,
+    "loss_scaler": 1,
     "fp32_store": 1,
-    "scaler_state": 1,
     "tensor_tables": 1,
     "torch_kernels": 1,
     "torch_updates": 1,
@@ -63,10 +64,10 @@ LAYERS = {
     "device_skip": 1,
     "host_copy": 0,
     "lazy_gradients": 0,
-    "loss_scaler": 0,
     "opt_levels": 0,
     "patching": 0,
     "reuse": 0,
+    "scale_rule": 0,
     "snapshot": 0,
 }
 MAX_FUNCTION_LINES = 60

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from amp_patch import device_scaler
 from amp_patch.device_scaler import DeviceScaler
-from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.loss_scaler import LossScaler
+from amp_patch.scale_rule import ScaleRule
 
 RULES = st.builds(
     ScaleRule,

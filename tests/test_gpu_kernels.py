@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from amp_patch import cuda_kernels, kernels, scaler_state
 from amp_patch.host_copy import HostCopy
 from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale
-from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.loss_scaler import LossScaler
 from amp_patch.optimizers import FusedLAMB
+from amp_patch.scale_rule import ScaleRule
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from amp_patch import cuda_kernels, cuda_module, kernels, torch_kernels
 from amp_patch.kernels import ScalerState
-from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.loss_scaler import LossScaler
+from amp_patch.scale_rule import ScaleRule
 
 
 class Gpu:

@@ -10,7 +10,8 @@ from cuda_on_cpu import Kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.loss_scaler import LossScaler
+from amp_patch.scale_rule import ScaleRule
 
 LAYOUT = "=ffii3q"  # scale, scale_before, skipped, reduced, three counts
 SCALES = st.floats(2.0**-30, 2.0**30, width=32)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from test_kernels_update_scale import scalers
 
 from amp_patch import cuda_kernels, cuda_module, scaler_state
-from amp_patch.loss_scaler import LossScaler, ScaleRule
+from amp_patch.loss_scaler import LossScaler
+from amp_patch.scale_rule import ScaleRule
 from amp_patch.scaler_state import ScalerState
 
 Update = Callable[[ScalerState, torch.Tensor, ScaleRule], None]
