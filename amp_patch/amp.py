@@ -191,18 +191,18 @@ def scale_loss(
     Raises:
         RuntimeError: `initialize` was not called with these optimizers, or a block inside another
             of the same optimizer.
-        TypeError: loss is not a tensor.
+        TypeError: loss is not a floating tensor, optimizers are none, or loss_id is no int.
         IndexError: no such loss_id.
         FloatingPointError: from the exit, when two steps in a row overflow at the floor.
     """
-    steps = session.steps_of(optimizers, "with amp.scale_loss()")
+    steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)")
     if steps is None:
         return contextlib.nullcontext(loss)
-    session.optimizers.keep_apart(steps)
     scaler_id = session.optimizers.scaler_of(steps[0], loss_id)
     return ScaledLoss(
         arguments.loss_of(loss),
         steps,
+        session.optimizers.others(steps),
         session.scalers[scaler_id],
         scaler_id,
         session.cache,
@@ -267,7 +267,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
         TypeError: not one optimizer.
         RuntimeError: `initialize` was not called with this optimizer.
     """
-    steps = session.steps_of(optimizer, "amp.step_was_skipped()")
+    steps = session.steps_of(optimizer, "amp.step_was_skipped(optimizer)")
     if steps is None:
         return False
     arguments.optimizer_of(optimizer, "amp.step_was_skipped()")
@@ -282,7 +282,7 @@ def loss_scale(loss_id: int = 0) -> float:
 
     Raises:
         RuntimeError: `initialize` was not called.
-        IndexError: no such loss_id.
+        TypeError, IndexError: no such loss_id.
     """
     if session.is_off("amp.loss_scale()"):
         return 1.0
@@ -315,6 +315,9 @@ def state_dict(
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Set the loss scalers from `state_dict`, apex's, or a `torch.amp.GradScaler`'s.
 
+    Where it holds another number of scalers apex's warnings are printed (``verbosity``); of one
+    that holds none, what a disabled run saves, a warning is logged as well.
+
     Raises:
         RuntimeError: `initialize` was not called, or a key that is no loss scaler's.
         TypeError, ValueError: no state dict, or an entry that holds no scale.
@@ -322,7 +325,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not session.is_off("amp.load_state_dict()"):
         arguments.refuse_no_state(state_dict)
         session.optimizers.settle()
-        loss_scaler.load_state_dict(session.scalers, state_dict)
+        loss_scaler.load_state_dict(session.scalers, state_dict, session.announce)
 
 
 @regions.without_arguments

@@ -92,6 +92,12 @@ class Gradients:
                 param.grad = None
                 self._aside.append((param, grad))
 
+    def wrote(self, held: Held) -> bool:
+        """Return whether a backward has written gradients since `set_aside`."""
+        if self.delayed_scale is not None:
+            return not all(_unchanged(*noted) for noted in self._delayed_versions)
+        return any(map(_has_grad, held.params))
+
     def delay(self, held: Held, scale: float | Tensor) -> None:
         """Leave what the backward wrote scaled."""
         self._delayed_versions.clear()

@@ -27,10 +27,11 @@ from .gradients import Gradients
 from .half_gradients import HalfGradients
 from .host_copy import HostCopy
 from .kernels import GradCheck
-from .lazy_gradients import clear_grads
+from .lazy_gradients import clear_grads, stored_grad
 from .master_weights import MasterWeights
 from .patching import Patches, bind
 from .reception import Held
+from .stray_gradients import StrayGradients, Watch
 
 _FP32 = torch.float32
 
@@ -83,6 +84,7 @@ class OptimizerStep:
         self.skip_message: str | None = None
         self._skipped: bool | HostCopy = False
         self._device_skip = DeviceSkip()
+        self._strays = StrayGradients()
         self.scaling = False
         self.unsettled: list[Unsettled] = []
         self._held = Held([], [])
@@ -148,6 +150,7 @@ class OptimizerStep:
 
     def begin_backward(self, held: Held, scale: float | Tensor) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``."""
+        self._strays.drop_cleared()
         self.gradients.set_aside(held, scale)
         self.scaling = True
         may_skip = self.skip_message is not None or self._device_skip.is_open
@@ -157,11 +160,13 @@ class OptimizerStep:
     def delay_unscale(self, scale: float | Tensor) -> None:
         """Leave the gradients scaled, for the next backward to add to."""
         self.scaling = False
+        self._strays.note_own_block()
         self.gradients.delay(self.held(), scale)
 
     def end_backward(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
         """Receive the gradients, unscaled and checked, and the parameters they are of."""
         self.scaling = False
+        self._strays.note_own_block()
         return self.gradients.receive(held, scale)
 
     def abandon_backward(self, held: Held) -> None:
@@ -183,10 +188,30 @@ class OptimizerStep:
                 "its gradients)."
             )
 
-    def take_gradients(self) -> None:
-        """Unscale half gradients that wait for the step, for somebody may write to them."""
+    def stand_by(self, is_scaled: bool) -> Watch:
+        """Call before a backward that is not for this optimizer, but may reach its parameters.
+
+        Args:
+            is_scaled: whether its gradients are multiplied by a loss scale.
+
+        Returns:
+            What `note_strays` needs.
+        """
         if self._fused is not None and isinstance(self._fused.lazy.source, HalfGradients):
-            self._fused.lazy.materialize()
+            self._fused.lazy.materialize()  # unscales half gradients, which may be written to
+        waiting = self._fused is not None and self._fused.lazy.are_waiting
+        # A half gradient that a master has received is not read again.
+        watched = [
+            param
+            for param, stepped in zip(*self.held(), strict=True)
+            if param is stepped or not (waiting or stored_grad(stepped) is not None)
+        ]
+        # Inside of a block of its own, that one's end will unscale all.
+        return self._strays.watch(watched if is_scaled and not self.scaling else [])
+
+    def note_strays(self, watch: Watch, steps: Sequence[OptimizerStep]) -> None:
+        """Call after that backward, which was for the optimizers of ``steps``."""
+        self._strays.note(watch, {id(param) for step in steps for param in step.held().params})
 
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.
@@ -216,6 +241,7 @@ class OptimizerStep:
                 "scale_loss() block on; got a call inside the block. Move it behind the block."
             )
         self.drop_cleared()
+        self._strays.refuse(caller)
         if self.gradients.delayed_scale is not None:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
@@ -362,6 +388,7 @@ class OptimizerStep:
         self._drop_waiting()
         if self.masters is not None:
             self.masters.clear_grads()
+        self._strays.forget()
         self.gradients.forget()
 
     def _step_with_closure(
@@ -461,6 +488,7 @@ class OptimizerStep:
             original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
+        self._strays.forget()
         self.gradients.forget()
         self._forget_skip()  # what overflowed is gone
 

@@ -81,12 +81,11 @@ class PreparedOptimizers:
         for step in list(self.steps.values()):
             step.release()
 
-    def keep_apart(self, steps: Sequence[OptimizerStep]) -> None:
-        """Before a backward for these: it may reach half gradients that others still need."""
-        if len(self.steps) > len(steps):
-            for step in list(self.steps.values()):
-                if step not in steps:
-                    step.take_gradients()
+    def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerStep]:
+        """Return all but these."""
+        if len(self.steps) == len(steps):
+            return []
+        return [step for step in list(self.steps.values()) if step not in steps]
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""
@@ -97,7 +96,7 @@ class PreparedOptimizers:
         """Return the index of the scaler of an optimizer's loss.
 
         Raises:
-            IndexError: no such loss.
+            TypeError, IndexError: no such loss.
         """
         known = loss_id in step.scalers if isinstance(loss_id, int) else False
         return step.scalers[loss_id] if known else self.check_scaler(loss_id)
@@ -106,12 +105,22 @@ class PreparedOptimizers:
         """Return ``index`` if the list of scalers has it.
 
         Raises:
-            IndexError: it has not.
+            TypeError: it is no int.
+            IndexError: there is no such scaler.
         """
-        if not isinstance(index, int) or not 0 <= index < len(self._scalers):
+        if not isinstance(index, int):
+            raise TypeError(
+                f"loss_id must be an int, the number of a loss; got {type(index).__name__}; "
+                "call amp.scale_loss(loss, optimizer, loss_id=0), or amp.loss_scale(loss_id=0)."
+            )
+        count = len(self._scalers)
+        if not 0 <= index < count:
+            mend = f"initialize(..., num_losses={index + 1})"
+            if index < 0:  # the last, as a list would have it
+                mend = f"scale_loss(loss, optimizer, loss_id={count - 1})"
             raise IndexError(
-                f"loss_id must be an int below the number of losses ({len(self._scalers)}); got "
-                f"{index!r}; call amp.initialize(..., num_losses=...) with as many as there are."
+                f"loss_id must be at least 0 and below the number of losses ({count}); got "
+                f"{index}; call amp.{mend}."
             )
         return index
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,12 +30,29 @@ def _report(scaler: LossScaler, scaler_id: int, steps: Sequence[OptimizerStep]) 
             step.announce(scaler.skip_message(scaler_id))
 
 
+class _Backward:
+    """The backward of a scaled loss: runs inside the block. Holds no graph, for one holds it."""
+
+    def __init__(self) -> None:
+        self.has_run = self.is_over = False
+
+    def __call__(self, grads: tuple[Tensor, ...]) -> None:
+        self.has_run = True
+        if self.is_over:
+            raise RuntimeError(
+                "scaled_loss.backward() must run inside of its scale_loss() block, whose end "
+                "unscales the gradients; got one behind it. Indent it below `with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss:`."
+            )
+
+
 class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
     """One backward pass: the order of a training step, from the loss to the unscaled gradients.
 
     Args:
         loss: a tensor of any shape; yielded in fp32 (float64 stays) times the scale.
         steps: the optimizers whose gradients the backward writes.
+        others: all others that there are.
         scaler: whose scale is used, and moved by what the check finds.
         scaler_id: its number in messages.
         cache: made stale when the backward is done.
@@ -48,6 +65,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         self,
         loss: Tensor,
         steps: Sequence[OptimizerStep],
+        others: Sequence[OptimizerStep],
         scaler: LossScaler,
         scaler_id: int,
         cache: WeightCache,
@@ -57,6 +75,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         self._loss = loss
         self._steps = steps
+        self._others = others
         self._scaler = scaler
         self._scaler_id = scaler_id
         self._cache = cache
@@ -71,19 +90,26 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             step.refuse_nested()
         # A static scale does not move: to read it, nothing is waited for.
         self._checked = self._scaler.rule.dynamic or self._scaler.scale != 1.0
+        self._watches = [other.stand_by(self._checked) for other in self._others]
         self._twin = self._twin_to_use()
         scale = self._scaler.loss_scale() if self._twin is None else self._twin.scale()
         self._scale = scale
         self._idle = not self._checked and all(step.takes_grads_as_they_are for step in self._steps)
         # A float64 loss keeps its precision.
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
+        self._backward = _Backward()
         if self._idle:
             return loss
         for step in self._steps:
             step.drop_cleared()
         for step, held in self._share("params"):
             step.begin_backward(held, scale)
-        return loss * scale
+        scaled_loss = loss * scale
+        if self._checked and scaled_loss.grad_fn is not None:
+            scaled_loss.grad_fn.register_prehook(self._backward)
+        else:
+            self._backward.has_run = True  # a scale of 1 makes no difference
+        return scaled_loss
 
     def __exit__(
         self,
@@ -93,9 +119,16 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
     ) -> None:
         if exc_type is not None or not self._delay_unscale:
             self._cache.mark_stale()
-        if self._idle:
-            return
-        if exc_type is not None:
+        for other, watch in zip(self._others, self._watches, strict=True):
+            other.note_strays(watch, self._steps)
+        self._backward.is_over = True
+        if not self._idle:
+            self._finish(is_failed=exc_type is not None)
+
+    def _finish(self, is_failed: bool) -> None:
+        if not is_failed and not self._backward.has_run:
+            self._refuse_another()
+        if is_failed:
             for step, held in self._share("params"):
                 step.abandon_backward(held)
         elif self._delay_unscale:
@@ -103,6 +136,30 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
                 step.delay_unscale(self._scale)
         else:
             self._unscale()
+
+    def _refuse_another(self) -> None:
+        """Raise if gradients came from another backward than the scaled loss's.
+
+        Raises:
+            RuntimeError: as said; the gradients are as before the block.
+        """
+        written = [step for step, held in self._share("params") if step.gradients.wrote(held)]
+        if written:
+            for step, held in self._share("params"):
+                step.abandon_backward(held)
+            raise RuntimeError(
+                "the backward() inside a scale_loss() block must be that of the loss it yields; "
+                "got gradients of another one, which are not multiplied by the loss scale and "
+                "would be divided by it. Call scaled_loss.backward() in `with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss:`."
+            )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            "amp.scale_loss() returns a block, which yields the scaled loss; got a look-up of "
+            f"{name!r} on the block; write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()`."
+        )
 
     def _share(self, by: Literal["params", "stepped"]) -> list[tuple[OptimizerStep, Held]]:
         """Return what each optimizer handles: of what two of them hold, the first one."""

@@ -39,7 +39,8 @@ LAYERS = {
     "pooling": 5,
     "regions": 5,
     "torch_compile": 5,
-    "torch_hooks": 5,
+    "torch_hooks": 7,
+    "autocast_blocks": 6,
     "weight_cache": 6,
     "kept_casts": 5,
     "cuda_updates": 4,
@@ -68,6 +69,7 @@ LAYERS = {
     "patching": 0,
     "reuse": 0,
     "scale_rule": 0,
+    "stray_gradients": 5,
     "snapshot": 0,
 }
 MAX_FUNCTION_LINES = 60

@@ -241,6 +241,7 @@ ACTIONS: st.SearchStrategy[tuple[str, dict[str, Any]]] = st.one_of(
 )
 
 
+@pytest.mark.filterwarnings("ignore:What is written to the gradients of half")
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> None:

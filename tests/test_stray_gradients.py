@@ -1,0 +1,212 @@
+"""A backward that went astray is told: another one's, behind its block, of another optimizer."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+class Pair(nn.Module):
+    """Two layers, one behind the other, for two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.second(self.first(x))
+        return outputs
+
+
+def prepared(
+    amp: ModuleType, level: str, loss_scale: Any = 64.0
+) -> tuple[Pair, Optimizer, Optimizer]:
+    model = Pair()
+    optimizers = [SGD(part.parameters(), lr=0.5) for part in (model.first, model.second)]
+    amp.initialize(model, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    return model, *optimizers
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(X).float().square().mean()
+
+
+def values(optimizer: Optimizer) -> list[Tensor]:
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+# --- inside and behind the block ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_backward_of_another_loss_is_refused_and_its_gradients_go(
+    amp: ModuleType, level: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    both = [first, second]
+    with amp.scale_loss(loss_of(model), both) as scaled_loss:
+        scaled_loss.backward()
+    before = [p.grad.clone() for optimizer in both for p in amp.master_params(optimizer)]
+    loss = loss_of(model)
+    with (
+        pytest.raises(RuntimeError, match=r"got gradients of another one.*scaled_loss\.backward"),
+        amp.scale_loss(loss, both),
+    ):
+        loss.backward()
+    after = [p.grad for optimizer in both for p in amp.master_params(optimizer)]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_second_backward_of_another_loss_is_refused_while_gradients_are_delayed(
+    amp: ModuleType, level: str, delayed: bool
+) -> None:
+    model, *both = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), both, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    loss = loss_of(model)
+    with (
+        pytest.raises(RuntimeError, match="must be that of the loss it yields"),
+        amp.scale_loss(loss, both, delay_unscale=delayed),
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scale_of_1_makes_no_difference(amp: ModuleType, level: str) -> None:
+    model, *both = prepared(amp, level, loss_scale=1.0)
+    loss = loss_of(model)
+    with amp.scale_loss(loss, both):
+        loss.backward()
+    assert all(p.grad.any() for optimizer in both for p in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_behind_the_block_is_refused_before_it_writes(
+    amp: ModuleType, level: str
+) -> None:
+    model, *both = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), both) as scaled_loss:
+        pass
+    with pytest.raises(RuntimeError, match="must run inside of its scale_loss.*Indent it"):
+        scaled_loss.backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_computed_from_the_scaled_loss_is_its_backward(amp: ModuleType, level: str) -> None:
+    model, *both = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), both) as scaled_loss:
+        (scaled_loss / 2).backward()
+    with amp.scale_loss(loss_of(model), both) as scaled_loss:
+        grads = torch.autograd.grad(scaled_loss, list(model.parameters()))
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
+    for optimizer in both:
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+
+
+# --- another optimizer's parameters ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("caller", ["step", "clip_grad_norm_"])
+def test_gradients_that_nobody_unscales_are_refused(
+    amp: ModuleType, level: str, caller: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    first.step()
+    before = values(second)
+    with pytest.raises(RuntimeError, match=r"got 2 that the backward\(\).*\[optimizer, other"):
+        second.step() if caller == "step" else amp.clip_grad_norm_(second, 1.0)
+    assert all(map(torch.equal, before, values(second)))
+
+
+CLEARED: dict[str, Callable[[Pair, Optimizer], Any]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.second.zero_grad(),
+    "model to zero": lambda model, optimizer: model.second.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clear", CLEARED)
+def test_once_they_are_cleared_the_optimizer_trains(
+    amp: ModuleType, level: str, clear: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    alone = [g.float() for g in torch.autograd.grad(loss_of(model), [*model.second.parameters()])]
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    CLEARED[clear](model, second)
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        scaled_loss.backward()
+    got = [param.grad.float() for param in amp.master_params(second)]
+    torch.testing.assert_close(got, alone, rtol=1e-2, atol=1e-3)
+    second.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_for_both_and_blocks_in_turn_are_right(amp: ModuleType, level: str) -> None:
+    model, first, second = prepared(amp, level)
+    for optimizers in ([first, second], [first], [second]):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model), optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parameter_of_both_is_unscaled_for_both(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(3, 2)
+    first, second = (SGD(model.parameters(), lr=0.5) for _ in range(2))
+    amp.initialize(model, [first, second], opt_level=level, loss_scale=64.0, verbosity=0)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    first.step()
+    second.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_a_master_has_received_counts_though_another_loss_came_after(
+    amp: ModuleType, level: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        scaled_loss.backward()
+    expected = [p - 0.5 * p.grad for p in amp.master_params(second)]
+    first.zero_grad()
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match="has no effect"):
+        second.step()
+    torch.testing.assert_close(values(second), [p.detach() for p in expected])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zeros_of_the_optimizer_may_be_added_to_outside_of_a_block(
+    amp: ModuleType, level: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    second.zero_grad(set_to_none=False)
+    loss_of(model).backward()
+    before = values(second)
+    second.step()
+    assert not any(map(torch.equal, before, values(second)))
