@@ -5,6 +5,7 @@ Knows one `LossScaler`, which it brings up to date when the outcome has arrived;
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .captures import captures
 from .host_copy import HostCopy
 from .loss_scaler import LossScaler
 from .scaler_state import ScalerState
@@ -49,13 +51,21 @@ class DeviceScaler:
 
     def scale(self) -> Tensor:
         """Return the factor of the next loss, 0-dim fp32; the same object until it may move."""
+        self._take_over()
+        if self._scale is None:
+            self._scale = self._state.scale.clone().reshape(())
+        return self._scale
+
+    def renew(self) -> None:
+        """Take over what the scaler says now, for a CUDA graph; `scale` is another object then."""
+        self._take_over()
+        self._scale = None
+
+    def _take_over(self) -> None:
         if not self._pending and self._scaler.numbers() != self._known:
             self._known = self._scaler.numbers()
             self._state.write(self._scaler)
             self._scale = None
-        if self._scale is None:
-            self._scale = self._state.scale.clone().reshape(())
-        return self._scale
 
     def update(self, found_inf: Tensor, on_outcome: Callable[[], None]) -> None:
         """Move the scale after one backward pass, without waiting.
@@ -66,7 +76,10 @@ class DeviceScaler:
         """
         kernels.update_scale(self._state, found_inf, self._scaler.rule)
         self._scale = None
-        self._pending.append((HostCopy(self._state.buffer), on_outcome))
+        state = self._state.buffer
+        if captures.are_made(self.device):
+            state = state.clone()  # a graph may move the scale again
+        captures.follow(self.device, functools.partial(self._expect, state, on_outcome))
 
     def poll(self) -> None:
         """Take in the outcomes that have arrived."""
@@ -77,6 +90,10 @@ class DeviceScaler:
         """Take in all outcomes; waits for those on their way."""
         while self._pending:
             self._take_in()
+
+    def _expect(self, state: Tensor, on_outcome: Callable[[], None]) -> None:
+        self._scale = None
+        self._pending.append((HostCopy(state), on_outcome))
 
     def _take_in(self) -> None:
         copy, on_outcome = self._pending.popleft()

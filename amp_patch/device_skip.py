@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from .captures import captures
+
 
 def skips_by_flag(optimizer: Optimizer) -> bool:
     """Return whether the steps of an optimizer can be skipped by its device."""
@@ -63,7 +65,7 @@ class DeviceSkip:
 
     def found(self) -> bool:
         """Return whether the next step will be skipped. Waits for the device."""
-        return self.flag is not None and bool(self.flag.item())
+        return self.flag is not None and captures.wait_for(self.flag)
 
 
 def step_by_flag(optimizer: Optimizer, flag: Tensor, step: Callable[[], Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import kernels, tensor_tables, torch_kernels
+from .captures import captures
 from .cuda_updates import Batch, Block, Factors, Rule
 from .fused_updates import KeptGroups, Update, suits_kernels
 from .half_gradients import HalfGradients
@@ -75,7 +76,7 @@ class FusedLaunch:
         if not all(self._kept[s].batch.holds(own) for s, own in blocks.items() if own):
             return False
         made = [one for own in blocks.values() for block in own for one in block.made]
-        if made and found_inf is not None and found_inf.item():
+        if made and found_inf is not None and captures.wait_for(found_inf):
             return True
         clip = self._lamb_clip(optimizer, half, blocks[False])
         for entry, name, tensor in made:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .captures import captures
 from .fused_launch import FusedLaunch
 from .fused_updates import UPDATES, KeptGroups
 from .lazy_gradients import LazyGradients
@@ -86,7 +87,7 @@ class FusedStep:
                 loss = closure()
         found_inf = self._found_inf
         self.has_published = self._launch.step(optimizer, self.param_of, found_inf)
-        if self.has_published or (found_inf is not None and found_inf.item()):
+        if self.has_published or (found_inf is not None and captures.wait_for(found_inf)):
             return loss
         if not self._update(optimizer):
             self.lazy.materialize()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .captures import captures
 from .cast_mode import HALVES, mode
 from .device_skip import DeviceSkip, must_be_told, skips_by_flag, step_by_flag
 from .fp32_store import FP32Store
@@ -61,6 +62,7 @@ class OptimizerStep:
         skip_message: why the next step must be skipped, or None.
         scaling: True inside a ``scale_loss`` of this optimizer.
         unsettled: checks to settle before the next step.
+        ended: how many steps there were, those skipped included.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class OptimizerStep:
         self._strays = StrayGradients()
         self.scaling = False
         self.unsettled: list[Unsettled] = []
+        self.ended = 0
         self._held = Held([], [])
         self._published = False
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
@@ -122,9 +125,13 @@ class OptimizerStep:
     @property
     def skipped(self) -> bool:
         """True when the last call of ``step`` was skipped. May wait for its device."""
+        self.settle_outcome()
+        return bool(self._skipped)
+
+    def settle_outcome(self) -> None:
+        """Wait until it is known whether the last call of ``step`` was skipped."""
         if isinstance(self._skipped, HostCopy):
             self._skipped = bool(self._skipped.wait().item())
-        return self._skipped
 
     @property
     def skips_by_flag(self) -> bool:
@@ -133,7 +140,11 @@ class OptimizerStep:
         if optimizer is None:
             return False
         fused = self._fused
-        return skips_by_flag(optimizer) if fused is None else fused.skips_by_flag(optimizer)
+        can_be = skips_by_flag(optimizer) if fused is None else fused.skips_by_flag(optimizer)
+        stepped = self.held().stepped
+        if stepped and not can_be:
+            captures.refuse_waiting(stepped[0].device)
+        return can_be
 
     def skip_if(self, found_inf: Tensor) -> None:
         """Have the device skip the next step where a flag is not 0."""
@@ -345,8 +356,13 @@ class OptimizerStep:
             mode.restore(saved)
             if not self._published:
                 self._publish()
-        self._finish(skipped=False if flag is None else HostCopy(flag))
+        self._finish(skipped=False)
+        if flag is not None:
+            captures.follow(flag.device, functools.partial(self._expect, flag))
         return result
+
+    def _expect(self, flag: Tensor) -> None:
+        self._skipped = HostCopy(flag)
 
     def _call(
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -382,8 +398,9 @@ class OptimizerStep:
             self.masters.end_exposure()
         self._finish(skipped=True)
 
-    def _finish(self, skipped: bool | HostCopy) -> None:
+    def _finish(self, skipped: bool) -> None:
         self._skipped = skipped
+        self.ended += 1
         self._forget_skip()
         self._drop_waiting()
         if self.masters is not None:

@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
+from .captures import captures
 from .cast_mode import HALVES
 from .device_scaler import DeviceScaler
 from .kernels import GradCheck
@@ -221,8 +222,11 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             if self in step.unsettled:
                 step.unsettled.remove(self)
         checks, self._checks = self._checks, []
-        overflow = self._checked and any(check.overflow for check, _ in checks)
-        if self._scaler.update(overflow):
+        if not self._checked:
+            count = functools.partial(self._scaler.update, overflow=False)
+            captures.follow(self._loss.device, count)
+            return
+        if self._scaler.update(any(check.overflow for check, _ in checks)):
             message = self._scaler.skip_message(self._scaler_id)
             for step in self._steps:
                 step.skip_message = message

@@ -55,6 +55,16 @@ class WeightCache:
         for group in list(self._groups.values()):
             group.stale = True
 
+    def drop_casts(self) -> None:
+        """Forget the casts, not the models: the next use of each weight casts it anew."""
+        with self._lock:
+            for param_id in list(self._entries):
+                self._drop(param_id)
+
+    def casts(self) -> list[Tensor]:
+        """Return the casts that are kept; whoever holds one keeps it from being refreshed."""
+        return [entry.cast for entry in self._entries.values()]
+
     def observe(self, model: nn.Module) -> None:
         """Call at the start of a model's forward: a copy of a model becomes known, too.
 

@@ -20,6 +20,7 @@ CORE = sorted(PACKAGE.glob("*.py"))
 # A module imports from lower layers only; modules of one layer never import each other.
 LAYERS = {
     "amp": 12,
+    "cuda_graph": 11,
     "user_functions": 11,
     "session": 10,
     "scaled_loss": 9,
@@ -58,6 +59,7 @@ LAYERS = {
     "torch_updates": 1,
     "__init__": 0,
     "arguments": 0,
+    "captures": 0,
     "cast_mode": 0,
     "cast_rules": 0,
     "containers": 0,

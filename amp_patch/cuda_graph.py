@@ -1,0 +1,211 @@
+"""Captures a whole training step in one CUDA graph; what it leaves to the host is done here.
+
+Knows the session, to bring its state up to date around a replay; nothing of how a step is made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .captures import captures
+from .device_scaler import DeviceScaler
+from .session import session
+
+_LEAST_WARM_UP = 2
+
+
+class CapturedStep:
+    """A training step that the GPU repeats without Python; made by `capture`.
+
+    Attributes:
+        graph: the `torch.cuda.CUDAGraph`.
+        result: what the step function returned: the same tensors after each replay, with the
+            values of the last one.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, result: Any, afterwards: list[Callable[[], object]]
+    ) -> None:
+        self.graph, self.result = graph, result
+        self._afterwards = afterwards
+        self._scalers = session.scalers
+        # What the graph reads and writes must outlive it, also where the session replaces it.
+        self._memory = _memory()
+
+    def replay(self) -> Any:
+        """Make one step on the current stream, without waiting for it.
+
+        `amp.step_was_skipped`, `amp.loss_scale` and `amp.state_dict` tell of it afterwards, and
+        wait for it. What `amp.load_state_dict` has set since the last replay counts, and so does
+        what was written to `amp.master_params` (its forward sees it already) or to parameters.
+
+        Returns:
+            `result`.
+
+        Raises:
+            RuntimeError: `amp.deactivate` was called since the capture.
+            FloatingPointError: of an earlier replay: two steps in a row overflowed at the floor
+                of the loss scale.
+        """
+        if session.scalers is not self._scalers:
+            raise RuntimeError(
+                "a captured step needs the models and optimizers as amp.initialize() left them; "
+                "got a replay after amp.deactivate(). Call amp.initialize() and "
+                "amp_patch.cuda_graph.capture() again."
+            )
+        _refuse_exhausted()
+        _follow_host()
+        self.graph.replay()
+        for action in self._afterwards:
+            action()
+        session.cache.mark_stale()
+        return self.result
+
+
+def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> CapturedStep:
+    """Capture a whole training step: forward, `amp.scale_loss`, backward, clipping, step.
+
+    The scale is moved, and a step with an overflow is skipped, by the GPU inside the graph. At O1
+    and O4 the weights are cast anew in each replay. ::
+
+        def step():
+            optimizer.zero_grad()
+            loss = criterion(model(inputs), targets)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            return loss
+
+
+        captured = cuda_graph.capture(step)
+        for batch, labels in loader:
+            inputs.copy_(batch)
+            targets.copy_(labels)
+            loss = captured.replay()
+
+    The optimizer must be one whose device can skip a step: at O2 and O5 one with
+    ``fused_step=True``, else one of torch's with ``fused=True`` (and ``capturable=True`` where it
+    has that option). What else `torch.cuda.graph` asks of captured code holds here, too.
+
+    The graph repeats the launches of one call, on the same memory. So between replays these may
+    not change: the shapes, dtypes and addresses of what the step reads (write new values with
+    ``copy_``); which parameters get a gradient, require one, or are there at all; options of the
+    optimizer (for a learning rate that moves give a CUDA tensor, ``lr=torch.tensor(0.1,
+    device="cuda")``, and fill that); the optimizer's state other than in place
+    (``optimizer.load_state_dict`` replaces it: capture again); the model's mode, precision regions
+    and cast rules. Python that the step function runs, hooks and schedulers included, ran once, at
+    the capture. Steps without the graph may come between.
+
+    Args:
+        step: takes no arguments; reads its batch from tensors that stay.
+        warm_up: ordinary steps made before, which train as any do; at least 2. One that was
+            skipped is followed by another until one is not, for which the scale falls.
+        pool: of `torch.cuda.graph_pool_handle` or another graph's ``pool()``: share its memory.
+
+    Returns:
+        What replays it. The capture itself makes no step.
+
+    Raises:
+        TypeError: step cannot be called, or warm_up is no int.
+        ValueError: warm_up is below 2.
+        RuntimeError: no CUDA device; `amp.initialize` was not called; a step for which the host
+            has to wait.
+    """
+    _refuse_arguments(step, warm_up)
+    session.is_off("amp_patch.cuda_graph.capture()")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # A kept cast remembers in the autograd graph which stream it was made on: that may be one
+    # that cannot be captured.
+    session.cache.drop_casts()
+    with torch.cuda.stream(stream):
+        _run_outside(step, warm_up)
+    _settle()
+    graph = torch.cuda.CUDAGraph()
+    with captures.collect() as afterwards, torch.cuda.graph(graph, pool=pool, stream=stream):
+        result = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = CapturedStep(graph, result, afterwards)
+    session.cache.drop_casts()
+    _follow_host()
+    return captured
+
+
+def _refuse_arguments(step: Any, warm_up: Any) -> None:
+    mend = "call amp_patch.cuda_graph.capture(step_function, warm_up=3)"
+    if not callable(step):
+        raise TypeError(
+            "capture() needs a function that makes one training step, without arguments; got "
+            f"{type(step).__name__}; {mend}."
+        )
+    if not isinstance(warm_up, int) or isinstance(warm_up, bool):
+        raise TypeError(f"warm_up must be an int; got {warm_up!r}; {mend}.")
+    if warm_up < _LEAST_WARM_UP:
+        raise ValueError(
+            f"warm_up must be at least {_LEAST_WARM_UP}, for the first step makes what later ones "
+            f"use; got {warm_up}; {mend}."
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "a CUDA graph needs a CUDA device; got torch "
+            f"{torch.__version__} with torch.cuda.is_available() False. Call the step function "
+            "itself in each iteration."
+        )
+
+
+def _run_outside(step: Callable[[], Any], count: int) -> None:
+    """Make steps, at least ``count``, until one is not skipped: then all state is there."""
+    for _ in range(count - 1):
+        step()
+    was_skipped = True
+    while was_skipped:
+        before = [(one, one.ended) for one in session.optimizers.steps.values()]
+        step()
+        was_skipped = any(one.skipped for one, ended in before if one.ended != ended)
+
+
+def _settle() -> None:
+    """Leave nothing on its way: during a capture no event may be asked, no memory given back."""
+    session.settle()
+    for step in session.optimizers.steps.values():
+        step.settle_outcome()
+    _follow_host()
+    session.cache.mark_stale()
+
+
+def _follow_host() -> None:
+    """Bring to the devices what was changed on the host."""
+    for twin in _twins():
+        twin.renew()
+    for step in session.optimizers.steps.values():
+        if step.masters is not None:
+            step.masters.end_exposure()
+
+
+def _refuse_exhausted() -> None:
+    for twin in _twins():
+        twin.poll()
+    for index, scaler in enumerate(session.scalers):
+        if scaler.exhausted:
+            raise FloatingPointError(
+                "gradients must become finite at some loss scale; got two replays in a row whose "
+                f"are not, with loss scaler {index} at its floor {scaler.loss_scale()}. Call the "
+                "step function itself: the error that it raises names the parameters."
+            )
+
+
+def _twins() -> list[DeviceScaler]:
+    return [one.twin for one in session.scalers if isinstance(one.twin, DeviceScaler)]
+
+
+def _memory() -> list[Any]:
+    """Return what holds the tensors that a step uses now."""
+    kept: list[Any] = [*session.cache.casts(), *_twins()]
+    for optimizer, step in session.optimizers.steps.items():
+        state = [dict(entry) for entry in optimizer.state.values() if isinstance(entry, dict)]
+        kept += [step, step.held(), copy.copy(step.gradients), state]
+    return kept

@@ -1,0 +1,516 @@
+"""A whole step in a CUDA graph, on a CPU that records what a GPU would capture.
+
+Nothing of a recorded step counts until it is replayed: then the same operations run again on the
+same memory, without Python around them.
+"""
+
+import contextlib
+import functools
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import cuda_on_cpu
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_kernel_choice import Gpu
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from amp_patch import cuda_graph, device_scaler, optimizer_step, scaled_loss
+from amp_patch.captures import Captures
+from amp_patch.host_copy import HostCopy
+from amp_patch.optimizers import FusedLAMB
+from amp_patch.session import session
+
+CPU = torch.device("cpu")
+WARM_UP = 2
+
+
+class Recorded:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.operations: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for operation in self.operations:
+                operation()
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations, and notes how to run each again with the results in the same place."""
+
+    def __init__(self, graph: Recorded) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        places = {one.untyped_storage()._cdata for one in given}
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        news = [one.untyped_storage()._cdata not in places for one in made]
+        again = functools.partial(run_again, func, args, kwargs or {}, given, made, news)
+        self._graph.operations.append(again)
+        return result
+
+
+def run_again(
+    func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], news: list[bool]
+) -> None:
+    versions = [one._version for one in given]
+    results = [one for one in tree_leaves(func(*args, **kwargs)) if isinstance(one, Tensor)]
+    for target, result, is_new in zip(made, results, news, strict=True):
+        if is_new:
+            target.untyped_storage().copy_(result.untyped_storage())
+    # a replay tells autograd nothing
+    torch._C._autograd._unsafe_set_version_counter(tuple(given), tuple(versions))
+
+
+class FakeCuda:
+    """What `amp_patch.cuda_graph` asks of ``torch.cuda``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, modules: Any) -> None:
+        self.is_capturing = False
+        self._modules = modules
+        stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+        fakes: dict[str, Any] = {
+            "is_available": lambda: True,
+            "Stream": stream,
+            "current_stream": stream,
+            "stream": lambda one: contextlib.nullcontext(),
+            "CUDAGraph": Recorded,
+            "graph": self.graph,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(Captures, "are_made", lambda _, device: self.is_capturing)
+        monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", {"cpu"})
+        cuda = self
+
+        class Guarded(HostCopy):
+            """A copy that a capture forbids, as events and pinned memory are then."""
+
+            def __init__(self, source: Tensor) -> None:
+                assert not cuda.is_capturing
+                super().__init__(source)
+
+            def ready(self) -> bool:
+                assert not cuda.is_capturing
+                return super().ready()
+
+            def wait(self) -> Tensor:
+                assert not cuda.is_capturing
+                return super().wait()
+
+            def __del__(self) -> None:
+                assert not cuda.is_capturing
+
+        monkeypatch.setattr(device_scaler, "HostCopy", Guarded)
+        monkeypatch.setattr(optimizer_step, "HostCopy", Guarded)
+
+    @contextlib.contextmanager
+    def graph(self, graph: Recorded, pool: Any, stream: Any) -> Iterator[None]:
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        storages = {s._cdata: s for s in (one.untyped_storage() for one in tensors)}
+        saved = [(storage, storage.clone()) for storage in storages.values()]
+        self.is_capturing = True
+        try:
+            with Recorder(graph), self._recorded_launches(graph):
+                yield
+        finally:
+            self.is_capturing = False
+        for storage, values in saved:
+            storage.copy_(values)
+
+    @contextlib.contextmanager
+    def _recorded_launches(self, graph: Recorded) -> Iterator[None]:
+        if self._modules is None:
+            yield
+            return
+        launch = self._modules.launch
+
+        def launch_and_note(*arguments: Any) -> None:
+            launch(*arguments)
+            graph.operations.append(functools.partial(launch, *arguments))
+
+        self._modules.launch = launch_and_note
+        yield
+        del self._modules.launch
+
+
+@pytest.fixture
+def cuda(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Iterator[FakeCuda]:
+    cuda_on_cpu.require_compiler()
+    yield FakeCuda(monkeypatch, Gpu(monkeypatch, pytestconfig).modules)
+    amp.deactivate()  # as long as there are kernels
+
+
+# level, optimizer, and whether it steps in one pass
+KINDS: dict[str, tuple[str, Callable[..., Optimizer], bool]] = {
+    "O1 adamw": ("O1", functools.partial(AdamW, lr=0.125, fused=True), False),
+    "O1 momentum": ("O1", functools.partial(SGD, lr=0.125, momentum=0.5, fused=True), False),
+    "O2 adam": ("O2", functools.partial(Adam, lr=0.125, fused=True), False),
+    "O2 adamw, one pass": ("O2", functools.partial(AdamW, lr=0.125), True),
+    "O2 lamb, one pass": ("O2", functools.partial(FusedLAMB, lr=0.125), True),
+    "O2 momentum, one pass": (
+        "O2", functools.partial(SGD, lr=0.125, momentum=0.5, dampening=0.25), True,
+    ),
+    "O4 sgd": ("O4", functools.partial(SGD, lr=0.125), False),
+    "O5 adamw, one pass": ("O5", functools.partial(AdamW, lr=0.125), True),
+}  # fmt: skip
+
+
+class Training:
+    """A small training whose batch, and whether its gradients overflow, lie in tensors."""
+
+    def __init__(self, amp: ModuleType, kind: str, **options: Any) -> None:
+        level, make, one_pass = KINDS[kind]
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        options = {"max_loss_scale": 1024.0, "growth_interval": 2, **options}
+        self.amp = amp
+        self.model, self.optimizer = amp.initialize(
+            model, make(model.parameters()), opt_level=level, verbosity=0, fused_step=one_pass,
+            **options,
+        )  # fmt: skip
+        self.inputs, self.factor = torch.zeros(5, 4), torch.ones(())
+        self.calls = 0
+
+    def load(self, number: int, factor: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.inputs.copy_(torch.randn(5, 4, generator=generator))
+        self.factor.fill_(factor)
+
+    def step(self) -> Tensor:
+        self.calls += 1
+        self.optimizer.zero_grad()
+        loss = self.model(self.inputs).float().square().mean() * self.factor
+        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.amp.clip_grad_norm_(self.optimizer, 0.5)
+        self.optimizer.step()
+        return loss.detach()
+
+    def state(self) -> list[Any]:
+        stepped = [one for group in self.optimizer.param_groups for one in group["params"]]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *stepped]
+        entries = [list(entry.values()) for entry in self.optimizer.state.values()]
+        outcome = self.amp.step_was_skipped(self.optimizer), self.amp.loss_scale()
+        copies = [tensor.detach().clone() for tensor in tensors]
+        counts = session.scalers[0].numbers()
+        flat = [one.detach().clone() for entry in entries for one in entry if one is not None]
+        return [copies, flat, outcome, counts]
+
+
+def assert_same(ones: Any, others: Any) -> None:
+    torch.testing.assert_close(ones, others, rtol=0, atol=0, equal_nan=True)
+
+
+def captured(training: Training, warm_up: int = WARM_UP) -> cuda_graph.CapturedStep:
+    training.load(0)
+    return cuda_graph.capture(training.step, warm_up=warm_up)
+
+
+EVENTS = st.lists(st.sampled_from(["step", "step", "overflow", "outside"]), max_size=5)
+
+
+def test_replays_are_the_steps_themselves(amp: ModuleType, cuda: FakeCuda) -> None:
+    @given(st.sampled_from(list(KINDS)), EVENTS)
+    def run(kind: str, events: list[str]) -> None:
+        histories = []
+        for is_captured in (False, True):
+            training = Training(amp, kind)
+            training.load(0)
+            make_step: Callable[[], Tensor] = training.step
+            if is_captured:
+                make_step = cuda_graph.capture(training.step, warm_up=WARM_UP).replay
+            else:
+                for _ in range(WARM_UP):
+                    training.step()
+            history = [training.state()]
+            for number, event in enumerate(events):
+                overflows = event == "overflow" and not kind.startswith(("O4", "O5"))
+                training.load(number, torch.inf if overflows else 1.0)
+                loss = (training.step if event == "outside" else make_step)()
+                history.append([loss.clone(), training.state()])
+            histories.append(history)
+            amp.deactivate()
+        assert_same(histories[1], histories[0])
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_python_runs_for_the_capture_and_not_for_replays(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    training = Training(amp, kind)
+    step = captured(training, warm_up=3)
+    before = training.calls
+    assert before == 3 + 1
+    results = [step.replay() for _ in range(3)]
+    assert training.calls == before
+    assert all(one is step.result for one in results)
+    assert isinstance(step.graph, Recorded)
+
+
+@pytest.mark.parametrize("kind", ["O1 momentum", "O2 momentum, one pass", "O2 adam"])
+def test_steps_are_made_until_one_is_not_skipped(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    training = Training(amp, kind)
+    training.load(0)
+    make = training.step
+
+    def step() -> Tensor:
+        training.factor.fill_(torch.inf if training.calls < 5 else 1.0)
+        return make()
+
+    cuda_graph.capture(step, warm_up=2)
+    assert training.calls == 6 + 1
+    assert not amp.step_was_skipped(training.optimizer)
+    assert amp.loss_scale() == 1024.0 / 2**5
+
+
+def test_a_capture_is_no_step(amp: ModuleType, cuda: FakeCuda) -> None:
+    for kind in KINDS:
+        training = Training(amp, kind)
+        training.load(0)
+        for _ in range(WARM_UP):
+            training.step()
+        expected = training.state()
+        amp.deactivate()
+        training = Training(amp, kind)
+        captured(training)
+        assert_same(training.state(), expected)
+        amp.deactivate()
+
+
+@pytest.mark.parametrize("kind", ["O1 adamw", "O2 adamw, one pass"])
+def test_what_was_loaded_between_replays_counts(amp: ModuleType, cuda: FakeCuda, kind: str) -> None:
+    training = Training(amp, kind, max_loss_scale=2.0**24)
+    step = captured(training)
+    step.replay()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
+    training.load(0, torch.inf)
+    step.replay()
+    assert amp.loss_scale() == 128.0
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 0}
+
+
+def test_what_was_written_to_masters_and_weights_counts(amp: ModuleType, cuda: FakeCuda) -> None:
+    histories = []
+    for is_captured in (False, True):
+        training = Training(amp, "O2 adamw, one pass")
+        training.load(0)
+        step = captured(training).replay if is_captured else training.step
+        for _ in range(0 if is_captured else WARM_UP):
+            training.step()
+        step()
+        masters = list(amp.master_params(training.optimizer))
+        with torch.no_grad():
+            for master, param in zip(masters, training.model.parameters(), strict=True):
+                master.mul_(0.5)
+                if not is_captured and param is not master:
+                    param.copy_(master)  # a replay's forward reads what was written
+        step()
+        with torch.no_grad():
+            training.model[0].weight.clamp_(-0.1, 0.1)
+        step()
+        histories.append(training.state())
+        amp.deactivate()
+    assert_same(histories[1], histories[0])
+
+
+def test_messages_of_replays_are_printed(
+    amp: ModuleType, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(amp, "O2 adamw, one pass")
+    step = captured(training)
+    session.verbosity = 1
+    for factor in (torch.inf, 1.0, torch.inf):
+        training.load(0, factor)
+        step.replay()
+    amp.loss_scale()
+    assert capsys.readouterr().out.count("Gradient overflow.  Skipping step, loss scaler 0") == 2
+
+
+def test_two_passes_in_one_step_are_both_told_of(
+    amp: ModuleType, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(amp, "O2 adamw, one pass")
+
+    def twice() -> None:
+        training.step()
+        training.step()
+
+    step = cuda_graph.capture(twice, warm_up=2)
+    session.verbosity = 1
+    training.load(0, torch.inf)
+    step.replay()
+    assert amp.loss_scale() == 256.0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["512.0", "256.0"]
+
+
+def test_a_scale_that_stays_at_its_floor_ends_the_replays(amp: ModuleType, cuda: FakeCuda) -> None:
+    training = Training(amp, "O1 adamw", min_loss_scale=512.0)
+    step = captured(training)
+    training.load(0, torch.inf)
+    for _ in range(3):
+        step.replay()
+    message = (
+        "gradients must become finite at some loss scale; got two replays in a row whose are not, "
+        "with loss scaler 0 at its floor 512.0. Call the step function itself: the error that it "
+        "raises names the parameters."
+    )
+    with pytest.raises(FloatingPointError, match=re.escape(message)):
+        step.replay()
+    with pytest.raises(FloatingPointError, match=r"0.weight \(NaN\)"):
+        training.step()
+
+
+def test_the_graph_keeps_what_the_session_lets_go(amp: ModuleType, cuda: FakeCuda) -> None:
+    training = Training(amp, "O1 adamw")
+    casts: list[weakref.ref[Tensor]] = []
+    make = training.step
+
+    def step() -> Tensor:
+        loss = make()
+        casts[:] = [weakref.ref(cast) for cast in session.cache.casts()]
+        return loss
+
+    training.load(0)
+    kept = cuda_graph.capture(step, warm_up=2)
+    assert len(session.cache) == 0
+    assert len(casts) == 4
+    assert all(cast() is not None for cast in casts)
+    del kept
+    assert all(cast() is None for cast in casts)
+
+
+# --- what is refused ---
+
+
+def test_a_replay_after_deactivate_is_refused(amp: ModuleType, cuda: FakeCuda) -> None:
+    step = captured(Training(amp, "O1 adamw"))
+    amp.deactivate()
+    message = (
+        "a captured step needs the models and optimizers as amp.initialize() left them; got a "
+        "replay after amp.deactivate(). Call amp.initialize() and amp_patch.cuda_graph.capture() "
+        "again."
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        step.replay()
+
+
+WAITS = (
+    "a step in a CUDA graph must be one that its device can skip: the optimizer is stepped by "
+    "kernels (fused_step=True) or is one of torch's with fused=True, its momentum is there, its "
+    "gradients are dense; got one for which the host has to wait. Step it outside of the graph, or "
+    "call amp.initialize(..., fused_step=True)."
+)
+
+
+def test_an_optimizer_that_must_be_told_is_refused(
+    amp: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "plain", ("O1", functools.partial(SGD, lr=0.125), False))
+    with pytest.raises(RuntimeError, match=re.escape(WAITS)):
+        captured(Training(amp, "plain"))
+
+
+@pytest.mark.parametrize("kind", ["O1 momentum", "O2 momentum, one pass", "O2 adamw, one pass"])
+def test_a_step_that_needs_the_host_is_refused(amp: ModuleType, cuda: FakeCuda, kind: str) -> None:
+    training = Training(amp, kind)
+
+    def step() -> None:
+        training.optimizer.zero_grad()
+        with amp.scale_loss(training.model(training.inputs).sum(), training.optimizer) as loss:
+            loss.backward()
+        if cuda.is_capturing:
+            for master in amp.master_params(training.optimizer):
+                if "one pass" in kind:
+                    master.grad = master.grad.t().contiguous().t()
+                else:
+                    training.optimizer.state[master].clear()
+        training.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=re.escape(WAITS)):
+        cuda_graph.capture(step)
+
+
+def test_a_capture_of_somebody_else_is_refused(amp: ModuleType, cuda: FakeCuda) -> None:
+    training = Training(amp, "O1 adamw")
+    training.step()
+    session.settle()
+    assert not amp.step_was_skipped(training.optimizer)
+    message = (
+        "a step whose device skips it is captured by amp_patch.cuda_graph.capture(), which tells "
+        "the host of each replay; got a capture without it, by torch.cuda.graph() or the like; "
+        "call amp_patch.cuda_graph.capture(step_function)."
+    )
+    with (
+        pytest.raises(RuntimeError, match=re.escape(message)),
+        cuda.graph(Recorded(), None, None),
+    ):
+        training.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"step": 3},
+            TypeError,
+            "capture() needs a function that makes one training step, without arguments; got int",
+        ),
+        ({"warm_up": 2.0}, TypeError, "warm_up must be an int; got 2.0"),
+        ({"warm_up": True}, TypeError, "warm_up must be an int; got True"),
+        (
+            {"warm_up": 1},
+            ValueError,
+            "warm_up must be at least 2, for the first step makes what later ones use; got 1",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    step = arguments.pop("step", lambda: None)
+    mend = "; call amp_patch.cuda_graph.capture(step_function, warm_up=3)."
+    with pytest.raises(error, match=f"^{re.escape(message + mend)}$"):
+        cuda_graph.capture(step, **arguments)
+
+
+def test_without_a_gpu_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = (
+        f"a CUDA graph needs a CUDA device; got torch {torch.__version__} with "
+        "torch.cuda.is_available() False. Call the step function itself in each iteration."
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        cuda_graph.capture(lambda: None)
+
+
+def test_amp_must_be_initialized(cuda: FakeCuda) -> None:
+    with pytest.raises(RuntimeError, match=r"Invoked amp_patch.cuda_graph.capture\(\), but"):
+        cuda_graph.capture(lambda: None)
+
+
+def test_only_a_cuda_device_captures() -> None:
+    assert not Captures().are_made(CPU)
