@@ -26,22 +26,12 @@
 //
 // The rule and the order of its operations are those of torch.optim.adam._single_tensor_adam.
 
-#include "optimizer.cuh"
-
-struct Row {
-    const void* gradient;
-    float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
-    float* max_exp_avg_sq;
-    void* weight;
-    float* step;
-    long long length;
-};
-
-static_assert(sizeof(Row) == 64, "the host packs a row into 64 bytes");
+#include "elementwise_step.cuh"
 
 struct Coefficients {
+    static constexpr int STATES = 3;  // exp_avg, exp_avg_sq, max_exp_avg_sq
+    static constexpr int AHEAD = 1;
+
     float step_size;        // lr / (1 - beta1 ** step)
     float root_correction;  // sqrt(1 - beta2 ** step)
     float kept;             // 1 - lr * weight_decay where decay is decoupled, else 1
@@ -50,9 +40,24 @@ struct Coefficients {
     float beta2;
     float square_share;  // 1 - beta2
     float eps;
-    float sign;  // -1 to maximize, else 1
+    float sign;
+
+    __device__ __forceinline__ void update(float grad, float& master,
+                                           float (&state)[STATES]) const {
+        auto& [exp_avg, exp_avg_sq, max_exp_avg_sq] = state;
+        grad += coupled_decay * master;
+        exp_avg += gradient_share * (grad - exp_avg);
+        exp_avg_sq = exp_avg_sq * beta2 + square_share * grad * grad;
+        // Without amsgrad the largest so far is 0.
+        max_exp_avg_sq = fmaxf(max_exp_avg_sq, exp_avg_sq);
+        const float denominator = sqrtf(max_exp_avg_sq) / root_correction + eps;
+        master = master * kept - step_size * exp_avg / denominator;
+    }
 };
 
+using Row = ParameterRow<Coefficients::STATES>;
+
+static_assert(sizeof(Row) == 64, "the host packs a row into 64 bytes");
 static_assert(sizeof(Coefficients) == 36, "the host reserves 36 bytes per row");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -78,85 +83,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     coefficients[i] = result;
 }
 
-template <typename GradientType, typename Weight>
-struct Adam {
-    const GradientType* gradient;
-    float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
-    float* max_exp_avg_sq;
-    Weight* weight;
-    Coefficients coefficients;
-    Gradient incoming;
-
-    template <int WIDTH>
-    struct Operands {
-        Pack<GradientType, WIDTH> gradient;
-        Pack<float, WIDTH> master, exp_avg, exp_avg_sq, max_exp_avg_sq;
-    };
-
-    template <int WIDTH>
-    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        return {load<WIDTH>(gradient + i), load<WIDTH>(master + i), load<WIDTH>(exp_avg + i),
-                load<WIDTH>(exp_avg_sq + i),
-                max_exp_avg_sq == nullptr ? Pack<float, WIDTH>{} : load<WIDTH>(max_exp_avg_sq + i)};
-    }
-
-    __device__ __forceinline__ void update(float grad, float& master, float& exp_avg,
-                                           float& exp_avg_sq, float& max_exp_avg_sq) const {
-        const Coefficients& c = coefficients;
-        grad += c.coupled_decay * master;
-        exp_avg += c.gradient_share * (grad - exp_avg);
-        exp_avg_sq = exp_avg_sq * c.beta2 + c.square_share * grad * grad;
-        // Without amsgrad the largest so far is 0.
-        max_exp_avg_sq = fmaxf(max_exp_avg_sq, exp_avg_sq);
-        const float denominator = sqrtf(max_exp_avg_sq) / c.root_correction + c.eps;
-        master = master * c.kept - c.step_size * exp_avg / denominator;
-    }
-
-    template <int WIDTH>
-    __device__ __forceinline__ void write(int i, Operands<WIDTH> operands) const {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            update(incoming.of(operands.gradient.element[k]), operands.master.element[k],
-                   operands.exp_avg.element[k], operands.exp_avg_sq.element[k],
-                   operands.max_exp_avg_sq.element[k]);
-        }
-        store(master + i, operands.master);
-        store(exp_avg + i, operands.exp_avg);
-        store(exp_avg_sq + i, operands.exp_avg_sq);
-        if (max_exp_avg_sq != nullptr) store(max_exp_avg_sq + i, operands.max_exp_avg_sq);
-        store_weight(weight == nullptr ? nullptr : weight + i, operands.master);
-    }
-};
-
-template <typename GradientType, typename Weight>
-__device__ __forceinline__ void adamw_chunk(const Row* tensors, const Chunk& chunk,
-                                            const Coefficients* coefficients, const float* scale,
-                                            const float* clip) {
-    constexpr int WIDTH = vector_width<GradientType, float, Weight>;
-    const Row row = tensors[chunk.tensor];
-    const Part part(chunk, row.length);
-    const Coefficients own = coefficients[chunk.tensor];
-    Adam<GradientType, Weight> adam{part.of(static_cast<const GradientType*>(row.gradient)),
-                                    part.of(row.master),
-                                    part.of(row.exp_avg),
-                                    part.of(row.exp_avg_sq),
-                                    part.of(row.max_exp_avg_sq),
-                                    part.of(static_cast<Weight*>(row.weight)),
-                                    own,
-                                    Gradient(scale, clip, own.sign)};
-    const bool aligned = all_aligned<WIDTH>(adam.gradient, adam.master, adam.exp_avg,
-                                            adam.exp_avg_sq, adam.max_exp_avg_sq, adam.weight);
-    sweep<WIDTH, 1>(part.length, aligned, adam);
-}
-
-#define MAKE_ADAMW(GRADIENT, WEIGHT)                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) adamw_##GRADIENT##_to_##WEIGHT(     \
-        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients,            \
-        const float* scale, const float* clip, const float* found_inf) {                      \
-        if (is_skipped(found_inf)) return;                                                    \
-        adamw_chunk<GRADIENT, WEIGHT>(tensors, chunks[blockIdx.x], coefficients, scale, clip); \
-    }
+#define MAKE_ADAMW(GRADIENT, WEIGHT) AMP_ELEMENTWISE_STEP(adamw, GRADIENT, WEIGHT)
 
 AMP_FOR_EACH_PAIR(MAKE_ADAMW)

@@ -30,30 +30,33 @@
 //
 // The rule and the order of its operations are those of torch.optim.sgd._single_tensor_sgd.
 
-#include "optimizer.cuh"
-
-struct Row {
-    const void* gradient;
-    float* master;
-    float* momentum;
-    void* weight;
-    float* step;
-    long long length;
-};
-
-static_assert(sizeof(Row) == 48, "the host packs a row into 48 bytes");
+#include "elementwise_step.cuh"
 
 struct Coefficients {
+    static constexpr int STATES = 1;  // momentum buffer
+    static constexpr int AHEAD = 2;
+
     float lr;
     float momentum;
     float gradient_share;  // 1 - dampening
     float coupled_decay;   // weight_decay where it is coupled, else 0
     float kept;            // 1 - lr * weight_decay where decay is decoupled, else 1
-    float sign;            // -1 to maximize, else 1
+    float sign;
     int nesterov;
-    int is_first;  // whatever the buffer holds, it is not momentum yet
+    int is_first;  // whatever the buffer holds, it is not momentum yet; also where there is none
+
+    __device__ __forceinline__ void update(float grad, float& master,
+                                           float (&state)[STATES]) const {
+        auto& [buffer] = state;
+        grad += coupled_decay * master;
+        buffer = is_first ? grad : momentum * buffer + gradient_share * grad;
+        master = master * kept - lr * (nesterov ? grad + momentum * buffer : buffer);
+    }
 };
 
+using Row = ParameterRow<Coefficients::STATES>;
+
+static_assert(sizeof(Row) == 48, "the host packs a row into 48 bytes");
 static_assert(sizeof(Coefficients) == 32, "the host reserves 32 bytes per row");
 
 __device__ __forceinline__ bool advance(float* step) {
@@ -77,80 +80,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     result.kept = decoupled ? static_cast<float>(1.0 - lr * weight_decay) : 1.0f;
     result.sign = maximize ? -1.0f : 1.0f;
     result.nesterov = nesterov;
-    result.is_first = advance(tensors[i].step);
+    const bool is_first_step = advance(tensors[i].step);
+    result.is_first = is_first_step || tensors[i].state[0] == nullptr;
     coefficients[i] = result;
 }
 
-template <typename GradientType, typename Weight>
-struct Sgd {
-    const GradientType* gradient;
-    float* master;
-    float* momentum;
-    Weight* weight;
-    Coefficients coefficients;
-    Gradient incoming;
-
-    template <int WIDTH>
-    struct Operands {
-        Pack<GradientType, WIDTH> gradient;
-        Pack<float, WIDTH> master, momentum;
-    };
-
-    template <int WIDTH>
-    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        const bool holds_momentum = momentum != nullptr && !coefficients.is_first;
-        return {load<WIDTH>(gradient + i), load<WIDTH>(master + i),
-                holds_momentum ? load<WIDTH>(momentum + i) : Pack<float, WIDTH>{}};
-    }
-
-    __device__ __forceinline__ void update(float grad, float& master, float& buffer) const {
-        const Coefficients& c = coefficients;
-        grad += c.coupled_decay * master;
-        float update = grad;
-        if (momentum != nullptr) {
-            buffer = c.is_first ? grad : c.momentum * buffer + c.gradient_share * grad;
-            update = c.nesterov ? grad + c.momentum * buffer : buffer;
-        }
-        master = master * c.kept - c.lr * update;
-    }
-
-    template <int WIDTH>
-    __device__ __forceinline__ void write(int i, Operands<WIDTH> operands) const {
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) {
-            update(incoming.of(operands.gradient.element[k]), operands.master.element[k],
-                   operands.momentum.element[k]);
-        }
-        store(master + i, operands.master);
-        if (momentum != nullptr) store(momentum + i, operands.momentum);
-        store_weight(weight == nullptr ? nullptr : weight + i, operands.master);
-    }
-};
-
-template <typename GradientType, typename Weight>
-__device__ __forceinline__ void sgd_chunk(const Row* tensors, const Chunk& chunk,
-                                          const Coefficients* coefficients, const float* scale,
-                                          const float* clip) {
-    constexpr int WIDTH = vector_width<GradientType, float, Weight>;
-    const Row row = tensors[chunk.tensor];
-    const Part part(chunk, row.length);
-    const Coefficients own = coefficients[chunk.tensor];
-    Sgd<GradientType, Weight> sgd{part.of(static_cast<const GradientType*>(row.gradient)),
-                                  part.of(row.master),
-                                  part.of(row.momentum),
-                                  part.of(static_cast<Weight*>(row.weight)),
-                                  own,
-                                  Gradient(scale, clip, own.sign)};
-    sweep<WIDTH, 2>(part.length,
-                    all_aligned<WIDTH>(sgd.gradient, sgd.master, sgd.momentum, sgd.weight), sgd);
-}
-
-#define MAKE_SGD(GRADIENT, WEIGHT)                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) sgd_##GRADIENT##_to_##WEIGHT(     \
-        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients,          \
-        const float* scale, const float* clip, const float* found_inf) {                    \
-        if (is_skipped(found_inf)) return;                                                  \
-        sgd_chunk<GRADIENT, WEIGHT>(tensors, chunks[blockIdx.x], coefficients, scale, clip); \
-    }
+#define MAKE_SGD(GRADIENT, WEIGHT) AMP_ELEMENTWISE_STEP(sgd, GRADIENT, WEIGHT)
 
 AMP_FOR_EACH_PAIR(MAKE_SGD)

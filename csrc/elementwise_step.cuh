@@ -1,0 +1,116 @@
+// elementwise_step.cuh: a step that takes an element's own numbers only, from gradient to half
+// weight, in one launch; knows no rule.
+//
+// The rule is in the type of a tensor's Coefficients, which has
+//   STATES                          how many float32 tensors of state a parameter may have
+//   AHEAD                           packs that a thread reads before it uses the first
+//   sign                            -1 to maximize, else 1
+//   update(gradient, master, state) steps one element; state that it does not have is 0
+
+#pragma once
+
+#include "optimizer.cuh"
+
+// A parameter: addresses, 0 (null) for state or weight that it does not have, and its elements.
+template <int STATES>
+struct ParameterRow {
+    const void* gradient;
+    float* master;
+    float* state[STATES];
+    void* weight;
+    float* step;
+    long long length;
+};
+
+template <typename Coefficients, typename GradientType, typename Weight>
+struct ElementwiseStep {
+    static constexpr int STATES = Coefficients::STATES;
+
+    const GradientType* gradient;
+    float* master;
+    float* state[STATES];
+    Weight* weight;
+    Coefficients coefficients;
+    Gradient incoming;
+
+    template <int WIDTH>
+    struct Operands {
+        Pack<GradientType, WIDTH> gradient;
+        Pack<float, WIDTH> master;
+        Pack<float, WIDTH> state[STATES];
+    };
+
+    __device__ __forceinline__ ElementwiseStep(const ParameterRow<STATES>& row, const Part& part,
+                                               const Coefficients& coefficients,
+                                               const float* scale, const float* clip)
+        : gradient(part.of(static_cast<const GradientType*>(row.gradient))),
+          master(part.of(row.master)),
+          weight(part.of(static_cast<Weight*>(row.weight))),
+          coefficients(coefficients),
+          incoming(scale, clip, coefficients.sign) {
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) state[s] = part.of(row.state[s]);
+    }
+
+    template <int WIDTH>
+    __device__ __forceinline__ bool is_aligned() const {
+        bool aligned = all_aligned<WIDTH>(gradient, master, weight);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) aligned = aligned && all_aligned<WIDTH>(state[s]);
+        return aligned;
+    }
+
+    template <int WIDTH>
+    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
+        Operands<WIDTH> operands{load<WIDTH>(gradient + i), load<WIDTH>(master + i), {}};
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) {
+            if (state[s] != nullptr) operands.state[s] = load<WIDTH>(state[s] + i);
+        }
+        return operands;
+    }
+
+    template <int WIDTH>
+    __device__ __forceinline__ void write(int i, Operands<WIDTH> operands) const {
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) {
+            float element[STATES];
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) element[s] = operands.state[s].element[k];
+            coefficients.update(incoming.of(operands.gradient.element[k]),
+                                operands.master.element[k], element);
+#pragma unroll
+            for (int s = 0; s < STATES; ++s) operands.state[s].element[k] = element[s];
+        }
+        store(master + i, operands.master);
+#pragma unroll
+        for (int s = 0; s < STATES; ++s) {
+            if (state[s] != nullptr) store(state[s] + i, operands.state[s]);
+        }
+        store_weight(weight == nullptr ? nullptr : weight + i, operands.master);
+    }
+};
+
+// Let the block step its chunk, unless the step is skipped.
+template <typename GradientType, typename Weight, int STATES, typename Coefficients>
+__device__ __forceinline__ void step_chunk(const ParameterRow<STATES>* tensors,
+                                           const Chunk* chunks, const Coefficients* coefficients,
+                                           const float* scale, const float* clip,
+                                           const float* found_inf) {
+    if (is_skipped(found_inf)) return;
+    constexpr int WIDTH = vector_width<GradientType, float, Weight>;
+    const Chunk chunk = chunks[blockIdx.x];
+    const ParameterRow<STATES> row = tensors[chunk.tensor];
+    const Part part(chunk, row.length);
+    ElementwiseStep<Coefficients, GradientType, Weight> step(
+        row, part, coefficients[chunk.tensor], scale, clip);
+    sweep<WIDTH, Coefficients::AHEAD>(part.length, step.template is_aligned<WIDTH>(), step);
+}
+
+// Define the kernel {name}_{gradient}_to_{weight} of a source's Row and Coefficients.
+#define AMP_ELEMENTWISE_STEP(NAME, GRADIENT, WEIGHT)                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME##_##GRADIENT##_to_##WEIGHT(   \
+        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients,           \
+        const float* scale, const float* clip, const float* found_inf) {                     \
+        step_chunk<GRADIENT, WEIGHT>(tensors, chunks, coefficients, scale, clip, found_inf); \
+    }
