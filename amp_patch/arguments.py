@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +108,27 @@ def refuse_uninitialized(models: Iterable[nn.Module]) -> None:
                 )
 
 
+def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:
+    """Return one optimizer, or a list or tuple of them, as a list without repetition.
+
+    Args:
+        call: how the function is called that takes them, for the message.
+        optimizers: what it was given.
+
+    Raises:
+        TypeError: anything else, or none.
+    """
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    wrong = [type(item).__name__ for item in given if not isinstance(item, Optimizer)]
+    if wrong or not given:
+        raise TypeError(
+            f"{call} takes what amp.initialize() returned for its optimizers; got "
+            f"{wrong[0] if wrong else f'an empty {type(given).__name__}'} in their place; "
+            f"call {call}."
+        )
+    return list(dict.fromkeys(given))
+
+
 def loss_of(loss: Any) -> torch.Tensor:
     """Return ``loss``.
 
@@ -149,7 +172,9 @@ def norms_of(max_norm: Any, norm_type: Any) -> tuple[float, float]:
             f"max_norm must be a number of at least 0; got {max_norm!r}; call "
             "amp.clip_grad_norm_(optimizer, max_norm=1.0)."
         )
-    power = _number("norm_type", norm_type, "1.0, norm_type=2.0")
+    power = _number(
+        "norm_type", math.inf if norm_type == "inf" else norm_type, "1.0, norm_type=2.0"
+    )
     if not power > 0:
         raise ValueError(
             f"norm_type must be a number above 0, or inf; got {norm_type!r}; call "
@@ -160,12 +185,14 @@ def norms_of(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 def _number(name: str, given: Any, example: str) -> float:
     try:
-        return float(given)
+        if not isinstance(given, (str, bytes)):  # float() would read '1.0'
+            return float(given)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f"{name} must be a number; got {type(given).__name__}; call "
-            f"amp.clip_grad_norm_(optimizer, {example})."
-        ) from None
+        pass
+    raise TypeError(
+        f"{name} must be a number; got {type(given).__name__}; call "
+        f"amp.clip_grad_norm_(optimizer, {example})."
+    )
 
 
 def refuse_no_state(state_dict: Any) -> None:
@@ -188,6 +215,11 @@ def enabled_of(enabled: Any) -> bool:
     Raises:
         TypeError: not a bool; 0 and 1 count.
     """
+    if isinstance(enabled, str) and re.fullmatch("[Oo0][0-9]", enabled):
+        raise TypeError(
+            f"enabled, the third argument, must be True or False; got the opt_level {enabled!r}; "
+            f"call amp.initialize(models, optimizers, opt_level='O{enabled[1]}')."
+        )
     if not isinstance(enabled, int) or enabled not in (0, 1):
         raise TypeError(
             f"enabled must be True or False; got {enabled!r}; call "

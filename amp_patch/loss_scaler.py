@@ -196,12 +196,16 @@ def state_dict(scalers: Sequence[LossScaler]) -> OrderedDict[str, dict[str, floa
     )
 
 
-def load_state_dict(scalers: Sequence[LossScaler], state: Mapping[str, Any]) -> None:
+def load_state_dict(
+    scalers: Sequence[LossScaler],
+    state: Mapping[str, Any],
+    announce: Callable[[str], None] = print,
+) -> None:
     """Load what `state_dict` or apex saved, or one torch.amp.GradScaler's state into every scaler.
 
     Entries are matched by position, as apex does. Where there are more or fewer of them than
-    scalers, apex's warnings are printed, and the rest is left alone. All entries are checked
-    before any scaler changes.
+    scalers, ``announce`` gets apex's warnings, and the rest is left alone. All entries are checked
+    before any scaler changes. Of a state without entries a warning is logged.
 
     Raises:
         RuntimeError: a key is not a loss scaler's.
@@ -209,13 +213,19 @@ def load_state_dict(scalers: Sequence[LossScaler], state: Mapping[str, Any]) -> 
     """
     entries = [state] * len(scalers) if _is_grad_scaler_state(state) else _scaler_entries(state)
     saved = [_parse_state(entry) for entry in entries[: len(scalers)]]
+    if not entries:
+        logger.warning(
+            "The state of the loss scalers is empty, as that of a run with enabled=False; no loss "
+            "scale was loaded. Call amp.load_state_dict() with what amp.state_dict() returned of "
+            "a run with amp, or leave it out."
+        )
     if len(entries) != len(scalers):
-        print(
+        announce(
             f"Warning: state_dict contains {len(entries)} entries, "
             f"while {len(scalers)} loss_scalers are used"
         )
     for loss_id in range(len(scalers), len(entries)):
-        print(f"Skipping loss_scaler[{loss_id}], since num_losses was set to {len(scalers)}")
+        announce(f"Skipping loss_scaler[{loss_id}], since num_losses was set to {len(scalers)}")
     for scaler, one in zip(scalers, saved, strict=False):
         scaler._restore(one)
 

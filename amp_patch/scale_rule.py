@@ -51,12 +51,21 @@ class ScaleRule:
             # A numpy number would reach the checkpoint, which torch.load() then refuses.
             number = type(example)(value)
             object.__setattr__(self, name, to_float32(number) if holds is is_scale else number)
-        low, high = self.min_loss_scale, self.max_loss_scale
-        if low > high:
+        if self.min_loss_scale > self.max_loss_scale:
             raise ValueError(
-                f"min_loss_scale must not be above max_loss_scale; got {low!r} and {high!r}. "
-                f"Call amp.initialize(..., min_loss_scale={high!r}, max_loss_scale={low!r})."
+                "min_loss_scale must not be above max_loss_scale; got "
+                f"{self.min_loss_scale!r} and {self.max_loss_scale!r}. Call "
+                f"amp.initialize(..., {self._mend_bounds()}."
             )
+
+    def _mend_bounds(self) -> str:
+        """Return bounds in words: a default makes way, and two that were given are swapped."""
+        low, high = self.min_loss_scale, self.max_loss_scale
+        if high == ScaleRule.max_loss_scale:
+            return f"min_loss_scale={low!r}, max_loss_scale={low!r}) or with a higher cap"
+        if low == ScaleRule.min_loss_scale:
+            return f"min_loss_scale={high!r}, max_loss_scale={high!r}) or with a lower floor"
+        return f"min_loss_scale={high!r}, max_loss_scale={low!r})"
 
     @classmethod
     def resolve(

@@ -60,7 +60,7 @@ class Session:
         self.disabled = False
         self.functions = PatchedFunctions(self.casts, self._registered)
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
-        self.optimizers = PreparedOptimizers(self.scalers, self._announce)
+        self.optimizers = PreparedOptimizers(self.scalers, self.announce)
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._torch_patches = Patches()
         self._step_hook: Any = None
@@ -141,12 +141,16 @@ class Session:
         """
         if not self.initialized and not self.disabled:
             raise RuntimeError(
-                f"Invoked {caller}, but internal Amp state has not been initialized; {_MEND}."
+                f"Invoked '{caller}', but internal Amp state has not been initialized; {_MEND}."
             )
         return not self.initialized
 
     def steps_of(self, optimizers: Any, caller: str) -> list[OptimizerStep] | None:
         """Return what was set up for optimizers; None where amp was initialized as disabled.
+
+        Args:
+            optimizers: one, or a list or tuple of them.
+            caller: how the function is called that takes them; 'with ' may stand before it.
 
         Raises:
             TypeError: not an optimizer or a list or tuple of them.
@@ -158,21 +162,17 @@ class Session:
                 return [step]
         if self._is_disabled(optimizers):
             return None
-        given = list(dict.fromkeys(arguments.optimizers_of(optimizers)))
-        if not given:
-            raise TypeError(
-                f"{caller} needs the optimizer whose gradients it handles; got {optimizers!r}; "
-                f"{_MEND}."
-            )
+        call = caller.removeprefix("with ")
+        given = arguments.optimizers_for(call, optimizers)
         steps = self.optimizers.steps
         for optimizer in given:
             if optimizer not in steps:
                 raise RuntimeError(
-                    f"{caller} got an optimizer that amp.initialize() did not return "
+                    f"{call} got an optimizer that amp.initialize() did not return "
                     f"({type(optimizer).__name__}); {_MEND}."
                     if self.initialized
-                    else f"Invoked {caller}, but internal Amp state has not been initialized; got "
-                    f"a {type(optimizer).__name__}; {_MEND}."
+                    else f"Invoked '{caller}', but internal Amp state has not been initialized; "
+                    f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
                 )
         return [steps[optimizer] for optimizer in given]
 
@@ -187,7 +187,8 @@ class Session:
             for item in given
         )
 
-    def _announce(self, message: str) -> None:
+    def announce(self, message: str) -> None:
+        """Print a message of apex's, unless ``verbosity`` is 0."""
         if self.verbosity > 0:
             print(message)
 

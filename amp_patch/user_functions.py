@@ -9,27 +9,52 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from torch import nn
+
 from .patching import when_imported
 from .session import session
 
 F = TypeVar("F", bound=Callable[..., Any])
+D = TypeVar("D", bound=Callable[[Any], Any])
 
 
+def _of_a_function(decorator: D) -> D:
+    """Let a decorator refuse, with a TypeError, what is no function, and a call without one."""
+
+    @functools.wraps(decorator)
+    def decorate(fn: Any = None) -> Any:
+        if isinstance(fn, (type, nn.Module)) or not callable(fn):
+            name = f"amp.{decorator.__name__}"
+            got = "nothing" if fn is None else f"an object of type {type(fn).__name__}"
+            raise TypeError(
+                f"{name} takes a function, no class and no layer; got {got}; write "
+                f"@{name} above a function, without parentheses, or call {name}(function); for a "
+                f"layer, {name}(layer.forward)."
+            )
+        return decorator(fn)
+
+    return cast(D, decorate)
+
+
+@_of_a_function
 def half_function(fn: F) -> F:
     """Decorate a function: under O1/O4 its floating arguments come in the level's half dtype."""
     return cast(F, session.casts.wrap(fn, "half"))
 
 
+@_of_a_function
 def float_function(fn: F) -> F:
     """Decorate a function: under O1/O4 its half arguments come in fp32."""
     return cast(F, session.casts.wrap(fn, "float"))
 
 
+@_of_a_function
 def promote_function(fn: F) -> F:
     """Decorate a function: under O1/O4 arguments of mixed floating dtypes come in fp32."""
     return cast(F, session.casts.wrap(fn, "promote"))
 
 
+@_of_a_function
 def bfloat16_function(fn: F) -> F:
     """Decorate a function: under O1/O4 its floating arguments come in bfloat16."""
     return cast(F, session.casts.wrap(fn, "bfloat16"))
@@ -45,7 +70,7 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         ValueError: it has no such attribute.
-        TypeError: the attribute is a class, or cannot be called.
+        TypeError: ``name`` is no string; the attribute is a class, or cannot be called.
     """
     _register(module, name, "half")
 
@@ -66,6 +91,12 @@ def register_bfloat16_function(module: Any, name: str) -> None:
 
 
 def _register(module: Any, name: str, rule: str) -> None:
+    if not isinstance(name, str):
+        owner = repr(module) if isinstance(module, str) else "module"
+        raise TypeError(
+            f"a registered function is given by its name, a string; got {name!r}; call "
+            f"amp.register_{rule}_function({owner}, {getattr(name, '__name__', 'name')!r})."
+        )
     if isinstance(module, str):
         when_imported(module, functools.partial(_register, name=name, rule=rule))
         return

@@ -322,7 +322,7 @@ NO_DTYPE = [torch.int32, torch.complex64, "half", 16, True, float]
 WRONG: dict[str, list[Any]] = {
     "models": [None, 3, "model", [3], {"model": nn.ReLU()}, nn.Linear, iter([nn.ReLU()])],
     "optimizers": [3, "SGD", [None], SGD, {"optimizer": 1}, nn.Linear(1, 1)],
-    "enabled": ["False", "no", None, 2, 1.0, []],
+    "enabled": ["False", "no", "O2", None, 2, 1.0, []],
     "opt_level": ["02", "o1", "O6", "", 1, None, torch.float16],
     "cast_model_type": [*NO_DTYPE, torch.float64],
     "patch_torch_functions": NO_FLAG,
@@ -442,19 +442,14 @@ def test_calls_that_take_one_optimizer_refuse_anything_else(
 ) -> None:
     model, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
     kinds = [model, list(model.parameters()), model.parameters(), None, 3]
-    if caller != "amp.step_was_skipped()":  # which names what it got as scale_loss does
-        for given in kinds:
-            with pytest.raises(TypeError, match=re.escape(f"{caller} takes one optimizer")):
-                call(given)
-    else:
-        for given in kinds:
-            with pytest.raises(TypeError, match=r"; got .*call model, optimizer = amp\.initialize"):
-                call(given)
-    with pytest.raises(TypeError, match=re.escape(f"{caller} takes one optimizer")):
-        call([optimizer])
+    if caller == "amp.step_was_skipped()":  # which names these as scale_loss does
+        kinds = []
+    for given in [*kinds, [optimizer]]:
+        with pytest.raises(TypeError, match=re.escape(f"{caller} takes one optimizer")):
+            call(given)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), "one", None])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), "one", "1", None])
 def test_a_wrong_norm_is_refused_before_a_gradient_changes(amp: ModuleType, wrong: Any) -> None:
     model, optimizer = amp.initialize(*make(), opt_level="O1", loss_scale=1.0, verbosity=0)
     model(torch.randn(4, 4)).float().sum().backward()
@@ -492,25 +487,25 @@ MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) 
     [
         (
             lambda optimizer: public.scale_loss(torch.zeros(()), optimizer),
-            "Invoked with amp.scale_loss(), but internal Amp state has not been initialized; got "
-            f"a SGD; {MEND}",
+            "Invoked 'with amp.scale_loss(loss, optimizer)', but internal Amp state has not been "
+            f"initialized; got an optimizer (SGD); {MEND}",
         ),
         (
             lambda optimizer: public.step_was_skipped(optimizer),
-            "Invoked amp.step_was_skipped(), but internal Amp state has not been initialized; got "
-            f"a SGD; {MEND}",
+            "Invoked 'amp.step_was_skipped(optimizer)', but internal Amp state has not been "
+            f"initialized; got an optimizer (SGD); {MEND}",
         ),
         (
             lambda optimizer: public.loss_scale(),
-            f"Invoked amp.loss_scale(), but internal Amp state has not been initialized; {MEND}",
+            f"Invoked 'amp.loss_scale()', but internal Amp state has not been initialized; {MEND}",
         ),
         (
             lambda optimizer: public.state_dict(),
-            f"Invoked amp.state_dict(), but internal Amp state has not been initialized; {MEND}",
+            f"Invoked 'amp.state_dict()', but internal Amp state has not been initialized; {MEND}",
         ),
         (
             lambda optimizer: public.load_state_dict({}),
-            "Invoked amp.load_state_dict(), but internal Amp state has not been initialized; "
+            "Invoked 'amp.load_state_dict()', but internal Amp state has not been initialized; "
             f"{MEND}",
         ),
     ],
@@ -602,23 +597,56 @@ def test_a_disabled_pair_stays_plain_beside_an_enabled_one(
 # --- scale_loss and what goes with it ---
 
 
-@pytest.mark.parametrize("optimizers", [[], (), None, 3])
-def test_scale_loss_needs_optimizers(amp: ModuleType, optimizers: Any) -> None:
-    amp.initialize(*make(), opt_level="O2", verbosity=0)
-    words = "optimizers must be a torch.optim.Optimizer"
-    if not isinstance(optimizers, int):
-        words = (
-            "with amp.scale_loss() needs the optimizer whose gradients it handles; got "
-            f"{optimizers!r}; {MEND}"
-        )
-    with pytest.raises(TypeError, match=re.escape(words)):
-        amp.scale_loss(torch.zeros(()), optimizers)
+@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize(
+    ("optimizers", "received"),
+    [
+        ([], "an empty list"),
+        ((), "an empty tuple"),
+        (None, "NoneType"),
+        (nn.Linear(1, 1), "Linear"),
+        ([make()[1], torch.zeros(())], "Tensor"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        ("amp.scale_loss(loss, optimizer)", lambda what: public.scale_loss(torch.zeros(()), what)),
+        ("amp.step_was_skipped(optimizer)", public.step_was_skipped),
+    ],
+)
+def test_what_stands_in_an_optimizers_place_is_named_and_the_call_shown(
+    amp: ModuleType, call: str, given: Any, optimizers: Any, received: str, initialized: bool
+) -> None:
+    if initialized:
+        amp.initialize(*make(), opt_level="O2", verbosity=0)
+    words = (
+        f"{call} takes what amp.initialize() returned for its optimizers; got {received} in their "
+        f"place; call {call}."
+    )
+    with pytest.raises(TypeError, match=exactly(words)):
+        given(optimizers)
+
+
+@pytest.mark.parametrize("name", ["backward", "item"])
+def test_the_block_used_as_the_loss_says_how_it_is_used(amp: ModuleType, name: str) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    words = (
+        "amp.scale_loss() returns a block, which yields the scaled loss; got a look-up of "
+        f"{name!r} on the block; write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+        "scaled_loss.backward()`."
+    )
+    with pytest.raises(AttributeError, match=exactly(words)):
+        getattr(amp.scale_loss(torch.zeros(()), optimizer), name)
 
 
 def test_scale_loss_refuses_an_optimizer_it_does_not_know(amp: ModuleType) -> None:
     _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
-    words = "with amp.scale_loss() got an optimizer that amp.initialize() did not return (Adam); "
-    with pytest.raises(RuntimeError, match=exactly(words + MEND)):
+    words = (
+        "amp.scale_loss(loss, optimizer) got an optimizer that amp.initialize() did not return "
+        f"(Adam); {MEND}"
+    )
+    with pytest.raises(RuntimeError, match=exactly(words)):
         amp.scale_loss(torch.zeros(()), [optimizer, make(Adam)[1]])
 
 
@@ -636,16 +664,36 @@ def test_one_optimizer_named_twice_is_unscaled_once(amp: ModuleType, level: str)
     assert same(gradients(2), gradients(1))
 
 
-@pytest.mark.parametrize("loss_id", [2, -1, 1.0, "0", None])
-def test_an_unknown_loss_id_is_refused(amp: ModuleType, loss_id: Any) -> None:
+@pytest.mark.parametrize(
+    ("loss_id", "mend"),
+    [
+        (2, "amp.initialize(..., num_losses=3)"),
+        (9, "amp.initialize(..., num_losses=10)"),
+        (-1, "amp.scale_loss(loss, optimizer, loss_id=1)"),
+    ],
+)
+def test_an_unknown_loss_id_is_refused(amp: ModuleType, loss_id: int, mend: str) -> None:
     _, optimizer = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
     words = (
-        f"loss_id must be an int below the number of losses (2); got {loss_id!r}; call "
-        "amp.initialize(..., num_losses=...) with as many as there are."
+        f"loss_id must be at least 0 and below the number of losses (2); got {loss_id}; call "
+        f"{mend}."
     )
     with pytest.raises(IndexError, match=exactly(words)):
         amp.scale_loss(torch.zeros(()), optimizer, loss_id=loss_id)
     with pytest.raises(IndexError, match=exactly(words)):
+        amp.loss_scale(loss_id)
+
+
+@pytest.mark.parametrize("loss_id", ["0", 1.0, None, make()[1]])
+def test_a_loss_id_that_is_no_int_is_refused_by_its_type(amp: ModuleType, loss_id: Any) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
+    words = (
+        f"loss_id must be an int, the number of a loss; got {type(loss_id).__name__}; call "
+        "amp.scale_loss(loss, optimizer, loss_id=0), or amp.loss_scale(loss_id=0)."
+    )
+    with pytest.raises(TypeError, match=exactly(words)):
+        amp.scale_loss(torch.zeros(()), optimizer, loss_id=loss_id)
+    with pytest.raises(TypeError, match=exactly(words)):
         amp.loss_scale(loss_id)
 
 
@@ -948,6 +996,55 @@ def test_a_lazy_model_gets_its_weights_at_its_first_forward(amp: ModuleType, lev
     assert model(torch.ones(2, 4)).dtype is not torch.float32
     assert model[0].weight.shape == (3, 4)
     assert model[0].weight.dtype is torch.float32
+
+
+DECORATORS = [name for name in public.__all__ if re.fullmatch("(?!register).*_function", name)]
+
+
+@pytest.mark.parametrize("name", DECORATORS)
+@pytest.mark.parametrize(
+    ("given", "received"),
+    [
+        ((), "nothing"),
+        ((3,), "an object of type int"),
+        (("softmax",), "an object of type str"),
+        ((F,), "an object of type module"),
+        ((nn.Linear(1, 1),), "an object of type Linear"),
+        ((nn.Linear,), "an object of type type"),
+    ],
+)
+def test_what_is_no_function_is_not_decorated(
+    amp: ModuleType, name: str, given: Any, received: str
+) -> None:
+    words = (
+        f"amp.{name} takes a function, no class and no layer; got {received}; write @amp.{name} "
+        f"above a function, without parentheses, or call amp.{name}(function); for a layer, "
+        f"amp.{name}(layer.forward)."
+    )
+    with pytest.raises(TypeError, match=exactly(words)):
+        getattr(amp, name)(*given)
+
+
+def test_the_forward_of_a_layer_can_be_decorated_as_the_refusal_says(amp: ModuleType) -> None:
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    layer = nn.Identity()
+    assert layer(torch.zeros(2)).dtype is torch.float32
+    assert amp.half_function(layer.forward)(torch.zeros(2)).dtype is torch.float16
+    del model
+
+
+@pytest.mark.parametrize(
+    ("module", "shown"), [("torch", "'torch'"), (torch, "module")], ids=["name", "module"]
+)
+def test_registering_a_function_instead_of_its_name_is_refused(
+    amp: ModuleType, module: Any, shown: str
+) -> None:
+    words = (
+        f"a registered function is given by its name, a string; got {torch.add!r}; call "
+        f"amp.register_promote_function({shown}, 'add')."
+    )
+    with pytest.raises(TypeError, match=exactly(words)):
+        amp.register_promote_function(module, torch.add)
 
 
 def test_registering_what_does_not_exist_is_refused(amp: ModuleType) -> None:

@@ -82,6 +82,33 @@ def test_what_is_no_optimizer_is_refused(optimizers: Any, received: str) -> None
         arguments.optimizers_of(optimizers)
 
 
+def test_optimizers_for_a_call_become_a_list_without_repetition() -> None:
+    first, second = optimizer(), optimizer(Adam)
+    assert arguments.optimizers_for("call(optimizer)", first) == [first]
+    given = (second, first, second)
+    assert arguments.optimizers_for("call(optimizer)", given) == [second, first]
+
+
+@pytest.mark.parametrize(
+    ("given", "received"),
+    [
+        (None, "NoneType"),
+        ([], "an empty list"),
+        ((), "an empty tuple"),
+        ([optimizer(), nn.Linear(1, 1)], "Linear"),
+        (torch.zeros(()), "Tensor"),
+        (SGD, "type"),
+    ],
+)
+def test_what_stands_for_optimizers_is_refused_with_the_call(given: Any, received: str) -> None:
+    message = (
+        f"call(optimizer) takes what amp.initialize() returned for its optimizers; got {received} "
+        "in their place; call call(optimizer)."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.optimizers_for("call(optimizer)", given)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("model_of", "found"),
@@ -266,6 +293,24 @@ def test_what_is_not_one_optimizer_is_refused(given: Any) -> None:
             "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
         ),
         (
+            ("1.0", 2.0),
+            TypeError,
+            "max_norm must be a number; got str; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
+        ),
+        (
+            (b"1", 2.0),
+            TypeError,
+            "max_norm must be a number; got bytes; call "
+            "amp.clip_grad_norm_(optimizer, max_norm=1.0).",
+        ),
+        (
+            (1.0, "2"),
+            TypeError,
+            "norm_type must be a number; got str; call "
+            "amp.clip_grad_norm_(optimizer, 1.0, norm_type=2.0).",
+        ),
+        (
             (torch.ones(2), 2.0),
             TypeError,
             "max_norm must be a number; got Tensor; call "
@@ -323,6 +368,18 @@ def test_what_neither_enables_nor_disables_is_refused(enabled: Any) -> None:
     with pytest.raises(TypeError, match=exactly(message)):
         arguments.enabled_of(enabled)
     assert [arguments.enabled_of(given) for given in (True, False, 1, 0)] == [True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("O2", "O2"), ("O9", "O9"), ("o1", "O1"), ("05", "O5")]
+)
+def test_a_level_in_the_place_of_enabled_is_told_its_own(given: str, meant: str) -> None:
+    message = (
+        f"enabled, the third argument, must be True or False; got the opt_level {given!r}; call "
+        f"amp.initialize(models, optimizers, opt_level='{meant}')."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.enabled_of(given)
 
 
 @pytest.mark.parametrize("verbosity", ["1", None, 1.0, []])

@@ -514,10 +514,28 @@ def test_entries_match_by_position_as_in_apex() -> None:
 def test_other_number_of_entries_warns_as_apex(
     entries: int, scales: list[float], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    state = {f"loss_scaler{k}": entry(2.0 ** (3 + k)) for k in range(entries)}
     scalers = scalers_at(1.0, 1.0)
-    load_state_dict(scalers, {f"loss_scaler{k}": entry(2.0 ** (3 + k)) for k in range(entries)})
+    load_state_dict(scalers, state)
     assert scales_of(scalers) == scales
     assert capsys.readouterr().out == printed
+    announced: list[str] = []
+    load_state_dict(scalers, state, announced.append)
+    assert announced == printed.splitlines()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_state_without_entries_is_told_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    scalers = scalers_at(4.0)
+    load_state_dict(scalers, {})
+    assert scales_of(scalers) == [4.0]
+    assert caplog.messages == [
+        "The state of the loss scalers is empty, as that of a run with enabled=False; no loss "
+        "scale was loaded. Call amp.load_state_dict() with what amp.state_dict() returned of a "
+        "run with amp, or leave it out."
+    ]
+    load_state_dict(scalers, {"loss_scaler0": entry(2.0)})
+    assert len(caplog.messages) == 1
 
 
 def test_entry_beyond_the_scalers_is_skipped_unread() -> None:

@@ -35,6 +35,7 @@ def test_rule_defaults_are_those_of_apex_with_a_floor() -> None:
     ("keywords", "init"),
     [
         ({"max_loss_scale": 1024.0}, 1024.0),
+        ({"max_loss_scale": 1.0}, 1.0),
         ({"min_loss_scale": 2.0**20}, 2.0**20),
         ({"min_loss_scale": 1.0, "max_loss_scale": 2.0**30}, 65536.0),
         ({"min_loss_scale": 4.0, "max_loss_scale": 4.0}, 4.0),
@@ -111,13 +112,38 @@ def test_bad_static_scale_is_refused(value: Any) -> None:
         ScaleRule.resolve(value)
 
 
-def test_floor_above_the_cap_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "received", "mend"),
+    [
+        (
+            {"min_loss_scale": 8, "max_loss_scale": 4},
+            "8.0 and 4.0",
+            {"min_loss_scale": 4.0, "max_loss_scale": 8.0},
+        ),
+        (
+            {"min_loss_scale": 2.0**30},
+            "1073741824.0 and 16777216.0",
+            {"min_loss_scale": 2.0**30, "max_loss_scale": 2.0**30},
+        ),
+        (
+            {"max_loss_scale": 2.0**-30},
+            f"{2.0**-24} and {2.0**-30}",
+            {"min_loss_scale": 2.0**-30, "max_loss_scale": 2.0**-30},
+        ),
+    ],
+)
+def test_floor_above_the_cap_is_refused_and_a_default_makes_way(
+    given: dict[str, Any], received: str, mend: dict[str, float]
+) -> None:
+    words = ", ".join(f"{keyword}={value}" for keyword, value in mend.items())
+    more = {"min_loss_scale": " or with a higher cap", "max_loss_scale": " or with a lower floor"}
     message = (
-        "min_loss_scale must not be above max_loss_scale; got 8.0 and 4.0. "
-        "Call amp.initialize(..., min_loss_scale=4.0, max_loss_scale=8.0)."
+        f"min_loss_scale must not be above max_loss_scale; got {received}. "
+        f"Call amp.initialize(..., {words}){'' if len(given) == 2 else more[next(iter(given))]}."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        ScaleRule.resolve("dynamic", min_loss_scale=8, max_loss_scale=4)
+        ScaleRule.resolve("dynamic", **given)
+    ScaleRule.resolve("dynamic", **mend)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bound", [2.0**-126, 2.0**126])
