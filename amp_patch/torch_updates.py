@@ -38,12 +38,9 @@ def adam(
         steps: of each parameter, this one included.
     """
     beta1, beta2 = betas
-    if maximize:
-        grads = torch._foreach_neg(grads)
+    grads = _descent(grads, params, maximize, 0.0 if decoupled else weight_decay)
     if weight_decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
-    elif weight_decay != 0:
-        grads = torch._foreach_add(grads, params, alpha=weight_decay)
     torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
@@ -148,10 +145,7 @@ def sgd(
         buffers: changed in place; the first step puts a tensor in the place of None. Not looked
             at without momentum.
     """
-    if maximize:
-        grads = torch._foreach_neg(grads)
-    if weight_decay != 0:
-        grads = torch._foreach_add(grads, params, alpha=weight_decay)
+    grads = _descent(grads, params, maximize, weight_decay)
     if momentum != 0:
         known = [buffer for buffer in buffers if buffer is not None]
         if known:
@@ -196,8 +190,7 @@ def lamb(
         adapt_always: use the ratio also without weight decay.
     """
     beta1, beta2 = betas
-    if weight_decay != 0 and not decoupled:
-        grads = torch._foreach_add(grads, params, alpha=weight_decay)
+    grads = _descent(grads, params, False, 0.0 if decoupled else weight_decay)
     torch._foreach_mul_(exp_avgs, beta1)
     torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if grad_averaging else 1.0)
     torch._foreach_mul_(exp_avg_sqs, beta2)
@@ -215,6 +208,15 @@ def lamb(
     if adapt_always or weight_decay != 0:
         torch._foreach_mul_(updates, _ratios(params, updates).unbind())
     torch._foreach_add_(params, updates, alpha=-lr)
+
+
+def _descent(grads: Tensors, params: Tensors, maximize: bool, coupled_decay: float) -> Tensors:
+    """Return the gradients of what is minimized: negated to maximize, then with L2 decay."""
+    if maximize:
+        grads = torch._foreach_neg(grads)
+    if coupled_decay != 0:
+        grads = torch._foreach_add(grads, params, alpha=coupled_decay)
+    return grads
 
 
 def _ratios(params: Tensors, updates: Tensors) -> Tensor:
