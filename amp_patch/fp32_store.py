@@ -89,6 +89,10 @@ class FP32Store:
             entry.noted += known.noted
         self._values[param] = entry
 
+    def holds(self, param: Tensor) -> bool:
+        """Return whether there is an fp32 value of a parameter."""
+        return param in self._values
+
     def forget_versions(self, param: Tensor, versions: list[int]) -> None:
         """Note the version of a parameter's value elsewhere than in ``versions`` from now on."""
         entry = self._values.get(param)

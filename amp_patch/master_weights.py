@@ -52,6 +52,10 @@ class MasterWeights:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         return self._params_by_master.get(id(stepped), stepped)
 
+    def has_master_of(self, param: Tensor) -> bool:
+        """Return whether the optimizer steps a master of a half parameter."""
+        return any(param is one for one in self._params)
+
     def __len__(self) -> int:
         return len(self._masters)
 

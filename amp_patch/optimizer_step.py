@@ -154,6 +154,10 @@ class OptimizerStep:
         """Say what is to be said of a skipped step."""
         self._announce(message)
 
+    def has_master_of(self, param: Tensor) -> bool:
+        """Return whether it steps a master of a half parameter."""
+        return self.masters is not None and self.masters.has_master_of(param)
+
     def drop_cleared(self) -> None:
         """Follow the user who cleared the gradients of the model's parameters."""
         if self.gradients.may_be_cleared:
@@ -375,8 +379,10 @@ class OptimizerStep:
             return original(*args, **kwargs)
         return step_by_flag(optimizer, flag, lambda: original(*args, **kwargs))
 
-    def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle:
+    def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle | None:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            return None  # a wrapper that never was initialized as an optimizer calls no hooks
         handle = optimizer.register_step_post_hook(lambda *_: self._publish())
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)

@@ -15,7 +15,10 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from . import arguments, patched_functions, torch_compile, torch_hooks
 from .cast_mode import HALVES, mode, process
@@ -63,7 +66,7 @@ class Session:
         self.optimizers = PreparedOptimizers(self.scalers, self.announce)
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._torch_patches = Patches()
-        self._step_hook: Any = None
+        self._step_hooks: list[Any] = []
         process.reset()
 
     def initialize(
@@ -104,7 +107,10 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_hooks.install(self._torch_patches)
-        self._step_hook = register_optimizer_step_post_hook(_after_any_step)
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(_before_any_step),
+            register_optimizer_step_post_hook(_after_any_step),
+        ]
         self.initialized = True
 
     def deactivate(self) -> None:
@@ -116,8 +122,8 @@ class Session:
             self.optimizers.match_state()
         self.functions.undo()
         self._torch_patches.undo()
-        if self._step_hook is not None:
-            self._step_hook.remove()
+        for hook in self._step_hooks:
+            hook.remove()
         self.cache.clear()
         self.store.clear()
         self._reset()
@@ -223,6 +229,11 @@ def _read_state(
             "amp.deactivate() first."
         )
     session.store.read_state(module, dict(state), prefix)
+
+
+def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in session.optimizers.steps:
+        session.optimizers.refuse_unknown(optimizer, session.store)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

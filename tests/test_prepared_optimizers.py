@@ -1,0 +1,86 @@
+"""Optimizers that amp.initialize() was not given, or that are hardly optimizers."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+WITH_MASTERS = ("O2", "O5")
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def train_step(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_half_parameters_that_have_masters_are_not_stepped_by_another(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer, unknown = SGD(model.parameters(), lr=0.5), SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train_step(amp, model, optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"a SGD that amp.initialize\(\) did not return.*2 of"):
+        unknown.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_an_optimizer_without_masters_is_warned_of_once(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(nn.Linear(3, 2), opt_level=level, verbosity=0)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    model(X).float().square().mean().backward()
+    with pytest.warns(UserWarning, match=r"This SGD steps 2 parameters.*no fp32 masters"):
+        optimizer.step()
+    optimizer.step()  # warnings are errors here
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_of_other_models_step_as_before(amp: ModuleType, level: str) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2).bfloat16()
+    amp.initialize(model, SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0)
+    other.weight.grad = torch.ones_like(other.weight)
+    expected = other.weight.detach() - 0.5
+    SGD(other.parameters(), lr=0.5).step()
+    assert torch.equal(other.weight, expected)
+
+
+class Wrapper(Optimizer):
+    """Steps another optimizer; never calls Optimizer.__init__, as some wrappers do."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_wrapper_without_an_optimizers_hooks_trains(amp: ModuleType, level: str) -> None:
+    model, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    wrapper = Wrapper(SGD(model.parameters(), lr=0.5))
+    amp.initialize(model, wrapper, opt_level=level, loss_scale=8.0, verbosity=0)
+    plain = SGD(twin.parameters(), lr=0.5)
+    for _ in range(3):
+        wrapper.zero_grad()
+        train_step(amp, model, wrapper)
+        plain.zero_grad()
+        twin(X).square().mean().backward()
+        plain.step()
+    got, expected = model.state_dict(), twin.state_dict()
+    for name in expected:
+        torch.testing.assert_close(got[name].float(), expected[name], rtol=2e-2, atol=2e-2)
+    amp.deactivate()
