@@ -336,6 +336,47 @@ def test_what_was_written_to_masters_and_weights_counts(amp: ModuleType, cuda: F
     assert_same(histories[1], histories[0])
 
 
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_a_forward_that_follows_a_replay_reads_the_new_weights(
+    amp: ModuleType, cuda: FakeCuda, is_captured: bool
+) -> None:
+    training = Training(amp, "O1 adamw")
+    step = captured(training).replay
+    for _ in range(3):
+        if is_captured:
+            step()
+        training.load(0)
+        weight, bias = (one.half() for one in training.model[0].parameters())
+        expected = nn.functional.linear(training.inputs.half(), weight, bias)
+        assert torch.equal(training.model[0](training.inputs), expected)
+
+
+def test_a_step_that_ends_in_a_forward_casts_its_weights_in_each_replay(
+    amp: ModuleType, cuda: FakeCuda
+) -> None:
+    histories = []
+    for is_captured in (False, True):
+        training = Training(amp, "O1 adamw")
+        training.load(0)
+
+        def step(training: Training = training) -> Tensor:
+            training.step()
+            return training.model[0](training.inputs).detach()
+
+        make_step = cuda_graph.capture(step, warm_up=2).replay if is_captured else step
+        for _ in range(0 if is_captured else 2):
+            step()
+        results = []
+        for number in range(3):
+            with torch.no_grad():
+                training.model[0].weight.mul_(0.5)
+            training.load(number)
+            results.append(make_step().clone())
+        histories.append([results, training.state()])
+        amp.deactivate()
+    assert_same(histories[1], histories[0])
+
+
 def test_messages_of_replays_are_printed(
     amp: ModuleType, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]
 ) -> None:

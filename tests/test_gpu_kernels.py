@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch import cuda_kernels, kernels, scaler_state
+from amp_patch import cuda_graph, cuda_kernels, kernels, scaler_state
 from amp_patch.host_copy import HostCopy
 from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale
 from amp_patch.loss_scaler import LossScaler
@@ -292,6 +292,69 @@ def test_no_step_waits_where_the_device_skips(
     torch.cuda.set_sync_debug_mode("default")
     assert not amp.step_was_skipped(training.optimizer)
     assert not any(map(torch.equal, before[:2], training.state()))
+
+
+# level, optimizer, and whether it steps in one pass
+CAPTURED = {
+    "AdamW, one pass": FLAGGED["AdamW, one pass"],
+    "SGD, one pass": FLAGGED["SGD, one pass"],
+    "LAMB, one pass": FLAGGED["LAMB, one pass"],
+    **{
+        f"fused AdamW, {level}": (
+            level, functools.partial(torch.optim.AdamW, fused=True, capturable=True), False,
+        )
+        for level in ("O1", "O2", "O4", "O5")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_a_captured_step_is_the_step(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setitem(FLAGGED, kind, CAPTURED[kind])
+    histories = []
+    for is_captured in (False, True):
+        training = Training(amp, kind)
+        one = cuda_graph.capture(training.step).replay if is_captured else training.step
+        for _ in range(0 if is_captured else 3):
+            training.step()
+        history = []
+        has_scale = not kind.endswith(("O4", "O5"))
+        for overflows in (False, True, False, False):
+            training.factor.fill_(torch.inf if overflows and has_scale else 1.0)
+            one()
+            history.append([amp.step_was_skipped(training.optimizer), amp.loss_scale()])
+        histories.append([history, training.state()])
+        amp.deactivate()
+    torch.testing.assert_close(histories[1], histories[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_a_replay_waits_for_nothing(
+    amp: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    no_sync: Callable[[], None],
+    kind: str,
+) -> None:
+    monkeypatch.setitem(FLAGGED, kind, CAPTURED[kind])
+    captured = cuda_graph.capture(Training(amp, kind).step)
+    captured.replay()
+    no_sync()
+    for _ in range(5):
+        captured.replay()
+
+
+def test_a_graph_outlives_an_eager_step_and_two_share_memory(amp: ModuleType) -> None:
+    training = Training(amp, "fused AdamW, O2")
+    training.optimizer.param_groups[0]["capturable"] = True
+    first = cuda_graph.capture(training.step)
+    second = cuda_graph.capture(training.step, pool=first.graph.pool())
+    for one in (first.replay, training.step, second.replay, training.step, first.replay):
+        before = training.state()
+        one()
+        assert not amp.step_was_skipped(training.optimizer)
+        assert not any(map(torch.equal, before[:2], training.state()))
 
 
 SANITIZED = """
