@@ -67,6 +67,7 @@ class CastMode(threading.local):
         in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
         models: models whose forward runs, innermost last, with the mode around them.
         around: the modes around the blocks (regions, ``disable_casts``) that are open.
+        autocasts: blocks of ``torch.autocast`` that switched casts off, with the modes around them.
     """
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class CastMode(threading.local):
         self.in_checkpoint = False
         self.models: list[tuple[int, torch.dtype | None, torch.dtype | None]] = []
         self.around: list[Saved] = []
+        self.autocasts: list[tuple[int, Saved]] = []
 
     def save(self) -> Saved:
         """Return what `restore` needs."""
@@ -93,6 +95,15 @@ class CastMode(threading.local):
         saved = self.save()
         self.restore(Saved(self.level, True, region))
         return saved
+
+    def enter_autocast(self, key: int) -> None:
+        """A block of ``torch.autocast`` that switches casts off begins."""
+        self.autocasts.append((key, self.switch_off()))
+
+    def leave_autocast(self, key: int) -> None:
+        """A block ended or its body raised; without effect if it switched nothing off."""
+        if self.autocasts and self.autocasts[-1][0] == key:
+            self.restore(self.autocasts.pop()[1])
 
     def enter_model(self, key: int, level: torch.dtype, region_dtype: torch.dtype) -> None:
         """A model's forward begins: its level decides, unless casts are off around it."""
@@ -115,3 +126,8 @@ class CastMode(threading.local):
 
 process = ProcessMode()
 mode = CastMode()
+
+
+def casts_are_on() -> bool:
+    """Tell whether functions cast in this thread now, patched ones or those in a region."""
+    return mode.region is not None or (mode.dtype or process.dtype) is not OFF

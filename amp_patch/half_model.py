@@ -7,6 +7,8 @@ What stays on a model are hooks, not a replaced forward: they follow copies, rep
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +56,11 @@ class ForwardCasts:
             for param in model.parameters():
                 _cast_on(param.device.type)
                 break
-        elif self.observe is not None:
-            self.observe(model)
+        else:
+            if _autocast_is_on():
+                _warn_of_autocast(type(model).__name__)
+            if self.observe is not None:
+                self.observe(model)
         if self.inputs is None:
             return None
         args = tuple([cast_floats(value, self.inputs) for value in args])
@@ -84,6 +89,25 @@ class ForwardCasts:
         detach(model)
         model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+
+# Any device's: half the host time of asking for one.
+_autocast_is_on = torch._C._is_any_autocast_enabled
+
+
+def _warn_of_autocast(model: str) -> None:
+    on = [device for device in sorted(process.devices) if torch.is_autocast_enabled(device)]
+    if on:
+        _warn_once(
+            "a model that amp.initialize() set up casts by itself, and torch.autocast around it "
+            f"casts once more; got a call of a {model} in torch.autocast({on[0]!r}); remove that "
+            "'with' and its GradScaler, and call model(inputs) as it is."
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 @call_as_traced

@@ -17,7 +17,8 @@ import torch.backends.mha
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from .cast_mode import OFF, mode, process
+from . import autocast_blocks
+from .cast_mode import casts_are_on, mode
 from .patching import Patches, as_if_defined_at, resolve
 
 
@@ -31,10 +32,6 @@ def install(patches: Patches) -> None:
         patches.replace(owner, name, replacement)
         bindings[id(original)] = (original, replacement)
     patches.replace_bindings(bindings)
-
-
-def _casts_are_on() -> bool:
-    return mode.region is not None or (mode.dtype or process.dtype) is not OFF
 
 
 def _checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +71,7 @@ def _get_fastpath_enabled(original: Callable[[], bool]) -> Callable[[], bool]:
 
     @functools.wraps(original)
     def get_fastpath_enabled() -> bool:
-        return original() and not _casts_are_on()
+        return original() and not casts_are_on()
 
     return get_fastpath_enabled
 
@@ -84,7 +81,7 @@ def _check_input(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        if _casts_are_on() and input.is_floating_point():
+        if casts_are_on() and input.is_floating_point():
             weight = self._flat_weights[0]
             dtype = input.dtype if weight is None else weight.dtype
             input = torch.empty_like(input, dtype=dtype, device="meta")
@@ -145,4 +142,5 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.jit._builtins._find_builtin": _find_builtin,
     "torch.jit._recursive._find_builtin": _find_builtin,
     "torch.jit._recursive.create_script_module": _create_script_module,
+    **autocast_blocks.REPLACEMENTS,
 }
