@@ -171,8 +171,6 @@ def _run_outside(step: Callable[[], Any], count: int) -> None:
 def _settle() -> None:
     """Leave nothing on its way: during a capture no event may be asked, no memory given back."""
     session.settle()
-    for step in session.optimizers.steps.values():
-        step.settle_outcome()
     _follow_host()
     session.cache.mark_stale()
 

@@ -125,13 +125,9 @@ class OptimizerStep:
     @property
     def skipped(self) -> bool:
         """True when the last call of ``step`` was skipped. May wait for its device."""
-        self.settle_outcome()
-        return bool(self._skipped)
-
-    def settle_outcome(self) -> None:
-        """Wait until it is known whether the last call of ``step`` was skipped."""
         if isinstance(self._skipped, HostCopy):
             self._skipped = bool(self._skipped.wait().item())
+        return self._skipped
 
     @property
     def skips_by_flag(self) -> bool:
