@@ -77,7 +77,7 @@ def take() -> Snapshot:
     attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
     return Snapshot(
         attributes=attributes,
-        bound_names=_bound_names(attributes),
+        bound_names=_bound_names(attributes, frozenset(sys.modules)),
         hooks=_hooks(),
         fast_path=torch.backends.mha.get_fastpath_enabled(),
     )
@@ -121,7 +121,23 @@ def _changed_attributes(before: Snapshot) -> list[tuple[Any, str, Any]]:
     return changed
 
 
-def _bound_names(attributes: dict[Any, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+_last_bound: tuple[frozenset[str], dict[tuple[str, str], Any]] = frozenset(), {}
+
+
+def _bound_names(
+    attributes: dict[Any, dict[str, Any]], modules: frozenset[str]
+) -> dict[tuple[str, str], Any]:
+    """Return the names in modules that torch's functions are bound to.
+
+    Looking through all of them takes longer than most tests: once per set of modules.
+    """
+    global _last_bound
+    if _last_bound[0] != modules:
+        _last_bound = modules, _find_bound_names(attributes)
+    return _last_bound[1]
+
+
+def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> dict[tuple[str, str], Any]:
     originals = {
         id(value)
         for names in attributes.values()
