@@ -5,12 +5,17 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import cuda_on_cpu
 import pytest
 import torch
 from benchmarks import kernels
 from benchmarks.kernels import Measured
 from benchmarks.model_shapes import MODELS
+from test_kernel_choice import Gpu
+
+from amp_patch import scaled_loss
 
 SCRIPT = Path(__file__).parent / "benchmarks" / "kernels.py"
 
@@ -33,7 +38,7 @@ def test_a_quick_run_prints_every_operation_on_every_model() -> None:
     for name in (*MODELS, kernels.LARGE):
         assert done.stdout.count(f"{name}: ") == 1
     names = [one.name for one in kernels.operations([(2,)], torch.device("cpu"))]
-    assert len(names) == 12
+    assert len(names) == 19
     assert all(done.stdout.count(f"  {name}  ") == len(MODELS) + 1 for name in names)
 
 
@@ -41,6 +46,36 @@ def test_what_is_slower_than_it_must_be_is_named() -> None:
     rows = [Measured("unscale fp16 to fp32", 1, 1, share, 2) for share in (0.849, 0.85)]
     rows.append(Measured("clip by norm", 1, 1, 0.1, 2))
     assert kernels.missed(rows) == ["unscale fp16 to fp32: 85% of the copy, must be 85%"]
+
+
+def test_on_a_gpu_what_is_timed_are_the_kernels(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    cuda_on_cpu.require_compiler()
+    modules = Gpu(monkeypatch, pytestconfig).modules
+    monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", {"cpu"})
+    rows = {one.name: one.make for one in kernels.operations([(3, 5), (7,)], torch.device("cpu"))}
+    own = {"adamw": "adamw", "sgd with momentum": "sgd", "lamb": "lamb"}
+    for name, source in own.items():
+        run = rows[name]()
+        modules.launched.clear()
+        run()
+        assert {one.partition("_")[0] for one in modules.launched} == {source}
+    run = rows[kernels.PHASE]()
+    modules.launched.clear()
+    run()
+    assert [one.partition("_")[0] for one in modules.launched] == [
+        *("unscale", "summarize", "update", "reconcile", "adamw", "adamw"),
+    ]
+    amp.deactivate()  # as long as there are kernels
+
+
+def test_phases_that_are_not_beaten_by_far_enough_are_named() -> None:
+    times = {kernels.PHASE: 1.0, kernels.FUSED_PHASE: 1.79, kernels.FOREACH_PHASE: 3.0}
+    rows = [Measured(name, 1, taken, 1.0, 2) for name, taken in times.items()]
+    assert kernels.too_slow(rows) == [
+        "phase: one-pass AdamW: 1.79 times as fast as phase: GradScaler, fused AdamW, must be 1.8"
+    ]
 
 
 def test_results_say_on_what_they_were_measured(

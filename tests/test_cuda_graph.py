@@ -565,7 +565,7 @@ def test_without_a_gpu_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_amp_must_be_initialized(cuda: FakeCuda) -> None:
-    with pytest.raises(RuntimeError, match=r"Invoked amp_patch.cuda_graph.capture\(\), but"):
+    with pytest.raises(RuntimeError, match=r"Invoked 'amp_patch.cuda_graph.capture\(\)', but"):
         cuda_graph.capture(lambda: None)
 
 
