@@ -9,6 +9,7 @@ A wrapper is a plain closure: torch.compile traces into one, and passes over a p
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -83,6 +84,7 @@ class Casts:
             "float_dtype": _setting_dtype,
             "promote": _promoting,
             "banned": _banned,
+            "off": lambda function: function,
         }
 
     def install(
@@ -93,25 +95,38 @@ class Casts:
     ) -> None:
         """Patch every function of `cast_rules.targets`, changed by what the user asked for.
 
+        What the user asked for of a function of torch holds for all that it does: the rules of
+        the functions that it calls do not. A function of the user's has its arguments cast only.
+
         Args:
             patches: records what is replaced.
-            rules: dotted path -> rule; ``"off"`` leaves the function as it is.
+            rules: dotted path -> rule; ``"off"`` casts nothing.
             registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
         """
         installation = _Installation(patches, self.wrap)
+        registered_rules = {}
         for module, name, rule in registered:
-            installation.replace(resolve_in(module, name), rule)
-        registered_rules = dict(installation.wrappers.keys())
+            target = resolve_in(module, name)
+            registered_rules[id(target[2])] = rule
+            installation.replace(target, rule, alone=_is_torchs(target[2]))
         # First the user's: of a function found in several places (`torch.conv2d` and
         # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
         for path, rule in {**rules, **cast_rules.targets(), **rules}.items():
             target = resolve(path)
-            installation.replace(target, registered_rules.get(id(target[2]), rule), path)
+            asked = registered_rules.get(id(target[2]))
+            alone = asked is not None or path in rules
+            installation.replace(target, asked or rule, path, alone)
         patches.replace_bindings(installation.bindings())
 
-    def wrap(self, function: Function, rule: str) -> Function:
-        """Return ``function`` with its arguments cast by ``rule`` while casts are on."""
-        wrapper = self._rules[rule](function)
+    def wrap(self, function: Function, rule: str, alone: bool = False) -> Function:
+        """Return ``function`` with its arguments cast by ``rule`` while casts are on.
+
+        Args:
+            function: any.
+            rule: one of `cast_rules.targets`, ``"bfloat16"`` or ``"off"``.
+            alone: let no other rule act inside of it.
+        """
+        wrapper = self._rules[rule](_alone(function) if alone else function)
         # TorchScript compiles the original: it cannot read a closure.
         wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
         return wrapper
@@ -142,45 +157,75 @@ class _Installation:
     """One run of `Casts.install`: each function gets one wrapper for each rule.
 
     Attributes:
-        wrappers: ``(id(original), rule) -> (original, wrapper)``; ``"off"`` wraps in nothing.
+        wrappers: ``(id(original), rule, alone) -> (original, wrapper)``, in which the original
+            may stand for its wrapper.
     """
 
-    def __init__(self, patches: Patches, wrap: Callable[[Function, str], Function]) -> None:
-        self.wrappers: dict[tuple[int, str], tuple[Any, Any]] = {}
+    def __init__(self, patches: Patches, wrap: Callable[[Function, str, bool], Function]) -> None:
+        self.wrappers: dict[tuple[int, str, bool], tuple[Any, Any]] = {}
         self._patches = patches
         self._wrap = wrap
         self._made: set[int] = set()
 
-    def replace(self, target: tuple[Any, str, Any], rule: str, path: str | None = None) -> None:
-        """Patch one attribute, unless it holds one of these wrappers already."""
+    def replace(
+        self, target: tuple[Any, str, Any], rule: str, path: str | None = None, alone: bool = False
+    ) -> None:
+        """Patch one attribute, unless it holds one of these wrappers already.
+
+        Args:
+            target: owner, name and original.
+            rule: of `Casts.wrap`, or ``"off"``.
+            path: where users find the function, if it is torch's.
+            alone: let no rule but this act in the function.
+        """
         owner, name, original = target
         if id(original) in self._made:
             return
-        key = id(original), rule
+        # What is not Python's calls no patched function.
+        alone = alone and isinstance(original, types.FunctionType)
+        key = id(original), rule, alone
         if key not in self.wrappers:
-            self.wrappers[key] = original, self._make(target, rule, path)
-        if rule != "off":
+            self.wrappers[key] = original, self._make(target, rule, path, alone)
+        if self.wrappers[key][1] is not original:
             self._patches.replace(owner, name, self.wrappers[key][1])
 
     def bindings(self) -> dict[int, tuple[Any, Any]]:
         """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts."""
         found: dict[int, tuple[Any, Any]] = {}
-        for (key, _), pair in self.wrappers.items():
+        for (key, _, _), pair in self.wrappers.items():
             found.setdefault(key, pair)
         return {key: pair for key, pair in found.items() if pair[0] is not pair[1]}
 
-    def _make(self, target: tuple[Any, str, Any], rule: str, path: str | None) -> Any:
+    def _make(self, target: tuple[Any, str, Any], rule: str, path: str | None, alone: bool) -> Any:
         owner, name, original = target
-        if rule == "off":
+        if rule == "off" and not alone:
             return original
-        wrapper = self._wrap(original, rule)
+        wrapper: Any = self._wrap(original, rule, alone)
         if isinstance(owner, type):
             # What torch.compile traces for a method: it reaches the original by name only.
-            wrapper.traced = self._wrap(_method(name), rule)  # type: ignore[attr-defined]  # our own
+            wrapper.traced = self._wrap(_method(name), rule, alone)
         if path is not None:
             as_if_defined_at(wrapper, path)
         self._made.add(id(wrapper))
         return wrapper
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _alone(original: Function) -> Function:
+    """Return the function without the casts of the functions that it calls."""
+
+    @functools.wraps(original)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        saved = mode.switch_off(mode.region)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mode.restore(saved)
+
+    return alone
 
 
 def _method(name: str) -> Function:

@@ -210,9 +210,9 @@ def test_a_checkpoint_is_repeated_as_it_ran(where, reentrant):
         return y.float()
 
     x = torch.rand(3, 3, requires_grad=True)
-    with off() if where == "around" else contextlib.nullcontext():
-        with set_checkpoint_early_stop(False):
-            loss = checkpoint(body, x, use_reentrant=reentrant).sum()
+    around = off() if where == "around" else contextlib.nullcontext()
+    with around, set_checkpoint_early_stop(False):
+        loss = checkpoint(body, x, use_reentrant=reentrant).sum()
     loss.backward()
     outside = torch.float16 if where == "inside" else torch.float32
     assert seen == [(torch.float32, outside)] * 2

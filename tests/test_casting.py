@@ -1,6 +1,7 @@
 """What the patched functions compute, on real tensors: torch's CUDA autocast is the oracle."""
 
 import contextlib
+import functools
 import logging
 import pickle
 import pkgutil
@@ -930,6 +931,125 @@ def test_a_rule_for_a_dotted_path_holds_there_only(amp):
     assert torch.exp(x.half()).dtype is torch.float32
     assert F.relu(x).dtype is torch.float16
     assert x.relu().dtype is torch.float32
+    del model
+
+
+X = torch.rand(3, 3) + 0.5
+MORE_CALLS = {
+    "torch.Tensor.__pow__": (X, 2),
+    "torch.Tensor.__rdiv__": (X, 2),
+    "torch.Tensor.__rmatmul__": (X, X),
+    "torch.Tensor.__rpow__": (X, 2),
+    "torch.Tensor.__rtruediv__": (X, 2),
+    "torch.chain_matmul": (X, X, X),
+    "torch.lobpcg": (X @ X.T, 1),
+    "torch.nn.functional.upsample": (X[None], None, 2),
+}
+RULES = ("off", "half", "float")
+
+
+@functools.cache
+def calls_of_targets():
+    """Return for each dotted path of the rules a call of it, as its arguments."""
+    calls = {path: (args, {}) for path, args in MORE_CALLS.items()}
+    for op in oracle.op_db:
+        for sample in oracle.samples(op, 1):
+            for _, path in oracle.spellings(op):
+                calls[path] = (sample.input, *sample.args), sample.kwargs
+    alike = {path: path.replace("torch.functional.", "torch.") for path in cast_rules.targets()}
+    return {path: calls[other] for path, other in alike.items() if other in calls}
+
+
+def by_rule(rule, args, kwargs):
+    """Cast arguments as the README says of a rule."""
+    dtype = {"off": None, "half": torch.float16, "float": torch.float32}[rule]
+    return _pytree.tree_map(
+        lambda value: value.to(dtype) if dtype and oracle.castable(value) else value,
+        (args, kwargs),
+    )
+
+
+def result_dtypes(path, args, kwargs):
+    """Return the dtypes of a call's results, or None where torch refuses it."""
+    try:
+        return oracle.dtypes_of(existing(path)(*args, **kwargs))
+    except Exception:
+        return None
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_for_a_dotted_path_decides_all_that_the_function_does(amp, rule):
+    """Python functions are given the rule one by one: one of them may call another."""
+    calls = {
+        (path, dtype): as_dtypes(call, (dtype,))
+        for path, call in calls_of_targets().items()
+        for dtype in (torch.float32, torch.float16)
+    }
+    expected = {key: result_dtypes(key[0], *by_rule(rule, *call)) for key, call in calls.items()}
+    paths = sorted({path for path, _ in calls})
+    in_python = [path for path in paths if isinstance(existing(path), types.FunctionType)]
+    wrong, alone = [], [[path] for path in in_python]
+    for ruled in [*alone, [path for path in paths if path not in in_python]]:
+        amp.deactivate()
+        model = activate(amp, rules=dict.fromkeys(ruled, rule))
+        for path in ruled:
+            for dtype in (torch.float32, torch.float16):
+                got, want = result_dtypes(path, *calls[path, dtype]), expected[path, dtype]
+                if want is not None and got != want:
+                    wrong.append(f"{path} of {dtype}: {got}, {rule} means {want}")
+    assert not wrong, "\n".join(wrong)
+    del model
+    targets = cast_rules.targets()
+    amp.deactivate()
+    left = {path for path in targets if isinstance(existing(path), types.FunctionType)}
+    assert left <= {path for path, _ in calls}
+    assert len(paths) > 250
+
+
+FAULTS = {
+    "softmax": lambda x: F.softmax(x, 0),
+    "log_softmax": lambda x: F.log_softmax(x, 0),
+    "layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "group_norm": lambda x: F.group_norm(x, 3),
+    "rms_norm": lambda x: F.rms_norm(x, (3,)),
+    "mse_loss": lambda x: F.mse_loss(x, 2 * x),
+    "l1_loss": lambda x: F.l1_loss(x, 2 * x),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2])),
+    "normalize": lambda x: F.normalize(x),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_ruled_function_computes_what_it_computes_on_cast_arguments(amp, name, rule):
+    call = FAULTS[name]
+    inputs = [X.half(), X]
+    expected = [call(by_rule(rule, (x,), {})[0][0]) for x in inputs]
+    model = activate(amp, rules={f"torch.nn.functional.{name}": rule})
+    for x, want in zip(inputs, expected, strict=True):
+        with amp.float_region():
+            assert call(x).dtype is torch.float32
+        with amp.disable_casts():
+            assert call(x).dtype is x.dtype
+        torch.testing.assert_close(call(x), want, rtol=0, atol=0)
+    assert (X @ X).dtype is torch.float16
+    assert X.half().softmax(0).dtype is torch.float32
+    del model
+
+
+def test_a_registered_function_of_torch_has_its_rule_alone_and_a_users_its_arguments_cast(
+    amp, library
+):
+    library.attention = lambda x: (x.dtype, F.softmax(x, 0).dtype, (x @ x).dtype)
+    amp.register_half_function(F, "softmax")
+    amp.register_float_function(library, "attention")
+    model = activate(amp)
+    assert F.softmax(X, 0).dtype is torch.float16
+    assert library.attention(X.half()) == (torch.float32, torch.float16, torch.float16)
+    with pytest.raises(TypeError):
+        F.softmax(X, no_such_argument=0)
+    assert (X @ X).dtype is torch.float16
     del model
 
 

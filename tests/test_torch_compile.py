@@ -486,6 +486,30 @@ def test_users_rules_hold_in_compiled_functions(amp, rules):
     del model
 
 
+RULED = {
+    "torch.nn.functional.softmax": lambda x: F.softmax(x, 0),
+    "torch.nn.functional.layer_norm": lambda x: F.layer_norm(x, (3,)),
+    "torch.nn.functional.mse_loss": lambda x: F.mse_loss(x, 2 * x),
+    "torch.nn.functional.cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 0])),
+    "torch.nn.functional.normalize": lambda x: F.normalize(x),
+    "torch.Tensor.norm": lambda x: x.norm(),
+    "torch.Tensor.__rpow__": lambda x: 2**x,
+    "torch.functional.norm": lambda x: torch.functional.norm(x),
+}
+
+
+@pytest.mark.parametrize("rule", ["off", "half", "float"])
+@pytest.mark.parametrize("path", RULED)
+def test_a_rule_for_a_dotted_path_decides_all_that_the_function_does(amp, path, rule):
+    dtype = {"off": None, "half": torch.float16, "float": torch.float32}[rule]
+    expected = [RULED[path](x if dtype is None else x.to(dtype)) for x in (X, H)]
+    model = start(amp, rules={path: rule})
+    function = compiled(lambda x: (RULED[path](x), x @ W))
+    for x, want in zip((X, H), expected, strict=True):
+        assert_same(function(x), (want, x.half() @ W.half()))
+    del model
+
+
 @pytest.mark.parametrize("inside", ["O1", "O5"])
 def test_a_model_of_another_level_inside_a_compiled_function(amp, inside):
     inner = start(amp, inside, nn.Linear(3, 3))
