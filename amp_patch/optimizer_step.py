@@ -217,12 +217,12 @@ class OptimizerStep:
             for param, stepped in zip(*self.held(), strict=True)
             if param is stepped or not (waiting or stored_grad(stepped) is not None)
         ]
-        # Inside of a block of its own, that one's end will unscale all.
-        return self._strays.watch(watched if is_scaled and not self.scaling else [])
+        return self._strays.watch(watched if is_scaled else [])
 
     def note_strays(self, watch: Watch, steps: Sequence[OptimizerStep]) -> None:
         """Call after that backward, which was for the optimizers of ``steps``."""
-        self._strays.note(watch, {id(param) for step in steps for param in step.held().params})
+        if not self.scaling:  # a block of its own, around or in another thread, unscales all
+            self._strays.note(watch, {id(param) for step in steps for param in step.held().params})
 
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.
