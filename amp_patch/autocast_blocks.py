@@ -17,8 +17,10 @@ from .patching import Patches
 from .torch_compile import leave_out
 
 # Where torch enters a block to hand on the state of its own autocast, which is off: to the threads
-# of DataParallel, to a backward, to a graph. That says nothing of our casts.
+# of DataParallel, to a backward or a repetition in it, to a graph. That says nothing of our casts.
 _HANDED_ON = {
+    ("torch.utils.checkpoint", "backward"),
+    ("torch.utils.checkpoint", "recompute_fn"),
     ("torch.nn.parallel.parallel_apply", "_worker"),
     ("torch.amp.autocast_mode", "decorate_bwd"),
     ("torch.amp.autocast_mode", "_enter_autocast"),
