@@ -172,7 +172,8 @@ class Run:
     def autograd_grad(self, seed: int) -> None:
         loss = self.loss(2 * (seed % 2))  # reentrant checkpoints refuse autograd.grad
         trained = [param for param in self.params if param.requires_grad]
-        self.note("autograd.grad", *torch.autograd.grad(loss, trained, allow_unused=True))
+        if trained:  # torch refuses an empty list
+            self.note("autograd.grad", *torch.autograd.grad(loss, trained, allow_unused=True))
 
     def read_without_grad(self, seed: int) -> None:
         context = torch.no_grad if seed % 2 else torch.inference_mode
