@@ -5,14 +5,11 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,34 +18,22 @@ from torch.utils.hooks import RemovableHandle
 
 from .captures import captures
 from .cast_mode import HALVES, mode
-from .device_skip import DeviceSkip, must_be_told, skips_by_flag, step_by_flag
+from .device_skip import must_be_told, step_by_flag
 from .fp32_store import FP32Store
-from .fused_step import FusedStep, refuse_options
-from .gradients import Gradients
-from .half_gradients import HalfGradients
+from .fused_step import refuse_options
 from .host_copy import HostCopy
-from .kernels import GradCheck
-from .lazy_gradients import clear_grads, stored_grad
-from .master_weights import MasterWeights
+from .lazy_gradients import clear_grads
+from .optimizer_backward import OptimizerBackward
 from .patching import Patches, bind
-from .reception import Held
-from .stray_gradients import StrayGradients, Watch
 
 _FP32 = torch.float32
-
-
-class Unsettled(Protocol):
-    """A check of gradients whose result nobody has asked for yet (``delay_overflow_check``)."""
-
-    def settle(self) -> None:
-        """Move the loss scale and tell every optimizer concerned whether to skip."""
 
 
 class _SkippedInClosure(Exception):
     """Ends a step from inside its closure."""
 
 
-class OptimizerStep:
+class OptimizerStep(OptimizerBackward):
     """One optimizer as `amp.initialize` left it.
 
     Args:
@@ -59,9 +44,7 @@ class OptimizerStep:
         fused: step by `FusedStep`; with a store only.
 
     Attributes:
-        skip_message: why the next step must be skipped, or None.
-        scaling: True inside a ``scale_loss`` of this optimizer.
-        unsettled: checks to settle before the next step.
+        scalers: as given.
         ended: how many steps there were, those skipped included.
     """
 
@@ -73,24 +56,12 @@ class OptimizerStep:
         announce: Callable[[str], None],
         fused: bool = False,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer, store, fused)
         self._announce = announce
         self._patches = Patches()
-        self._fused = FusedStep(optimizer) if fused else None
-        lazy = None if self._fused is None else self._fused.lazy
-        self.gradients = Gradients(lazy)
-        self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
-        if self._fused is not None and self.masters is not None:
-            self._fused.param_of = self.masters.param_of
         self.scalers = scalers
-        self.skip_message: str | None = None
         self._skipped: bool | HostCopy = False
-        self._device_skip = DeviceSkip()
-        self._strays = StrayGradients()
-        self.scaling = False
-        self.unsettled: list[Unsettled] = []
         self.ended = 0
-        self._held = Held([], [])
         self._published = False
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
@@ -101,27 +72,6 @@ class OptimizerStep:
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
 
-    def held(self) -> Held:
-        """Return what the optimizer holds now."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        if len(groups) == 1:
-            stepped = groups[0]["params"]
-        else:
-            stepped = list(chain.from_iterable(group["params"] for group in groups))
-        known = self._held.stepped
-        if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
-            stepped = list(stepped)
-            masters = self.masters
-            params = stepped if masters is None else [masters.param_of(p) for p in stepped]
-            self._held = Held(params, stepped)
-        return self._held
-
-    @property
-    def takes_grads_as_they_are(self) -> bool:
-        """True where a scale of 1 leaves nothing to do: no masters, nothing delayed."""
-        return self.masters is None and self.gradients.delayed_scale is None
-
     @property
     def skipped(self) -> bool:
         """True when the last call of ``step`` was skipped. May wait for its device."""
@@ -129,142 +79,9 @@ class OptimizerStep:
             self._skipped = bool(self._skipped.wait().item())
         return self._skipped
 
-    @property
-    def skips_by_flag(self) -> bool:
-        """True where the device can skip the next step, whatever the host knows."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return False
-        fused = self._fused
-        can_be = skips_by_flag(optimizer) if fused is None else fused.skips_by_flag(optimizer)
-        stepped = self.held().stepped
-        if stepped and not can_be:
-            captures.refuse_waiting(stepped[0].device)
-        return can_be
-
-    def skip_if(self, found_inf: Tensor) -> None:
-        """Have the device skip the next step where a flag is not 0."""
-        self._device_skip.add(found_inf)
-
     def announce(self, message: str) -> None:
         """Say what is to be said of a skipped step."""
         self._announce(message)
-
-    def has_master_of(self, param: Tensor) -> bool:
-        """Return whether it steps a master of a half parameter."""
-        return self.masters is not None and self.masters.has_master_of(param)
-
-    def drop_cleared(self) -> None:
-        """Follow the user who cleared the gradients of the model's parameters."""
-        if self.gradients.may_be_cleared:
-            self.gradients.drop_cleared(self.held())
-
-    def begin_backward(self, held: Held, scale: float | Tensor) -> None:
-        """Make room for the gradients of a loss multiplied by ``scale``."""
-        self._strays.drop_cleared()
-        self.gradients.set_aside(held, scale)
-        self.scaling = True
-        may_skip = self.skip_message is not None or self._device_skip.is_open
-        if may_skip and self.gradients.are_cleared(self.held()):
-            self._forget_skip()  # the user dropped what overflowed
-
-    def delay_unscale(self, scale: float | Tensor) -> None:
-        """Leave the gradients scaled, for the next backward to add to."""
-        self.scaling = False
-        self._strays.note_own_block()
-        self.gradients.delay(self.held(), scale)
-
-    def end_backward(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
-        """Receive the gradients, unscaled and checked, and the parameters they are of."""
-        self.scaling = False
-        self._strays.note_own_block()
-        return self.gradients.receive(held, scale)
-
-    def abandon_backward(self, held: Held) -> None:
-        """The body of ``scale_loss`` raised: the gradients are as before it."""
-        self.scaling = False
-        self.gradients.put_back(held)
-
-    def refuse_nested(self) -> None:
-        """Raise inside a ``scale_loss`` of the same optimizer.
-
-        Raises:
-            RuntimeError: as said.
-        """
-        if self.scaling:
-            raise RuntimeError(
-                "scale_loss() blocks of one optimizer must follow each other, for both would "
-                "unscale the same gradients; got one inside another. Add the losses and scale "
-                "the sum, or leave the first block before the second (delay_unscale=True keeps "
-                "its gradients)."
-            )
-
-    def stand_by(self, is_scaled: bool) -> Watch:
-        """Call before a backward that is not for this optimizer, but may reach its parameters.
-
-        Args:
-            is_scaled: whether its gradients are multiplied by a loss scale.
-
-        Returns:
-            What `note_strays` needs.
-        """
-        if self._fused is not None and isinstance(self._fused.lazy.source, HalfGradients):
-            self._fused.lazy.materialize()  # unscales half gradients, which may be written to
-        waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # A half gradient that a master has received is not read again.
-        watched = [
-            param
-            for param, stepped in zip(*self.held(), strict=True)
-            if param is stepped or not (waiting or stored_grad(stepped) is not None)
-        ]
-        return self._strays.watch(watched if is_scaled else [])
-
-    def note_strays(self, watch: Watch, steps: Sequence[OptimizerStep]) -> None:
-        """Call after that backward, which was for the optimizers of ``steps``."""
-        if not self.scaling:  # a block of its own, around or in another thread, unscales all
-            self._strays.note(watch, {id(param) for step in steps for param in step.held().params})
-
-    def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip gradients that the step unscales itself, for it to do that, too.
-
-        Returns:
-            The total norm, 0-dim; None where gradients are clipped as all others are.
-        """
-        optimizer = self._optimizer()
-        if self._fused is None or optimizer is None or norm_type != 2.0:
-            return None
-        return self._fused.clip(optimizer, max_norm)
-
-    def settle(self) -> None:
-        """Finish the checks that ``delay_overflow_check`` left open."""
-        while self.unsettled:
-            self.unsettled.pop(0).settle()
-
-    def refuse_delayed(self, caller: str) -> None:
-        """Raise if gradients are still scaled.
-
-        Raises:
-            RuntimeError: as said.
-        """
-        if self.scaling:
-            raise RuntimeError(
-                f"{caller} needs unscaled gradients, which there are from the end of a "
-                "scale_loss() block on; got a call inside the block. Move it behind the block."
-            )
-        self.drop_cleared()
-        self._strays.refuse(caller)
-        if self.gradients.delayed_scale is not None:
-            raise RuntimeError(
-                f"{caller} needs unscaled gradients; the last scale_loss(..., "
-                "delay_unscale=True) left them scaled. Leave delay_unscale out in the last "
-                "scale_loss() before it, or clear them with optimizer.zero_grad()."
-            )
-        self.receive_unscaled()
-
-    def receive_unscaled(self) -> None:
-        """Let masters have what a backward outside of ``scale_loss`` left at their parameters."""
-        if self.masters is not None and not self.scaling and self.gradients.delayed_scale is None:
-            self.gradients.receive_unscaled(self.held())
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
@@ -274,24 +91,6 @@ class OptimizerStep:
         if self._hook is not None:
             self._hook.remove()
         self._patches.undo()
-
-    def _end_pending(self) -> None:
-        """Nobody skips the next step: unscale delayed gradients, drop those that overflowed."""
-        with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
-            self.settle()
-        overflow = self.skip_message is not None or self._device_skip.found()
-        delayed_scale = self.gradients.delayed_scale
-        if delayed_scale is not None and self.gradients.are_delayed(self.held()):
-            overflow |= self.gradients.receive(self.held(), delayed_scale)[0].overflow
-            self.gradients.put_unwritten_back()
-        if overflow:
-            for tensor in (*self.held().params, *self.held().stepped):
-                tensor.grad = None
-        self._forget_skip()
-
-    def _forget_skip(self) -> None:
-        self.skip_message = None
-        self._device_skip.forget()
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
@@ -490,10 +289,6 @@ class OptimizerStep:
                 group.update(options)
         if self.masters is not None:
             self.masters.publish()
-
-    def _drop_waiting(self) -> None:
-        if self._fused is not None:
-            self._fused.lazy.drop()
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.settle()
