@@ -47,6 +47,11 @@ class Gradients:
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
     @property
+    def are_pending(self) -> bool:
+        """True where a scaled loss has left gradients that no step has used yet."""
+        return self.delayed_scale is not None or bool(self._received)
+
+    @property
     def may_be_cleared(self) -> bool:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.delayed_scale is not None:
@@ -146,8 +151,9 @@ class Gradients:
         """Let masters receive what a backward outside of ``scale_loss`` left at their parameters.
 
         Not where they have gradients. Those that a step has used are left where they are, too.
+        None may be pending (`are_pending`).
         """
-        if self._received or (self._lazy is not None and self._lazy.are_waiting):
+        if self._lazy is not None and self._lazy.are_waiting:
             return
         rows = [
             param is not master and stored_grad(param) is not None

@@ -47,6 +47,7 @@ class OptimizerBackward:
         gradients, masters: what was made for it; masters may be None.
         skip_message: why the next step must be skipped, or None.
         scaling: True inside a ``scale_loss`` of this optimizer.
+        blocks: how many of these there were.
         unsettled: checks to settle before the next step.
     """
 
@@ -62,6 +63,7 @@ class OptimizerBackward:
         self._device_skip = DeviceSkip()
         self._strays = StrayGradients()
         self.scaling = False
+        self.blocks = 0
         self.unsettled: list[Unsettled] = []
         self._held = Held([], [])
 
@@ -216,7 +218,8 @@ class OptimizerBackward:
 
     def receive_unscaled(self) -> None:
         """Let masters have what a backward outside of ``scale_loss`` left at their parameters."""
-        if self.masters is not None and not self.scaling and self.gradients.delayed_scale is None:
+        expects = self.masters is not None and not self.scaling and not self.gradients.are_pending
+        if expects:
             self.gradients.receive_unscaled(self.held())
 
     def _end_pending(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import kernels
 
 _SMALL = 1 << 12  # elements
-_ALIGNMENT = 16  # bytes; vectorized kernels want it
+_ALIGNMENT = 64  # bytes; as of memory that torch allocates, for vectorized kernels
 
 
 def is_small(tensor: Tensor) -> bool:

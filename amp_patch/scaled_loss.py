@@ -22,6 +22,8 @@ from .weight_cache import WeightCache
 
 #: Device types that work behind the host, which must not wait for them.
 RUNS_AHEAD = {"cuda"}
+#: How many of an optimizer's first blocks are watched for a backward that goes astray.
+_WATCHED_BLOCKS = 16
 
 
 def _report(scaler: LossScaler, scaler_id: int, steps: Sequence[OptimizerStep]) -> None:
@@ -98,7 +100,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         self._idle = not self._checked and all(step.takes_grads_as_they_are for step in self._steps)
         # A float64 loss keeps its precision.
         loss = self._loss.float() if self._loss.dtype in HALVES else self._loss
-        self._backward = _Backward()
+        self._backward = None
         if self._idle:
             return loss
         for step in self._steps:
@@ -106,10 +108,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         for step, held in self._share("params"):
             step.begin_backward(held, scale)
         scaled_loss = loss * scale
-        if self._checked and scaled_loss.grad_fn is not None:
-            scaled_loss.grad_fn.register_prehook(self._backward)
-        else:
-            self._backward.has_run = True  # a scale of 1 makes no difference
+        self._backward = self._watched_backward(scaled_loss)
         return scaled_loss
 
     def __exit__(
@@ -122,12 +121,13 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._cache.mark_stale()
         for other, watch in zip(self._others, self._watches, strict=True):
             other.note_strays(watch, self._steps)
-        self._backward.is_over = True
+        if self._backward is not None:
+            self._backward.is_over = True
         if not self._idle:
             self._finish(is_failed=exc_type is not None)
 
     def _finish(self, is_failed: bool) -> None:
-        if not is_failed and not self._backward.has_run:
+        if not is_failed and self._backward is not None and not self._backward.has_run:
             self._refuse_another()
         if is_failed:
             for step, held in self._share("params"):
@@ -137,6 +137,17 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
                 step.delay_unscale(self._scale)
         else:
             self._unscale()
+
+    def _watched_backward(self, scaled_loss: Tensor) -> _Backward | None:
+        """Return what notes the backward of the scaled loss, None where nothing depends on it."""
+        blocks = self._steps[0].blocks = self._steps[0].blocks + 1
+        # With a scale of 1 any backward will do. And a script that goes astray does so at once:
+        # to look at every block would cost the host more than the scaling.
+        if not self._checked or scaled_loss.grad_fn is None or blocks > _WATCHED_BLOCKS:
+            return None
+        backward = _Backward()
+        scaled_loss.grad_fn.register_prehook(backward)
+        return backward
 
     def _refuse_another(self) -> None:
         """Raise if gradients came from another backward than the scaled loss's.

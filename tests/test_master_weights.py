@@ -1002,6 +1002,38 @@ def test_a_refused_group_leaves_what_another_optimizer_knows(amp: ModuleType, le
     assert torch.equal(model[1].bias.float(), torch.full((3,), 0.5))
 
 
+class AssigningSGD(Optimizer):
+    """Gives its parameters new storages, as optimizers written by hand do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_assigns_data_trains_as_one_that_writes(
+    amp: ModuleType, level: str
+) -> None:
+    states = []
+    for make in (AssigningSGD, SGD):
+        torch.manual_seed(0)
+        model, optimizer = prepared(amp, level, nn.Linear(5, 3), make)
+        for _ in range(4):
+            train_step(amp, model, optimizer, torch.ones(2, 5))
+        states.append(copies(model))
+        assert_same(
+            {k: p.detach().float() for k, p in model.named_parameters()},
+            {k: v.to(model.weight.dtype).float() for k, v in states[-1].items()},
+        )
+        amp.deactivate()
+    assert_same(*states)
+
+
 # --- deactivate, O3 ---
 
 

@@ -210,3 +210,14 @@ def test_zeros_of_the_optimizer_may_be_added_to_outside_of_a_block(
     before = values(second)
     second.step()
     assert not any(map(torch.equal, before, values(second)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_sixteenth_block_is_watched_still(amp: ModuleType, level: str) -> None:
+    model, *both = prepared(amp, level)
+    for _ in range(15):
+        with amp.scale_loss(loss_of(model), both) as scaled_loss:
+            scaled_loss.backward()
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="another one"), amp.scale_loss(loss, both):
+        loss.backward()
