@@ -224,8 +224,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     arguments.optimizer_of(optimizer, "amp.master_params()")
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
-        step.receive_unscaled()
-        step.masters.expose()
+        step.show_masters()
     return _parameters_of(optimizer)
 
 

@@ -179,6 +179,15 @@ class OptimizerBackward:
         if not self.scaling:  # a block of its own, around or in another thread, unscales all
             self._strays.note(watch, {id(param) for step in steps for param in step.held().params})
 
+    def show_masters(self) -> None:
+        """The user gets the masters, to read, write and differentiate by until the next step."""
+        self.receive_unscaled()
+        if self._fused is not None:
+            # A backward adds to what is stored; what waits would come last in the sum.
+            self._fused.lazy.materialize()
+        if self.masters is not None:
+            self.masters.expose()
+
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.
 
