@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -66,6 +67,7 @@ class OptimizerBackward:
         self.blocks = 0
         self.unsettled: list[Unsettled] = []
         self._held = Held([], [])
+        self._thread: int | None = None
 
     def held(self) -> Held:
         """Return what the optimizer holds now."""
@@ -119,21 +121,24 @@ class OptimizerBackward:
         self._strays.drop_cleared()
         self.gradients.set_aside(held, scale)
         self.scaling = True
+        self._thread = threading.get_ident()
         may_skip = self.skip_message is not None or self._device_skip.is_open
         if may_skip and self.gradients.are_cleared(self.held()):
             self._forget_skip()  # the user dropped what overflowed
 
     def delay_unscale(self, scale: float | Tensor) -> None:
         """Leave the gradients scaled, for the next backward to add to."""
-        self.scaling = False
-        self._strays.note_own_block()
         self.gradients.delay(self.held(), scale)
+        self._strays.note_own_block()
+        self.scaling = False
 
     def end_backward(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
         """Receive the gradients, unscaled and checked, and the parameters they are of."""
-        self.scaling = False
-        self._strays.note_own_block()
-        return self.gradients.receive(held, scale)
+        try:
+            return self.gradients.receive(held, scale)
+        finally:
+            self._strays.note_own_block()
+            self.scaling = False
 
     def abandon_backward(self, held: Held) -> None:
         """The body of ``scale_loss`` raised: the gradients are as before it."""
@@ -166,13 +171,15 @@ class OptimizerBackward:
         if self._fused is not None and isinstance(self._fused.lazy.source, HalfGradients):
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # A half gradient that a master has received is not read again.
+        # A half gradient that a master has received is not read again. And another thread trains
+        # its own models.
         watched = [
             param
             for param, stepped in zip(*self.held(), strict=True)
             if param is stepped or not (waiting or stored_grad(stepped) is not None)
         ]
-        return self._strays.watch(watched if is_scaled else [])
+        is_here = self._thread in (None, threading.get_ident())
+        return self._strays.watch(watched if is_scaled and is_here else [])
 
     def note_strays(self, watch: Watch, steps: Sequence[OptimizerBackward]) -> None:
         """Call after that backward, which was for the optimizers of ``steps``."""

@@ -126,8 +126,10 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def graph(self, graph: Recorded, pool: Any, stream: Any) -> Iterator[None]:
+        # Tensors of other tests, sparse or fake ones say, may live still.
         tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-        storages = {s._cdata: s for s in (one.untyped_storage() for one in tensors)}
+        dense = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
+        storages = {s._cdata: s for s in dense if s.device.type == "cpu"}
         saved = [(storage, storage.clone()) for storage in storages.values()]
         self.is_capturing = True
         try:

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from amp_patch import casting, half_model, optimizer_step, prepared_optimizers, torch_hooks
+from amp_patch import (
+    casting,
+    half_model,
+    optimizer_backward,
+    optimizer_step,
+    prepared_optimizers,
+    torch_hooks,
+)
 from amp_patch.cast_mode import OFF, process
 from amp_patch.session import session
 from amp_patch.weight_cache import WeightCache
@@ -74,7 +81,7 @@ FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
     "forward casts": (half_model.ForwardCasts, "attach", 2, LEVELS),
     "cache": (WeightCache, "add_model", 2, CASTING),
     "scalers": (prepared_optimizers, "LossScaler", 2, LEVELS),
-    "masters": (optimizer_step, "MasterWeights", 1, ("O2", "O5")),
+    "masters": (optimizer_backward, "MasterWeights", 1, ("O2", "O5")),
     "optimizer": (prepared_optimizers, "OptimizerStep", 2, LEVELS),
     "state": (optimizer_step.OptimizerStep, "match_state", 2, HALF),
     "casts": (casting.Casts, "wrap", 100, CASTING),

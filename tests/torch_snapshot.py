@@ -121,43 +121,46 @@ def _changed_attributes(before: Snapshot) -> list[tuple[Any, str, Any]]:
     return changed
 
 
-_last_bound: tuple[frozenset[str], dict[tuple[str, str], Any]] = frozenset(), {}
+_last_places: tuple[frozenset[str], list[tuple[str, str]]] = frozenset(), []
 
 
 def _bound_names(
     attributes: dict[Any, dict[str, Any]], modules: frozenset[str]
 ) -> dict[tuple[str, str], Any]:
-    """Return the names in modules that torch's functions are bound to.
+    """Return what the names in modules hold that torch's functions are bound to.
 
-    Looking through all of them takes longer than most tests: once per set of modules.
+    To look for such names takes longer than most tests: done once per set of modules.
     """
-    global _last_bound
-    if _last_bound[0] != modules:
-        _last_bound = modules, _find_bound_names(attributes)
-    return _last_bound[1]
+    global _last_places
+    if _last_places[0] != modules:
+        _last_places = modules, _find_bound_names(attributes)
+    return {
+        (module, name): vars(sys.modules[module]).get(name, ABSENT)
+        for module, name in _last_places[1]
+    }
 
 
-def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> list[tuple[str, str]]:
     originals = {
         id(value)
         for names in attributes.values()
         for value in names.values()
         if isinstance(value, FUNCTIONS)
     }
-    return {
-        (module_name, name): value
+    return [
+        (module_name, name)
         for module_name, module in list(sys.modules.items())
         if module_name.partition(".")[0] != "torch" and isinstance(module, type(sys))
         for name, value in list(vars(module).items())
         if id(value) in originals
-    }
+    ]
 
 
 def _changed_bound_names(before: Snapshot) -> list[tuple[str, str, Any]]:
     return [
         (module, name, value)
         for (module, name), value in before.bound_names.items()
-        if module in sys.modules and vars(sys.modules[module]).get(name) is not value
+        if module in sys.modules and vars(sys.modules[module]).get(name, ABSENT) is not value
     ]
 
 
