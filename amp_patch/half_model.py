@@ -49,9 +49,10 @@ class ForwardCasts:
     @leave_out
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook."""
-        if not (torch.compiler.is_compiling() and self._holds_around(id(model))):
+        is_compiling = torch.compiler.is_compiling()
+        if not (is_compiling and self._holds_around(id(model))):
             mode.enter_model(id(model), self.level, self.region_dtype)
-        if torch.compiler.is_compiling():
+        if is_compiling:
             # The model may have been moved since it was last seen. One parameter speaks for all.
             for param in model.parameters():
                 _cast_on(param.device.type)
