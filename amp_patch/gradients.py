@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 import warnings
-import weakref
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from . import kernels
 from .half_gradients import HalfGradients
@@ -43,7 +43,7 @@ class Gradients:
         self._received: list[tuple[list[Tensor], list[int]]] = []
         self._reception = Reception(Held([], []))
         self._has_warned = False
-        self._first_received: weakref.ref[Tensor] | None = None
+        self._first_received: TensorWeakRef | None = None
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
     @property
@@ -143,7 +143,7 @@ class Gradients:
         check = self._take_in(held, grads, scale)
         if grads and not self._reception.is_in_place:
             self._received.append((held.params, list(map(_VERSION, grads))))
-            self._first_received = weakref.ref(grads[self._reception.first_of_masters])
+            self._first_received = TensorWeakRef(grads[self._reception.first_of_masters])
         self.delayed_scale = None
         return check, held.params
 

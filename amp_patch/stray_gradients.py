@@ -5,11 +5,11 @@ They are multiplied by a loss scale that nobody takes out again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from . import kernels
 from .lazy_gradients import stored_grad
@@ -26,7 +26,7 @@ class StrayGradients:
     """Which of one optimizer's parameters have such gradients."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Tensor, weakref.ref[Tensor]]] = []
+        self._found: list[tuple[Tensor, TensorWeakRef]] = []
         self._own_blocks = 0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
@@ -50,13 +50,13 @@ class StrayGradients:
             now = stored_grad(param)
             is_written = now is not None and (now is not grad or now._version != version)
             if now is not None and is_written and id(param) not in unscaled:
-                self._found.append((param, weakref.ref(now)))
+                self._found.append((param, TensorWeakRef(now)))
 
     def drop_cleared(self) -> None:
         """Forget those that the user has dropped or set to zero."""
         if self._found:
             left = [(param, grad) for param, grad in self._left() if kernels.values(grad).any()]
-            self._found = [(param, weakref.ref(grad)) for param, grad in left]
+            self._found = [(param, TensorWeakRef(grad)) for param, grad in left]
 
     def forget(self) -> None:
         """The gradients were cleared or stepped."""
@@ -79,5 +79,5 @@ class StrayGradients:
             )
 
     def _left(self) -> list[tuple[Tensor, Tensor]]:
-        kept = ((param, reference()) for param, reference in self._found)
-        return [(p, grad) for p, grad in kept if grad is not None and stored_grad(p) is grad]
+        now = ((param, stored_grad(param), noted()) for param, noted in self._found)
+        return [(param, grad) for param, grad, noted in now if grad is not None and grad is noted]

@@ -79,7 +79,17 @@ def run_again(
         if is_new:
             target.untyped_storage().copy_(result.untyped_storage())
     # a replay tells autograd nothing
-    torch._C._autograd._unsafe_set_version_counter(tuple(given), tuple(versions))
+    for one, version in zip(given, versions, strict=True):
+        set_version(one, version)
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set a tensor's version counter; before torch 2.7 this takes no tuples."""
+    setter = torch._C._autograd._unsafe_set_version_counter
+    try:
+        setter((tensor,), (version,))
+    except TypeError:
+        setter(tensor, version)
 
 
 class FakeCuda:
@@ -128,6 +138,8 @@ class FakeCuda:
     def graph(self, graph: Recorded, pool: Any, stream: Any) -> Iterator[None]:
         # Tensors of other tests, sparse or fake ones say, may live still.
         tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        for one in tensors:
+            one._fix_weakref()  # torch asks for it of whoever finds a tensor that it owns alone
         dense = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
         storages = {s._cdata: s for s in dense if s.device.type == "cpu"}
         saved = [(storage, storage.clone()) for storage in storages.values()]
