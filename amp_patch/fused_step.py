@@ -49,7 +49,8 @@ class FusedStep:
         self._launch = FusedLaunch(make_update, rule, self.lazy)
         self._plain = _without_hooks(type(optimizer).step)
         step = weakref.WeakMethod(self._step)
-        # A method bound to this object would be a cycle, which only the collector ends.
+        # A method bound to this object would be a cycle, which only the collector ends. mypy does
+        # not know that the reference lives as long as what calls it.
         self._hooked = Optimizer.profile_hook_step(lambda *args, **kw: step()(*args, **kw))  # type: ignore[misc]
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:

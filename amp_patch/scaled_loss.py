@@ -127,12 +127,12 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._finish(is_failed=exc_type is not None)
 
     def _finish(self, is_failed: bool) -> None:
-        if not is_failed and self._backward is not None and not self._backward.has_run:
-            self._refuse_another()
         if is_failed:
-            for step, held in self._share("params"):
-                step.abandon_backward(held)
-        elif self._delay_unscale:
+            self._abandon()
+            return
+        if self._backward is not None and not self._backward.has_run:
+            self._refuse_another()
+        if self._delay_unscale:
             for step in self._steps:
                 step.delay_unscale(self._scale)
         else:
@@ -155,16 +155,18 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         Raises:
             RuntimeError: as said; the gradients are as before the block.
         """
-        written = [step for step, held in self._share("params") if step.gradients.wrote(held)]
-        if written:
-            for step, held in self._share("params"):
-                step.abandon_backward(held)
+        if any(step.gradients.wrote(held) for step, held in self._share("params")):
+            self._abandon()
             raise RuntimeError(
                 "the backward() inside a scale_loss() block must be that of the loss it yields; "
                 "got gradients of another one, which are not multiplied by the loss scale and "
                 "would be divided by it. Call scaled_loss.backward() in `with "
                 "amp.scale_loss(loss, optimizer) as scaled_loss:`."
             )
+
+    def _abandon(self) -> None:
+        for step, held in self._share("params"):
+            step.abandon_backward(held)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
