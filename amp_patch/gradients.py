@@ -43,7 +43,7 @@ class Gradients:
         self._received: list[tuple[list[Tensor], list[int]]] = []
         self._reception = Reception(Held([], []))
         self._has_warned = False
-        self._first_received: TensorWeakRef | None = None
+        self._used: list[Tensor | TensorWeakRef] = []
         self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
 
     @property
@@ -74,6 +74,10 @@ class Gradients:
         self._received.clear()
         self._delayed_versions.clear()
         self.delayed_scale = None
+
+    def forget_used(self) -> None:
+        """What a step has used was cleared, perhaps by writing zeros to it."""
+        self._used.clear()
 
     def are_cleared(self, held: Held) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -142,8 +146,10 @@ class Gradients:
             self._reception = Reception(held)
         check = self._take_in(held, grads, scale)
         if grads and not self._reception.is_in_place:
+            if not self._received:
+                self._used.clear()
             self._received.append((held.params, list(map(_VERSION, grads))))
-            self._first_received = TensorWeakRef(grads[self._reception.first_of_masters])
+            self._used += self._reception.references(grads)
         self.delayed_scale = None
         return check, held.params
 
@@ -155,16 +161,14 @@ class Gradients:
         """
         if self._lazy is not None and self._lazy.are_waiting:
             return
+        used = [noted if isinstance(noted, Tensor) else noted() for noted in self._used]
+        not_new = {id(grad) for grad in (*used, None)}
         rows = [
-            param is not master and stored_grad(param) is not None
+            param is not master and id(stored_grad(param)) not in not_new
             for param, master in zip(*held, strict=True)
         ]
         given = held.select(rows)
-        if not given.params or not _are_none(given.stepped):
-            return
-        # Only one is noted, for all of a backward come and go together.
-        used = None if self._first_received is None else self._first_received()
-        if not any(stored_grad(param) is used for param in given.params):
+        if given.params and _are_none(given.stepped):
             self.receive(given, 1.0)
 
     def _take_in(self, held: Held, grads: list[Tensor], scale: float | Tensor) -> GradCheck:

@@ -6,12 +6,13 @@ A parameter that is stepped itself keeps its gradient; that of a half one goes t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from . import kernels, pooling
 from .kernels import CudaCheck, GradCheck
@@ -50,7 +51,6 @@ class Reception:
 
     Attributes:
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
-        first_of_masters: the first row that belongs to a master, if one does.
     """
 
     def __init__(self, held: Held) -> None:
@@ -58,7 +58,6 @@ class Reception:
         self._devices = _devices(held)
         self.is_in_place = same(*held)
         self._has_master = list(map(operator.is_not, *held))
-        self.first_of_masters = 0 if self.is_in_place else self._has_master.index(True)
         self._check: kernels.Check | None = None
         self._unscale = kernels.Unscale(*held)
         small = [
@@ -92,6 +91,15 @@ class Reception:
     def in_place(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries that belong to parameters stepped themselves."""
         return [entry for entry, has in zip(column, self._has_master, strict=True) if not has]
+
+    def references(self, grads: list[Tensor]) -> Sequence[Tensor | TensorWeakRef]:
+        """Return what tells these gradients from later ones, and keeps no large one alive."""
+        if self._all_kept:
+            return grads
+        return [
+            grad if pooling.is_small(master) else TensorWeakRef(grad)
+            for grad, master in zip(grads, self._held.stepped, strict=True)
+        ]
 
     def receive(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         """Unscale gradients in place where the optimizer steps the parameter, else into others."""

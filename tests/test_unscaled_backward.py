@@ -129,3 +129,28 @@ def test_a_write_to_half_gradients_that_masters_have_received_is_told_once(amp, 
     assert len(caught) == 1
     assert "has no effect" in str(caught[0].message)
     assert "amp.clip_grad_norm_(optimizer, max_norm)" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_part_that_was_cleared_makes_the_rest_no_new_gradients(amp, opt_level):
+    model, optimizer = start(amp, opt_level, loss_scale=1024.0)
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    model[0].zero_grad()
+    before = values(model.parameters())
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_zeros_that_the_optimizer_wrote_are_added_to(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    before = values(model.parameters())
+    backward(model)
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
