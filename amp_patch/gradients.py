@@ -75,10 +75,6 @@ class Gradients:
         self._delayed_versions.clear()
         self.delayed_scale = None
 
-    def forget_used(self) -> None:
-        """What a step has used was cleared, perhaps by writing zeros to it."""
-        self._used.clear()
-
     def are_cleared(self, held: Held) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
         waiting = self._lazy is not None and self._lazy.are_waiting

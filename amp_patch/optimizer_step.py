@@ -304,7 +304,6 @@ class OptimizerStep(OptimizerBackward):
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
         self._strays.forget()
         self.gradients.forget()
-        self.gradients.forget_used()
         self._forget_skip()  # what overflowed is gone
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -154,3 +155,19 @@ def test_zeros_that_the_optimizer_wrote_are_added_to(amp, opt_level):
     backward(model)
     optimizer.step()
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_large_gradients_that_were_used_are_known_and_not_kept_alive(amp, opt_level):
+    model = nn.Sequential(nn.Linear(3, 3000), nn.Linear(3000, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=1024.0, verbosity=0)
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    grad = weakref.ref(model[0].weight.grad)
+    model[0].zero_grad()
+    assert grad() is None
+    before = values(model.parameters())
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
