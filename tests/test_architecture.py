@@ -19,6 +19,9 @@ CORE = sorted(PACKAGE.glob("*.py"))
 
 # A module imports from lower layers only; modules of one layer never import each other.
 LAYERS = {
+    "__main__": 16,
+    "command_line": 15,
+    "apex": 14,
     "amp": 13,
     "cuda_graph": 12,
     "user_functions": 12,
@@ -62,6 +65,7 @@ LAYERS = {
     "torch_kernels": 1,
     "torch_updates": 1,
     "__init__": 0,
+    "__version__": 0,
     "arguments": 0,
     "captures": 0,
     "cast_mode": 0,

@@ -1,0 +1,1 @@
+"""The names of NVIDIA's apex, over amp_patch: what scripts written for apex import."""

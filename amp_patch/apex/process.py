@@ -1,0 +1,67 @@
+"""Replaces this process by the user's script, with apex in place there and in its children.
+
+Knows the environment variables that say so; imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_STARTUP = str(Path(__file__).parent / "startup")
+
+
+def run_python(command: Sequence[str], opt_level: str | None) -> None:
+    """Become ``python COMMAND``, with the options that this Python was started with.
+
+    It is the very interpreter that runs the script, so arguments, paths, tracebacks, signals and
+    the exit code are Python's own.
+
+    Args:
+        command: ``["script.py", "arg", ...]`` or ``["-m", "module", "arg", ...]``.
+        opt_level: takes the place of what the script gives `initialize`; None leaves it.
+
+    Raises:
+        RuntimeError: Python was started with -I, -E or -S, which keep the children from finding
+            apex.
+    """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise RuntimeError(
+            "amp-patch run tells Python of apex by PYTHONPATH and site; got a Python started with "
+            "-I, -E or -S, which ignores one of them. Run python -m amp_patch run without it."
+        )
+    argv = [sys.executable, *_options_of_python(), *command]
+    environment = environment_of_run(os.environ, opt_level)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # where exec starts another process and ends this one at once
+        sys.exit(subprocess.call(argv, env=environment))
+    os.execve(sys.executable, argv, environment)
+
+
+def environment_of_run(environment: Mapping[str, str], opt_level: str | None) -> dict[str, str]:
+    """Return the environment in which Python installs the drop-in when it starts.
+
+    Args:
+        environment: what there is now.
+        opt_level: as `run_python`.
+    """
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    others = [path for path in paths if path != _STARTUP]
+    changed = {
+        "PYTHONPATH": os.pathsep.join([_STARTUP, *others]),
+        # Pythons of other environments may be among the children.
+        "AMP_PATCH_RUN": sys.prefix,
+    }
+    if opt_level is not None:
+        changed["AMP_PATCH_OPT_LEVEL"] = opt_level
+    return {**environment, **changed}
+
+
+def _options_of_python() -> list[str]:
+    """Return the options between 'python' and what runs now: a script, or '-m' and a module."""
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]
+    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]

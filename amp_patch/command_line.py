@@ -1,0 +1,33 @@
+"""The command line: ``amp-patch run script.py``. Imports no torch."""
+
+from __future__ import annotations
+
+import click
+
+from . import __version__
+from .apex.process import run_python
+
+_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+@click.group()
+@click.version_option(__version__, prog_name="amp-patch")
+def main() -> None:
+    """Mixed-precision training for PyTorch."""
+
+
+# What follows the script is the script's, options of the same names included.
+@main.command(context_settings={"allow_interspersed_args": False})
+@click.option("--opt-level", type=click.Choice(_LEVELS), help="In place of the script's own level.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(opt_level: str | None, is_module: bool, script: str, args: tuple[str, ...]) -> None:
+    """Run a script that imports apex, as `python SCRIPT ARGS` would, with apex in place.
+
+    The processes that it starts find apex, too.
+    """
+    try:
+        run_python([*(["-m"] if is_module else []), script, *args], opt_level)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
