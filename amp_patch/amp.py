@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, kernels, loss_scaler, opt_levels, regions
-from .scale_rule import ScaleRule
+from . import (
+    arguments,
+    forced_level,
+    kernels,
+    loss_scaler,
+    patched_functions,
+    regions,
+)
+from .initialization import initialize_at
 from .scaled_loss import ScaledLoss
 from .session import session
 from .user_functions import (
@@ -120,7 +127,7 @@ def initialize(
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
-    level = opt_levels.resolve(
+    resolved = forced_level.resolve(
         opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
@@ -129,8 +136,19 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    scale_rule = ScaleRule.resolve(
-        level.loss_scale,
+    level = resolved.level
+    if resolved.message is not None:  # what a forced level has no use for is dropped as well
+        rules = rules if level.casts_functions else None
+        fused_step = fused_step and bool(level.master_weights)
+    rules = arguments.rules_of(rules, level.name, level.casts_functions)
+    initialize_at(
+        resolved,
+        models,
+        optimizers,
+        rules=patched_functions.expand(rules),
+        num_losses=num_losses,
+        verbosity=verbosity,
+        fused_step=fused_step,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
@@ -138,19 +156,6 @@ def initialize(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )
-    verbosity = arguments.verbosity_of(verbosity)
-    session.initialize(
-        arguments.models_of(models),
-        arguments.optimizers_of(optimizers),
-        level,
-        scale_rule,
-        arguments.count_of(num_losses),
-        arguments.rules_of(rules, level.name, level.casts_functions),
-        arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
-    )
-    session.verbosity = verbosity
-    if verbosity > 0:
-        opt_levels.print_level(level)
     return result
 
 

@@ -16,8 +16,12 @@ from torch.optim import LBFGS, Optimizer
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
 
 
-def models_of(models: Any) -> list[nn.Module]:
+def models_of(models: Any, allow_half: bool = False) -> list[nn.Module]:
     """Return one model, or a list or tuple of models, as a list.
+
+    Args:
+        models: as given to `initialize`.
+        allow_half: take models with half parameters, too.
 
     Raises:
         TypeError: anything else.
@@ -31,7 +35,8 @@ def models_of(models: Any) -> list[nn.Module]:
                 f"returned from amp.initialize(); got a {type(model).__name__}. Call "
                 "amp.initialize(model.module, ...) first, then wrap what it returns."
             )
-        _refuse_half(model)
+        if not allow_half:
+            _refuse_half(model)
     return found
 
 

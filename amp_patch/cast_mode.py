@@ -15,6 +15,10 @@ import torch
 OFF = torch.float32
 #: The dtypes that casts cast to.
 HALVES = (torch.float16, torch.bfloat16)
+#: The device types that torch has, where no model says which ones are meant.
+ALL_DEVICES = frozenset(
+    {"cpu", "cuda", "hpu", "ipu", "lazy", "maia", "meta", "mps", "mtia", "xla", "xpu"}
+)
 
 
 class Saved(NamedTuple):

@@ -84,6 +84,7 @@ class Casts:
             "float_dtype": _setting_dtype,
             "promote": _promoting,
             "banned": _banned,
+            "refuse": _refusing,
             "off": lambda function: function,
         }
 
@@ -307,6 +308,23 @@ def _banned(original: Function) -> Function:
                 "the sigmoid before it, or call it with .float() tensors in amp.disable_casts()."
             )
         return in_float(*args, **kwargs)
+
+    return wrapper
+
+
+def _refusing(original: Function) -> Function:
+    """Wrap a function that is not to run on half tensors at all, such as ``exp_``."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs, is_compiling())
+        if on and _holds_half((*args, *kwargs.values())):
+            raise NotImplementedError(
+                f"{original.__name__} must not run on half tensors, whose range its result "
+                f"leaves; got one while the casts of amp.initialize() are on. Call it on "
+                f"tensor.float(), or in amp.disable_casts()."
+            )
+        return original(*args, **kwargs)
 
     return wrapper
 

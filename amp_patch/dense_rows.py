@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .tensor_tables import TensorTable
 
@@ -107,7 +108,9 @@ def _kind(row: Sequence[Tensor]) -> Kind | None:
     """Return device and dtypes, or None where no kernel takes the row."""
     first = row[0]
     known = all(one.dtype in _NAMES and one.device == first.device for one in row)
-    if not known or not _same_dense_layout(row):
+    # What wraps other tensors, as DTensor does, has no memory of its own.
+    wraps = any(map(is_traceable_wrapper_subclass, row))
+    if not known or wraps or not _same_dense_layout(row):
         return None
     return first.device, tuple(_NAMES[one.dtype] for one in row)
 

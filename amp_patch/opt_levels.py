@@ -176,11 +176,16 @@ def resolve(
     return replace(level, **overrides)
 
 
-def print_level(level: OptLevel) -> None:
-    """Print the options in apex's words, on the first rank only."""
+def print_level(level: OptLevel, message: str | None = None) -> None:
+    """Print the options in apex's words, on the first rank only.
+
+    Args:
+        level: what was resolved.
+        message: a line to go before it.
+    """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_rank() == 0:
-        print(describe(level))
+        print(*filter(None, [message, describe(level)]), sep="\n")
 
 
 def describe(level: OptLevel) -> str:

@@ -24,6 +24,7 @@ from .gradients import Gradients
 from .half_gradients import HalfGradients
 from .kernels import GradCheck
 from .lazy_gradients import stored_grad
+from .loss_scaler import LossScaler
 from .master_weights import MasterWeights
 from .reception import Held
 from .stray_gradients import StrayGradients, Watch
@@ -34,6 +35,9 @@ class Unsettled(Protocol):
 
     def settle(self) -> None:
         """Move the loss scale and tell every optimizer concerned whether to skip."""
+
+    def take_over(self, scaler: LossScaler) -> bool:
+        """Leave it to the caller, if it moves this scaler; return whether it overflowed."""
 
 
 class OptimizerBackward:

@@ -126,6 +126,16 @@ class PreparedOptimizers:
         for step in list(self.steps.values()):
             step.settle()
 
+    def take_over(self, scaler: LossScaler) -> bool:
+        """Leave every check of a scaler that ``delay_overflow_check`` left open to the caller.
+
+        Returns:
+            Whether one of them found an overflow.
+        """
+        checks = [check for step in list(self.steps.values()) for check in step.unsettled]
+        found = [check.take_over(scaler) for check in checks]
+        return any(found)
+
     def scaler_of(self, step: OptimizerStep, loss_id: Any) -> int:
         """Return the index of the scaler of an optimizer's loss.
 

@@ -185,11 +185,12 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
     def _twin_to_use(self) -> DeviceScaler | None:
         """Return what moves the scale on the loss's device, None where the host has to.
 
-        It has to where an optimizer cannot skip its step by itself. And where the scale has met
-        its floor: the error that may follow names gradients, which are gone one step later.
+        It has to where an optimizer cannot skip its step by itself. Where the check is delayed,
+        which somebody may `take_over`. And where the scale has met its floor: the error that may
+        follow names gradients, which are gone one step later.
         """
         device, scaler = self._loss.device, self._scaler
-        if not self._checked or device.type not in RUNS_AHEAD:
+        if not self._checked or device.type not in RUNS_AHEAD or self._delay_overflow_check:
             return None
         if scaler.twin is not None:
             scaler.twin.poll()
@@ -245,6 +246,20 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
                 step.skip_message = message
         if self._scaler.exhausted:
             raise FloatingPointError(self._describe(checks))
+
+    def take_over(self, scaler: LossScaler) -> bool:
+        """Leave a check that was delayed to the caller, if it moves ``scaler``.
+
+        Returns:
+            Whether it found an overflow; False of another scaler's.
+        """
+        if scaler is not self._scaler:
+            return False
+        for step in self._steps:
+            if self in step.unsettled:
+                step.unsettled.remove(self)
+        checks, self._checks = self._checks, []
+        return any(check.overflow for check, _ in checks)
 
     def _describe(self, checks: Sequence[tuple[GradCheck, list[Tensor]]]) -> str:
         found = [

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -20,8 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import arguments, patched_functions, torch_compile, torch_hooks
-from .cast_mode import HALVES, mode, process
+from . import arguments, torch_compile, torch_hooks
+from .cast_mode import ALL_DEVICES, HALVES, mode, process
 from .casting import Casts
 from .fp32_store import FP32Store
 from .loss_scaler import LossScaler
@@ -65,6 +66,7 @@ class Session:
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
         self.optimizers = PreparedOptimizers(self.scalers, self.announce)
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
         self._step_hooks: list[Any] = []
         process.reset()
@@ -79,26 +81,52 @@ class Session:
         rules: Mapping[str, str],
         fused_step: bool,
     ) -> None:
-        """Set models and optimizers up at ``level``; on an error everything is as before."""
+        """Set models and optimizers up at ``level``; on an error everything is as before.
+
+        Args:
+            models, optimizers: checked.
+            level, scale_rule: resolved.
+            num_losses: how many loss_ids the optimizers get.
+            rules: dotted path -> rule of a function, at levels that cast functions.
+            fused_step: at levels with masters only.
+        """
         arguments.refuse_twice(optimizers, self.optimizers.steps)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
-        rules = patched_functions.expand(rules)
         mode.leave_all_models()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
             on_error.callback(Snapshot(models, optimizers).restore)
-            self.functions.set_up(level, rules, self.models.casting_dtypes(), on_error)
+            self.functions.set_up(level, rules, self._casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, on_error)
             self.optimizers.set_up(
                 optimizers, level, self.store, scale_rule, num_losses, fused_step, on_error
             )
             self.store.end_conversion()
-            self.functions.follow_models(self.models.casting_dtypes())
+            self.functions.follow_models(self._casting_dtypes())
             on_error.pop_all()
         self.disabled = False
+
+    def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:
+        """Cast in every function from now on, whatever model calls it, on every device.
+
+        Args:
+            level: O1 or O4.
+            rules: dotted path -> rule of a function.
+        """
+        with contextlib.ExitStack() as on_error:
+            self._start(on_error)
+            self.functions.set_up(level, rules, self._casting_dtypes(), on_error)
+            on_error.pop_all()
+        process.devices = ALL_DEVICES
+        self._without_model = {level.half_dtype}
+        self.disabled = False
+
+    def _casting_dtypes(self) -> set[torch.dtype]:
+        """Return the half dtypes that functions are patched for."""
+        return self.models.casting_dtypes() | self._without_model
 
     def _start(self, on_error: contextlib.ExitStack) -> None:
         """Patch what every level needs, at the first call."""
