@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_patch import dense_rows
 from amp_patch.dense_rows import DenseRows, chosen, split
@@ -35,6 +36,8 @@ SPARSE = torch.sparse_coo_tensor(
         ([SPARSE, SPARSE], False),
         ([torch.zeros(5, 3), SPARSE], False),
         ([torch.zeros(3), torch.zeros(3, device="meta")], False),
+        ([TwoTensor(torch.zeros(3), torch.zeros(3)), torch.zeros(3)], False),
+        ([torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)], True),
     ],
     ids=str,
 )
