@@ -65,6 +65,16 @@ def test_rows_hold_addresses_and_lengths() -> None:
     assert table.rows([True, False]).tolist() == [[1, 3], [0, 5]]
 
 
+def test_a_tensor_of_more_than_2_to_the_31_elements_has_all_of_its_chunks() -> None:
+    length = 2**31 + CHUNK + 5
+    table = TensorTable([3, length], "aa", CPU)
+    assert table.rows([0, 0]).tolist() == [[0, 3], [0, length]]
+    chunks = table.chunks()
+    assert chunks[-1].tolist() == [1, (length - 1) // CHUNK]
+    assert len(chunks) == 1 + 2**31 // CHUNK + 2
+    assert table.ranges()[0].tolist() == [[0, 1], [1, len(chunks)]]
+
+
 def test_a_table_without_rows_is_empty() -> None:
     table = TensorTable([], [], CPU)
     assert table.rows([], []).shape == (0, 3)
