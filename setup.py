@@ -53,7 +53,11 @@ setup(
     # csrc/ stands at the top of the repository and inside the package once installed
     packages=[*find_packages(include=["amp_patch", "amp_patch.*"]), "amp_patch.csrc"],
     package_dir={"amp_patch.csrc": "csrc"},
-    package_data={"amp_patch": ["py.typed"], "amp_patch.csrc": ["*.cu", "*.cuh"]},
+    package_data={
+        # what a child process of Python runs first lies in a folder that is no package
+        "amp_patch": ["py.typed", "apex/startup/sitecustomize.py"],
+        "amp_patch.csrc": ["*.cu", "*.cuh"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Science/Research",

@@ -105,7 +105,7 @@ def test_a_source_that_is_nowhere_is_named() -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     inside = {name for name in names if ".dist-info/" not in name}
-    modules = {f"amp_patch/{path.name}" for path in ROOT.glob("amp_patch/*.py")}
+    modules = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("amp_patch/**/*.py")}
     sources = {f"amp_patch/csrc/{name}" for name in SOURCES}
     assert inside == modules | sources | {"amp_patch/py.typed"}
 
@@ -121,7 +121,7 @@ def test_the_metadata_states_version_requirements_and_extras(wheel: Path) -> Non
     assert f"\nVersion: {amp_patch.__version__}\n" in text
     assert re.search(r"^Requires-Python: >=3\.10$", text, re.MULTILINE)
     required = set(re.findall(r"^Requires-Dist: ([^;\n]+)$", text, re.MULTILINE))
-    assert required == {"torch>=2.6", "wrapt>=1.16"}
+    assert required == {"click>=8.1", "torch>=2.6", "wrapt>=1.16"}
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE))
     assert extras == {"cuda12", "cuda13", "examples", "test"}
 
