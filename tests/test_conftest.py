@@ -71,3 +71,31 @@ def test_a_test_that_patches_nothing_passes_and_properties_draw_a_hundred(run_te
     outcomes = result.parseoutcomes()
     assert outcomes["passed"] + outcomes.get("skipped", 0) == 4
     assert outcomes.keys().isdisjoint({"failed", "errors"})
+
+
+GPU = """\
+import importlib.util
+import torch
+
+torch.cuda.is_available = lambda: True
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: (
+    {cupy!r} if name == "cupy" else found(name, *package)
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cupy", "chosen", "expected"),
+    [(None, None, "torch"), (None, "cupy", "cupy"), ("there", None, None)],
+)
+def test_on_a_gpu_without_cupy_torch_takes_the_kernels_place_without_a_warning(
+    run_tests, pytester: pytest.Pytester, monkeypatch, cupy, chosen, expected
+) -> None:
+    monkeypatch.delenv("AMP_PATCH_KERNELS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("AMP_PATCH_KERNELS", chosen)
+    pytester.makepyfile(like_a_gpu=GPU.format(cupy=cupy))
+    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device\naddopts = -p like_a_gpu\n")
+    test = f"assert os.environ.get('AMP_PATCH_KERNELS') == {expected!r}"
+    run_tests(test_kernels=f"import os\ndef test():\n    {test}").assert_outcomes(passed=1)

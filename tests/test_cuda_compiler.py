@@ -55,6 +55,15 @@ def test_a_source_is_compiled_to_all_of_its_kernels(cuda: Any, cache: Path) -> N
 
 
 @linux_only
+def test_a_source_includes_the_headers_beside_it(cuda: Any, cache: Path, package: Path) -> None:
+    machine_code("reconcile.cu", "sm_90")
+    assert f"-I{package / 'csrc'}" in cuda.nvrtc.options[0]
+    (package / "csrc" / "sweep.cuh").write_text("#error the one beside it", encoding="utf-8")
+    with pytest.raises(RuntimeError, match="the one beside it"):
+        machine_code("reconcile.cu", "sm_90")
+
+
+@linux_only
 def test_the_second_time_it_comes_from_the_disk(cuda: Any, cache: Path) -> None:
     first = machine_code("update_scale.cu", "sm_90")
     (file,) = cache.iterdir()

@@ -65,6 +65,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Operations]:
     if request.param == "torch":
         yield Operations(torch_kernels, torch.device("cpu"))
     elif request.param == "cuda":
+        pytest.importorskip("cupy")
         device = torch.device("cuda", 0)
         assert cuda_module.modules.can_launch(["unscale.cu"], device), cuda_module.modules.failure
         with device:

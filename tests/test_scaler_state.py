@@ -25,6 +25,7 @@ def update(request: pytest.FixtureRequest) -> Iterator[tuple[Update, torch.devic
     if request.param == "torch":
         yield scaler_state.update, torch.device("cpu")
     elif request.param == "cuda":
+        pytest.importorskip("cupy")
         yield cuda_kernels.update_scale, torch.device("cuda", 0)
     else:
         with pytest.MonkeyPatch.context() as patch:
