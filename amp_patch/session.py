@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Session:
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
         self._step_hooks: list[Any] = []
+        self._at_deactivate: list[Callable[[], None]] = []
         process.reset()
 
     def initialize(
@@ -152,9 +153,15 @@ class Session:
         self._torch_patches.undo()
         for hook in self._step_hooks:
             hook.remove()
+        for undo in reversed(self._at_deactivate):
+            undo()
         self.cache.clear()
         self.store.clear()
         self._reset()
+
+    def call_at_deactivate(self, undo: Callable[[], None]) -> None:
+        """Have something of the caller's undone with the rest."""
+        self._at_deactivate.append(undo)
 
     def settle(self) -> None:
         """Wait for every outcome on its way from a device, and say what is to be said of it."""

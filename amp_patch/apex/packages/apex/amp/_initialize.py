@@ -1,0 +1,32 @@
+"""What scripts import of apex's set-up; the set-up is amp_patch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_patch.arguments import models_of, optimizers_of
+from amp_patch.half_model import cast_floats
+
+__all__ = ["check_models", "check_optimizers", "check_params_fp32", "to_type"]
+
+
+def to_type(dtype: torch.dtype, t: Any) -> Any:
+    """Return a tensor, or what holds some, with floating values in ``dtype``."""
+    return cast_floats(t, dtype)
+
+
+def check_models(models: Any) -> None:
+    """Raise for what `initialize` refuses as a model; see `amp_patch.amp.initialize`."""
+    models_of(models, allow_half=True)
+
+
+def check_params_fp32(models: Any) -> None:
+    """Raise for models with half parameters or buffers."""
+    models_of(models)
+
+
+def check_optimizers(optimizers: Any) -> None:
+    """Raise for what `initialize` refuses as an optimizer."""
+    optimizers_of(optimizers)

@@ -1,0 +1,147 @@
+"""What scripts reach for on an optimizer that apex.amp initialized: a view of amp_patch's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch.optimizer_step import OptimizerStep
+from amp_patch.patching import Patches
+from amp_patch.session import session
+
+from .scaler import LossScaler
+
+__all__ = ["AmpOptimizerState", "attach"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class AmpOptimizerState:
+    """``optimizer._amp_stash``; lists are made when they are read.
+
+    Attributes:
+        lazy_init_called: True; masters are made by `initialize`. May be set.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.lazy_init_called = True
+        self.dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
+
+    def _step(self) -> OptimizerStep:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        step: OptimizerStep = session.optimizers.steps[optimizer]
+        return step
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step is to be skipped."""
+        return self._step().skip_message is not None
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether the last ``scale_loss`` had ``delay_unscale``."""
+        return self._step().gradients.delayed_scale is not None
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half parameters of each group that have masters."""
+        return self._groups(lambda param, stepped: param if param is not stepped else None)
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of each group."""
+        return self._groups(lambda param, stepped: stepped if param is not stepped else None)
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The fp32 parameters of each group, which are stepped themselves."""
+        return self._groups(lambda param, stepped: stepped if param is stepped else None)
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The model's half parameters."""
+        return [param for param in self._step().held().params if param.dtype in _HALVES]
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        """The model's fp32 parameters."""
+        return [param for param in self._step().held().params if param.dtype is torch.float32]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """The masters."""
+        return [param for group in self.fp32_from_fp16_groups for param in group]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The fp32 parameters that are stepped themselves."""
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+    @property
+    def all_fp16_grad_stash(self) -> list[None]:
+        """One None for each half parameter: amp_patch keeps no gradients here."""
+        return [None] * len(self.all_fp16_params)
+
+    @property
+    def all_fp32_grad_stash(self) -> list[None]:
+        """One None for each fp32 parameter."""
+        return [None] * len(self.all_fp32_params)
+
+    @property
+    def all_fp32_from_fp32_grad_stash(self) -> list[None]:
+        """One None for each fp32 parameter that is stepped itself."""
+        return [None] * len(self.all_fp32_from_fp32_params)
+
+    def _groups(self, pick: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
+        optimizer = self._optimizer()
+        masters = self._step().masters
+        result = []
+        for group in [] if optimizer is None else optimizer.param_groups:
+            stepped = group["params"]
+            params = stepped if masters is None else [masters.param_of(one) for one in stepped]
+            picked = [pick(param, one) for param, one in zip(params, stepped, strict=True)]
+            result.append([tensor for tensor in picked if tensor is not None])
+        return result
+
+    def lazy_init(self) -> None:
+        """Do nothing: `initialize` made the masters."""
+
+    def publish(self) -> None:
+        """Copy the masters to the model's half parameters."""
+        masters = self._step().masters
+        if masters is not None:
+            masters.publish()
+
+    def prepare_backward(self) -> None:
+        """Make room for scaled gradients, where no ``scale_loss`` does it."""
+        step = self._step()
+        step.begin_backward(step.held(), session.scalers[step.scalers[0]].loss_scale())
+
+    def post_backward(self, loss_scaler: LossScaler) -> None:
+        """Unscale the gradients and tell the scaler of overflows; it does not move yet."""
+        step = self._step()
+        check, _ = step.end_backward(step.held(), loss_scaler.loss_scale())
+        step.gradients.put_unwritten_back()
+        loss_scaler.note(check)
+
+
+def attach(optimizer: Optimizer) -> None:
+    """Put on an optimizer what scripts find on apex's, until `amp.deactivate`."""
+    stash = AmpOptimizerState(optimizer)
+    patches = Patches()
+    for name, value in {
+        "_amp_stash": stash,
+        "_amp_lazy_init": stash.lazy_init,
+        "_lazy_init_maybe_master_weights": stash.lazy_init,
+        "_master_params_to_model_params": stash.publish,
+        "_post_amp_backward": stash.post_backward,
+        "_prepare_amp_backward": stash.prepare_backward,
+    }.items():
+        patches.replace(optimizer, name, value)
+    session.call_at_deactivate(patches.undo)

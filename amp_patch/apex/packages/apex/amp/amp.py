@@ -1,0 +1,84 @@
+"""apex.amp's older interface, and casts for functions of the script's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from amp_patch.amp import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from amp_patch.opt_levels import resolve
+from amp_patch.session import session
+
+from ._amp_state import _amp_state
+from .frontend import (
+    Properties,
+    initialize,
+    load_state_dict,
+    master_params,
+    opt_levels,
+    state_dict,
+)
+from .handle import AmpHandle, NoOpHandle
+from .lists.rules import rules_of_lists
+
+__all__ = [
+    "Properties",
+    "bfloat16_function",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "opt_levels",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "state_dict",
+]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: Any = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> AmpHandle | NoOpHandle:
+    """Cast in every function from now on, in every model, on every device.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: of the optimizers used with the handle.
+        enable_caching: not used; ROCm's ``patch_type`` where it stands third.
+        verbose: kept on the handle.
+        allow_banned: run ``binary_cross_entropy`` in fp32 rather than refuse it.
+        patch_type: torch.float16 or torch.bfloat16.
+
+    Returns:
+        A handle with ``wrap_optimizer``, ``scale_loss`` and ``_deactivate``.
+    """
+    if not enabled:
+        _amp_state.handle = NoOpHandle()
+        return _amp_state.handle  # type: ignore[no-any-return]
+    if isinstance(enable_caching, torch.dtype):
+        patch_type, enable_caching = enable_caching, True
+    level = resolve("O4" if patch_type is torch.bfloat16 else "O1")
+    session.cast_without_model(level, rules_of_lists(allow_banned))
+    session.call_at_deactivate(_amp_state.forget)
+    _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose)
+    return _amp_state.handle  # type: ignore[no-any-return]

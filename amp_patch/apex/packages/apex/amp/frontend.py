@@ -1,0 +1,185 @@
+"""apex.amp.initialize and the state of the loss scalers, over amp_patch's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from amp_patch import opt_levels as core_levels
+from amp_patch.amp import load_state_dict, master_params, state_dict
+from amp_patch.arguments import enabled_of
+from amp_patch.forced_level import Resolved, resolve
+from amp_patch.initialization import initialize_at
+from amp_patch.opt_levels import OptLevel
+from amp_patch.session import session
+
+from ._amp_state import _amp_state, warn_or_err
+from ._process_optimizer import attach
+from .handle import AmpHandle
+from .lists.rules import rules_of_lists
+
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "O4",
+    "O5",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "opt_levels",
+    "state_dict",
+]
+
+
+class Properties:
+    """What `initialize` was asked for: ``properties.opt_level``, ``properties.options``.
+
+    Attributes:
+        options: name -> value, in the order in which they are printed.
+    """
+
+    options: dict[str, Any]
+
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        blank = dict.fromkeys(core_levels.OPT_LEVELS["O0"].options())
+        defaults = {"enabled": False, "patch_torch_functions": False, "loss_scale": 1.0}
+        vars(self)["options"] = {**blank, **defaults} if options is None else options
+
+    def __getattr__(self, name: str) -> Any:
+        options = vars(self).get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.options:
+            self.options[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def _update_options_dict(self, new_options: dict[str, Any]) -> None:
+        unknown = [name for name in new_options if name not in self.options]
+        if unknown:
+            raise ValueError(
+                f"options must be among {', '.join(self.options)}; got {unknown[0]!r}; look at "
+                "properties.options."
+            )
+        self.options.update(new_options)
+
+
+class _Level:
+    """One level as a function that sets properties to its defaults."""
+
+    def __init__(self, level: OptLevel) -> None:
+        self._level = level
+        self.brief = level.brief
+        self.more = ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        properties.options.update(self._level.options())
+        return properties
+
+
+opt_levels = {name: _Level(level) for name, level in core_levels.OPT_LEVELS.items()}
+O0, O1, O2, O3, O4, O5 = opt_levels.values()
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: Any = None,
+    master_weights: Any = None,
+    loss_scale: Any = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Prepare models and optimizers, in place; see `amp_patch.amp.initialize`.
+
+    Functions are cast by apex's lists (`apex.amp.lists`) where these go beyond amp_patch's own.
+
+    Args:
+        patch_torch_functions_type: of ROCm's fork, where it tells O1 from O4; not used.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as `amp_patch.amp.initialize`.
+    """
+    result = models if optimizers is None else (models, optimizers)
+    _forget_at_deactivate()
+    if not enabled_of(enabled):
+        _amp_state.opt_properties = Properties()
+        session.disable(optimizers)
+        return result
+    _refuse_fp16_optimizers(optimizers)
+    resolved = _resolve(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+    )
+    level = resolved.level
+    initialize_at(
+        resolved,
+        models,
+        optimizers,
+        rules=rules_of_lists() if level.casts_functions else {},
+        num_losses=num_losses,
+        verbosity=verbosity,
+        allow_half=_amp_state.allow_incoming_model_not_fp32,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+    )
+    _amp_state.opt_properties = Properties(level.options())
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    if level.casts_functions:
+        _amp_state.handle = AmpHandle("dynamic")
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        if optimizer is not None:
+            attach(optimizer)
+    return result
+
+
+def _resolve(opt_level: str, **overrides: Any) -> Resolved:
+    """Return the level; under ``hard_override`` it takes what it would refuse."""
+    forced_values = {}
+    if _amp_state.hard_override:
+        for option, value in overrides.items():
+            try:
+                resolve(opt_level, **{option: value})
+            except RuntimeError as error:
+                warn_or_err(str(error))
+                forced_values[option] = value
+    taken = {option: value for option, value in overrides.items() if option not in forced_values}
+    level, message = resolve(opt_level, **taken)
+    return Resolved(replace(level, **forced_values), message)
+
+
+def _refuse_fp16_optimizers(optimizers: Any) -> None:
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+        if type(optimizer).__name__ == "FP16_Optimizer":
+            raise RuntimeError(
+                "optimizers must not keep fp32 masters of their own, for amp.initialize() gives "
+                "them some; got an FP16_Optimizer; call amp.initialize(model, optimizer) with the "
+                "optimizer inside of it."
+            )
+
+
+def _forget_at_deactivate() -> None:
+    """Have `amp.deactivate` take off what scripts find in ``_amp_state``."""
+    session.call_at_deactivate(_amp_state.forget)

@@ -1,0 +1,142 @@
+"""apex.amp.scale_loss, and the handle of its older interface, made to work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch import amp
+from amp_patch.amp import disable_casts, scale_loss
+from amp_patch.forced_level import Resolved
+from amp_patch.initialization import initialize_at
+from amp_patch.opt_levels import resolve
+from amp_patch.session import session
+
+from .opt import OptimWrapper
+
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+
+
+class AmpHandle:
+    """What `apex.amp.init` returns: casts are on in every function, whatever model calls it.
+
+    Args:
+        loss_scale: "dynamic" or a fixed factor, for the optimizers used with this handle.
+        enable_caching: not used; casts of weights are kept where a model is known.
+        verbose: as given.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        enable_caching: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        self._loss_scale = loss_scale
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._is_active = True
+        self._all_wrappers: list[Any] = []
+
+    def is_active(self) -> bool:
+        """Return whether functions are cast."""
+        return self._is_active
+
+    def _disable_casts(self) -> Any:
+        return disable_casts()
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return an optimizer whose ``scale_loss(loss)`` unscales its gradients.
+
+        Args:
+            optimizer: of torch.
+            num_loss: how many losses each step has; each has a scale of its own.
+        """
+        self._prepare(optimizer, num_loss)
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Scale a loss for its backward; see `amp_patch.amp.scale_loss`."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._prepare(inner, 1)
+        with scale_loss(loss, inner) as scaled_loss:
+            yield scaled_loss
+
+    def _prepare(self, optimizer: Any, num_loss: int) -> None:
+        """Set an optimizer up, which this handle's scripts do not give to `initialize`."""
+        if optimizer not in session.optimizers.steps:
+            level = resolve("O1", loss_scale=self._loss_scale)
+            initialize_at(
+                Resolved(level, None), [], optimizer, rules={}, num_losses=num_loss, verbosity=0
+            )
+            session.verbosity = 1
+
+    def _clear_cache(self) -> None:
+        session.cache.mark_stale()
+
+    def _save_func(self, mod: Any, fn: str, func: Any) -> None:
+        """Do nothing: amp_patch knows what it replaced."""
+
+    def _deactivate(self) -> None:
+        """Restore every function, model and optimizer; see `amp_patch.amp.deactivate`."""
+        amp.deactivate()
+        self._is_active = False
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether casts of weights are kept, as asked for."""
+        return self._enable_caching
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Empty: casts of weights are kept by the core, which knows when they are stale."""
+        return {}
+
+    def remove_cache(self, param: Any) -> None:
+        """Do not use a parameter's cast again."""
+        session.cache.mark_stale()
+
+    @property
+    def verbose(self) -> bool:
+        """As given."""
+        return self._verbose
+
+
+class NoOpHandle:
+    """What ``init(enabled=False)`` returns: nothing is cast or scaled."""
+
+    def is_active(self) -> bool:
+        """Return False."""
+        return False
+
+    def _disable_casts(self) -> Any:
+        return contextlib.nullcontext()
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Return a wrapper that scales nothing."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
+        """Yield the loss."""
+        yield loss
+
+    @property
+    def has_cache(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def verbose(self) -> bool:
+        """False."""
+        return False
+
+    def _clear_cache(self) -> None:
+        """Do nothing."""
+
+    def _deactivate(self) -> None:
+        """Do nothing."""

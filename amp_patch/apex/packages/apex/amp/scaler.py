@@ -1,0 +1,232 @@
+"""apex's LossScaler over amp_patch's: the fields and methods that scripts and pickles know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.loss_scaler import LossScaler as CoreScaler
+from amp_patch.scale_rule import ScaleRule
+from amp_patch.session import session
+
+
+def _field_of_rule(name: str) -> Any:
+    """Return a property that reads and sets a field of the rule by which a scale moves."""
+
+    def read(scaler: LossScaler) -> Any:
+        return getattr(scaler._core.rule, name)
+
+    def write(scaler: LossScaler, value: Any) -> None:
+        scaler._core.rule = replace(scaler._core.rule, **{name: value})
+
+    return property(read, write)
+
+
+class LossScaler:
+    """The scale of one loss.
+
+    Those of ``amp._amp_state.loss_scalers`` are views of the scalers that `amp.scale_loss` uses:
+    what is set here holds there. Others stand for themselves.
+
+    Args:
+        loss_scale: "dynamic" or a fixed factor.
+        init_scale: a dynamic scale's first value.
+        scale_factor: not used, as in apex; 2 and 0.5.
+        scale_window: clean passes in a row until a dynamic scale grows.
+        min_loss_scale: floor of a dynamic scale; None stands for 2**-24.
+        max_loss_scale: its cap.
+    """
+
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+    has_fused_kernel = True
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        rule = ScaleRule.resolve(
+            "dynamic" if loss_scale == "dynamic" else float(loss_scale),
+            growth_factor=None,
+            backoff_factor=None,
+            growth_interval=scale_window,
+            hysteresis=None,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+        )
+        self._set_core(CoreScaler(rule))
+        if self.dynamic:
+            self._loss_scale = min(max_loss_scale, init_scale)
+
+    def _set_core(self, core: CoreScaler) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._core = core
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
+        self._overflow = False
+
+    @classmethod
+    def _view(cls, core: CoreScaler) -> LossScaler:
+        view = cls.__new__(cls)
+        view._set_core(core)
+        return view
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return self._core.rule.dynamic
+
+    @property
+    def _loss_scale(self) -> float:
+        return self._core.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._core.settle()
+        self._core.scale = float(value)
+
+    @property
+    def _unskipped(self) -> int:
+        self._core.settle()
+        return self._core.unskipped
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._core.settle()
+        self._core.unskipped = int(value)
+
+    @property
+    def _has_overflow(self) -> bool:
+        self._core.settle()
+        return self._overflow or self._core.skipped
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        self._overflow = self._core.skipped = bool(value)
+
+    _scale_seq_len = _field_of_rule("growth_interval")
+    _max_loss_scale = _field_of_rule("max_loss_scale")
+    _min_loss_scale = _field_of_rule("min_loss_scale")
+
+    def loss_scale(self) -> float:
+        """Return the factor by which the next loss is multiplied."""
+        return self._core.loss_scale()
+
+    def clear_overflow_state(self) -> None:
+        """Forget what `unscale` found since the last `update_scale`."""
+        self._has_overflow = False
+        self._overflow_buf.zero_()
+
+    def update_scale(self) -> bool:
+        """Move the scale by what was found since the last time.
+
+        That is: by `unscale`, in ``_overflow_buf``, or by a ``scale_loss(...,
+        delay_overflow_check=True)``, whose check ends here. It is then for the caller to skip the
+        step.
+
+        Returns:
+            Whether the step is to be skipped; always False of a static scale.
+        """
+        found = session.optimizers.take_over(self._core)
+        found = bool(self._overflow_buf.item()) or self._overflow or found
+        self._overflow = False
+        skip = self._core.update(found and self.dynamic)
+        self._overflow = False
+        return skip
+
+    def unscale(
+        self,
+        model_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        unused_scale: Any = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write ``model_grads / scale`` to ``master_grads``, and note inf and NaN.
+
+        Args:
+            model_grads: of any floating dtypes.
+            master_grads: of the same shapes; may be the same tensors.
+            unused_scale: not used.
+            models_are_masters: nothing is to be done then at a static scale of 1.
+            scale_override: in the place of the loss scale.
+        """
+        scale = self.loss_scale() if scale_override is None else scale_override
+        if scale == 1.0 and models_are_masters and not self.dynamic:
+            return
+        sources, targets = list(model_grads), list(master_grads)
+        self.note(kernels.Unscale(sources, targets).run(sources, targets, scale))
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[Tensor],
+        stashed_master_grads: Sequence[Tensor],
+        master_grads: Sequence[Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write ``model_grads / scale + stashed_master_grads`` to ``master_grads``.
+
+        Args:
+            model_grads, stashed_master_grads, master_grads: of the same shapes.
+            scale_override: the scales that the first, the second and the third have.
+        """
+        scales = (self.loss_scale(), 1.0, 1.0) if scale_override is None else scale_override
+        grads_have, stashed_have, out = scales
+        sources = list(model_grads)
+        with torch.no_grad():
+            kept = [stashed.float() * (out / stashed_have) for stashed in stashed_master_grads]
+        received = [torch.empty_like(stashed) for stashed in kept]
+        self.note(kernels.Unscale(sources, received).run(sources, received, grads_have / out))
+        with torch.no_grad():
+            for target, new, old in zip(master_grads, received, kept, strict=True):
+                target.copy_(new + old)
+
+    def note(self, check: kernels.GradCheck) -> None:
+        """Remember for `update_scale` what a check found."""
+        if self.dynamic and check.overflow:
+            self._overflow = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "dynamic": self.dynamic,
+            "_loss_scale": self._loss_scale,
+            "_unskipped": self._unskipped,
+            "_has_overflow": self._has_overflow,
+            "_min_loss_scale": self._min_loss_scale,
+            "_max_loss_scale": self._max_loss_scale,
+            "_scale_seq_len": self._scale_seq_len,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what this class pickles, or apex's, whose attributes these are."""
+        dynamic = state.get("dynamic", True)
+        scale = state.get("_loss_scale", 2.0**16)
+        LossScaler.__init__(
+            self,
+            "dynamic" if dynamic else scale,
+            scale_window=state.get("_scale_seq_len", 2000),
+            min_loss_scale=state.get("_min_loss_scale"),
+            max_loss_scale=state.get("_max_loss_scale", 2.0**24),
+        )
+        self._loss_scale = scale
+        self._unskipped = state.get("_unskipped", 0)
+
+
+#: Those handed out last: what a script sets on one stays while the scaler behind it does.
+_views: list[LossScaler] = []
+
+
+def scalers_of(cores: Sequence[CoreScaler]) -> list[LossScaler]:
+    """Return a view of each scaler, the same one each time."""
+    known = {id(view._core): view for view in _views}
+    _views[:] = [known.get(id(core)) or LossScaler._view(core) for core in cores]
+    return list(_views)
