@@ -1,8 +1,9 @@
 """fused_step=True from gradient to half weight against float64, by the reference and by kernels.
 
-The kernels run as the CPU runs their text, on tensors that look like a GPU's.
+The kernels run as the CPU runs their text, on tensors that look like a GPU's, and on a GPU.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,10 +21,12 @@ from test_optimizers import Lamb
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from amp_patch import cuda_module
 from amp_patch.lazy_gradients import stored_grad
 from amp_patch.optimizers import FusedLAMB
 
 INF = float("inf")
+CPU = torch.device("cpu")
 LR = 0.05
 SHAPES = [(3, 5), (1,), (17,), (2, 3)]
 
@@ -98,10 +101,12 @@ class Weights(nn.Module):
 class Trial:
     """A training whose gradients are given, and what float64 makes of them."""
 
-    def __init__(self, amp: ModuleType, rule: Rule, level: str, scale: float) -> None:
+    def __init__(
+        self, amp: ModuleType, rule: Rule, level: str, scale: float, device: torch.device = CPU
+    ) -> None:
         torch.manual_seed(0)
         self.amp, self.scale = amp, scale
-        model = Weights()
+        model = Weights().to(device)
         params = list(model.parameters())
         groups = [{"params": params[:3]}, {"params": params[3:]}]
         self.exact = Exact(rule, params)
@@ -114,7 +119,9 @@ class Trial:
 
     def backward(self, seed: int, missing: int, factor: float) -> bool:
         generator = torch.Generator().manual_seed(seed)
-        given: list[Any] = [torch.randn(p.shape, generator=generator) for p in self.masters]
+        given: list[Any] = [
+            torch.randn(p.shape, generator=generator).to(p.device) for p in self.masters
+        ]
         if missing < len(given):
             given[missing] = None
         for param in self.model.parameters():
@@ -170,14 +177,38 @@ def on_gpu(
     amp.deactivate()  # as long as there are kernels
 
 
-@pytest.fixture(params=["torch", "cuda on cpu"])
-def launched(request: pytest.FixtureRequest) -> list[str] | None:
-    """Run all on the reference, or by kernels: then give the names of those launched."""
+@dataclass(frozen=True)
+class Place:
+    """Where a training runs.
+
+    Attributes:
+        launched: the names of the kernels so far; None where the reference runs.
+    """
+
+    device: torch.device
+    launched: list[str] | None
+
+
+@pytest.fixture(params=["torch", "cuda on cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Run all on the reference, or by kernels."""
     if request.param == "torch":
-        return None
-    modules = request.getfixturevalue("on_gpu").modules
-    assert isinstance(modules, EmulatedModules)
-    return modules.launched
+        return Place(CPU, None)
+    if request.param == "cuda on cpu":
+        modules = request.getfixturevalue("on_gpu").modules
+        assert isinstance(modules, EmulatedModules)
+        return Place(CPU, modules.launched)
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
+    launched: list[str] = []
+    launch = cuda_module.modules.launch
+
+    def noted(kernel: cuda_module.Kernel, *arguments: Any) -> None:
+        launched.append(kernel.name)
+        launch(kernel, *arguments)
+
+    monkeypatch.setattr(cuda_module.modules, "launch", noted)
+    return Place(torch.device("cuda", 0), launched)
 
 
 STEPS = st.lists(
@@ -206,8 +237,8 @@ def run_steps(trial: Trial, steps: list[dict[str, Any]]) -> None:
         trial.step(is_finite)
 
 
-def test_any_steps_are_those_of_float64(amp: ModuleType, launched: list[str] | None) -> None:
-    kept = Trial(amp, RULES["sgd"], "O2", 1.0)  # torch stays patched while it lives
+def test_any_steps_are_those_of_float64(amp: ModuleType, place: Place) -> None:
+    kept = Trial(amp, RULES["sgd"], "O2", 1.0, place.device)  # torch stays patched while it lives
 
     @given(
         name=st.sampled_from(list(RULES)),
@@ -216,7 +247,7 @@ def test_any_steps_are_those_of_float64(amp: ModuleType, launched: list[str] | N
         scale=st.sampled_from([1.0, 2.0**10]),
     )
     def run(name: str, steps: list[dict[str, Any]], level: str, scale: float) -> None:
-        run_steps(Trial(amp, RULES[name], level, scale), steps)
+        run_steps(Trial(amp, RULES[name], level, scale, place.device), steps)
 
     run()
     del kept
@@ -225,17 +256,17 @@ def test_any_steps_are_those_of_float64(amp: ModuleType, launched: list[str] | N
 @pytest.mark.parametrize("lr_on_device", [False, True])
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_has_kernels_for_halves_and_for_the_rest(
-    amp: ModuleType, launched: list[str] | None, name: str, lr_on_device: bool
+    amp: ModuleType, place: Place, name: str, lr_on_device: bool
 ) -> None:
-    trial = Trial(amp, RULES[name], "O2", 64.0)
+    trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
     if lr_on_device:
         for group in trial.optimizer.param_groups:
-            group["lr"] = torch.tensor(LR)
+            group["lr"] = torch.tensor(LR, device=place.device)
     usual = {"missing": 9, "factor": 1.0, "clip": None, "reads": False}
     changes: list[dict[str, Any]] = [{}, {"missing": 1, "clip": 0.5}, {"factor": INF}, {}]
     run_steps(trial, [{"seed": i, **usual, **change} for i, change in enumerate(changes)])
-    if launched is not None:
-        mine = {one for one in launched if one.startswith(RULES[name].source)}
+    if place.launched is not None:
+        mine = {one for one in place.launched if one.startswith(RULES[name].source)}
         dtypes = {"float16", "float32"}
         assert (
             mine
@@ -249,7 +280,45 @@ def test_every_rule_has_kernels_for_halves_and_for_the_rest(
             }[RULES[name].source]
         )
         # the kernels wrote the half weights: no cast was needed
-        assert not [one for one in launched if one.startswith("cast")]
+        assert not [one for one in place.launched if one.startswith("cast")]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_state_goes_to_torchs_optimizer_and_back(
+    amp: ModuleType, place: Place, name: str
+) -> None:
+    first = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    params = [master.detach().clone().requires_grad_() for master in first.masters]
+    plain = RULES[name].make([{"params": params[:3]}, {"params": params[3:]}])
+    for seed in range(3):
+        first.step(first.backward(seed, 9, 1.0))
+    follow(params, first.masters)
+    plain.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    first.backward(3, 9, 1.0)
+    step_apart(plain, params, first)
+    first.step(True)
+    torch.testing.assert_close(params, first.masters, rtol=2e-5, atol=2e-6)
+
+    second = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    follow(list(amp.master_params(second.optimizer)), params)
+    second.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    second.backward(4, 9, 1.0)
+    step_apart(plain, params, second)
+    second.optimizer.step()
+    torch.testing.assert_close(second.masters, params, rtol=2e-5, atol=2e-6)
+
+
+@torch.no_grad()
+def follow(ones: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        one.copy_(other)
+
+
+def step_apart(optimizer: Optimizer, params: list[Tensor], trial: Trial) -> None:
+    """Step an optimizer that amp does not know with a trial's gradients."""
+    for param, grad in zip(params, trial.grads, strict=True):
+        param.grad = None if grad is None else grad.float()
+    optimizer.step()
 
 
 # --- what kernels read themselves ---
