@@ -29,6 +29,7 @@ class AmpState(types.ModuleType):
         opt_properties: what the last `initialize` was asked for; missing before it.
         handle: what casts functions; missing before O1, O4 or `init`.
         min_loss_scale, max_loss_scale: as given to `initialize`.
+        scaler_ids: where the loss scalers of the last `initialize` stand among the process's.
     """
 
     hard_override: bool
@@ -37,12 +38,14 @@ class AmpState(types.ModuleType):
     handle: Any
     min_loss_scale: float | None
     max_loss_scale: float
+    scaler_ids: list[int]
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
-        """The loss scalers of this process, each the same object each time."""
+        """Those that the last `initialize` gave its losses; each the same object each time."""
         if session.initialized:
-            return scalers_of(session.scalers)
+            views = scalers_of(session.scalers)
+            return [views[index] for index in self.scaler_ids] or views
         if not session.disabled:
             raise AttributeError("'AmpState' object has no attribute 'loss_scalers'")
         scaler = LossScaler(1.0)
@@ -63,6 +66,7 @@ class AmpState(types.ModuleType):
         """Take off what `initialize` and `init` left here."""
         for name in ("opt_properties", "handle", "min_loss_scale", "max_loss_scale"):
             vars(self).pop(name, None)
+        self.scaler_ids = []
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
@@ -86,5 +90,6 @@ def warn_or_err(msg: str) -> None:
 _module: Any = sys.modules[__name__]
 _module.__class__ = AmpState
 _amp_state: AmpState = _module
+_amp_state.forget()
 _amp_state.hard_override = False
 _amp_state.allow_incoming_model_not_fp32 = False

@@ -13,6 +13,7 @@ from amp_patch.optimizer_step import OptimizerStep
 from amp_patch.patching import Patches
 from amp_patch.session import session
 
+from ._amp_state import _amp_state
 from .scaler import LossScaler
 
 __all__ = ["AmpOptimizerState", "attach"]
@@ -132,7 +133,12 @@ class AmpOptimizerState:
 
 
 def attach(optimizer: Optimizer) -> None:
-    """Put on an optimizer what scripts find on apex's, until `amp.deactivate`."""
+    """Put on an optimizer what scripts find on apex's, until `amp.deactivate`.
+
+    Its loss scalers become those of ``_amp_state``.
+    """
+    scalers = session.optimizers.steps[optimizer].scalers
+    _amp_state.scaler_ids = [scalers[loss_id] for loss_id in sorted(scalers)]
     stash = AmpOptimizerState(optimizer)
     patches = Patches()
     for name, value in {

@@ -9,7 +9,7 @@ import torch
 
 from amp_patch import opt_levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
-from amp_patch.arguments import enabled_of
+from amp_patch.arguments import enabled_of, optimizers_of
 from amp_patch.forced_level import Resolved, resolve
 from amp_patch.initialization import initialize_at
 from amp_patch.opt_levels import OptLevel
@@ -149,9 +149,8 @@ def initialize(
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     if level.casts_functions:
         _amp_state.handle = AmpHandle("dynamic")
-    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
-        if optimizer is not None:
-            attach(optimizer)
+    for optimizer in optimizers_of(optimizers):
+        attach(optimizer)
     return result
 
 

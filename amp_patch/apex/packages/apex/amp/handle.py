@@ -15,6 +15,7 @@ from amp_patch.initialization import initialize_at
 from amp_patch.opt_levels import resolve
 from amp_patch.session import session
 
+from ._process_optimizer import attach
 from .opt import OptimWrapper
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
@@ -73,7 +74,8 @@ class AmpHandle:
             initialize_at(
                 Resolved(level, None), [], optimizer, rules={}, num_losses=num_loss, verbosity=0
             )
-            session.verbosity = 1
+            session.verbosity = 1  # it is the level that init() does not print
+            attach(optimizer)
 
     def _clear_cache(self) -> None:
         session.cache.mark_stale()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from amp_patch import cast_rules
 
 from . import functional_overrides, tensor_overrides, torch_overrides
