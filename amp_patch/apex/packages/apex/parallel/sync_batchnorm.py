@@ -61,9 +61,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return torch.relu(output) if self.fuse_relu else output
 
     def _normalize(self, input: Tensor) -> Tensor:
-        group = self._group_on_cpu(input)
-        if group is None:
+        if input.device.type != "cpu":
             return super().forward(input)
+        group = self._group_to_sum_over()
+        if group is None:
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         dims = [dim for dim in range(input.dim()) if dim != 1]
         values = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -79,9 +81,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             output = output + _as_channels(self.bias, input)
         return output.to(input.dtype)
 
-    def _group_on_cpu(self, input: Tensor) -> Any:
-        """Return the process group to sum over here; None where torch's own forward serves."""
-        if not (self.training and input.device.type == "cpu" and dist.is_initialized()):
+    def _group_to_sum_over(self) -> Any:
+        if not (self.training and dist.is_initialized()):
             return None
         group = self.process_group or dist.group.WORLD
         return group if dist.get_world_size(group) > 1 else None
