@@ -203,7 +203,7 @@ def multi_tensor_lamb_stage2_cuda(
     ours, theirs = per_tensor_param_norm, per_tensor_update_norm.to(per_tensor_param_norm.device)
     ratios = torch.where((ours == 0) | (theirs == 0), 1.0, ours / theirs)
     if weight_decay == 0 and not use_nvlamb:
-        ratios = torch.oneslike(ratios)
+        ratios = torch.ones_like(ratios)
     for params, updates, factors in alike(*lists, ratios.unbind()):
         wide_params, wide_updates = wide = widened([params, updates])
         scaled = torch._foreach_mul(wide_updates, like(wide_updates, factors))
