@@ -22,6 +22,7 @@ REPLACEMENTS = {
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
     "apex.fused_dense": "torch.nn.Linear under torch.compile",
+    "apex.normalization.InstanceNorm3dNVFuser": "torch.nn.InstanceNorm3d",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "megatron.core (the package megatron-core)",

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam
 
-import amp_patch.apex
-
 STAR = """BN_convert_float DynamicLossScaler FP16Model FP16_Optimizer LossScaler clip_grad_norm
     convert_module convert_network fp16_optimizer fp16util loss_scaler
     master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists
@@ -204,23 +202,23 @@ def test_dynamic_scaler_looks_at_gradients(fp16: Any, value: float, found: bool)
     assert fp16.DynamicLossScaler().has_overflow(params) is found
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))
-def test_dynamic_scale_follows_its_rule(overflows: list[bool], window: int) -> None:
-    with amp_patch.apex.install(force=True):
-        scaler = importlib.import_module("apex.fp16_utils.loss_scaler").DynamicLossScaler(
-            init_scale=16.0, scale_window=window
-        )
-    exponent, clean = 4, 1  # the first rise comes one iteration early
-    for overflow in overflows:
-        scaler.update_scale(overflow)
-        if overflow:
-            exponent, clean = max(exponent - 1, 0), 1
-        else:
-            exponent += clean % window == 0
-            clean += 1
-        assert scaler.loss_scale == 2.0**exponent
-    assert scaler.cur_iter == len(overflows)
+def test_dynamic_scale_follows_its_rule(fp16: Any) -> None:
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))
+    def holds(overflows: list[bool], window: int) -> None:
+        scaler = fp16.DynamicLossScaler(init_scale=16.0, scale_window=window)
+        exponent, clean = 4, 1  # the first rise comes one iteration early
+        for overflow in overflows:
+            scaler.update_scale(overflow)
+            if overflow:
+                exponent, clean = max(exponent - 1, 0), 1
+            else:
+                exponent += clean % window == 0
+                clean += 1
+            assert scaler.loss_scale == 2.0**exponent
+        assert scaler.cur_iter == len(overflows)
+
+    holds()
 
 
 # FP16_Optimizer

@@ -2,5 +2,5 @@
 
 from . import amp as amp
 from . import fp16_utils as fp16_utils
-
+from . import normalization as normalization
 from . import parallel as parallel
