@@ -85,7 +85,9 @@ class Found:
         )
         self.tensors, self.total = statistics[:-1], statistics[-1]
         self._keeps = found_inf is not None
-        self.found_inf = torch.empty(1, device=part.device) if found_inf is None else found_inf
+        if found_inf is None:
+            found_inf = torch.empty(1, dtype=torch.float32, device=part.device)
+        self.found_inf = found_inf
 
     def summarize(self, chunks: Tensor) -> None:
         """Make totals of what was found in the chunks."""
@@ -312,7 +314,7 @@ def clip_by_norm(
         rest = torch_kernels.norms_of(chosen(grads, others), 2.0)
         total = torch_kernels.combined(norms + rest, 2.0)
         return torch_kernels.clip_by_norm(grads, max_norm, 2.0, total)
-    norm, coefficient = torch.empty(2, device=parts[0].device).unbind()
+    norm, coefficient = torch.empty(2, dtype=torch.float32, device=parts[0].device).unbind()
     arguments = (found[0].total, max_norm, norm, coefficient)
     cuda_module.modules.launch(_CLIP_COEFFICIENT, 1, parts[0].device, *arguments)
     torch_kernels.multiply(grads, coefficient)

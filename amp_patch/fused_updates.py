@@ -69,16 +69,18 @@ class Counters:
             The counters, 0-dim.
         """
         steps = [entry["step"] for entry in entries]
-        self.gather(entries, steps[0].device)
+        self.gather(entries, steps[0].device, steps[0].dtype)
         self._all += 1
         return self._steps
 
-    def gather(self, entries: Sequence[Entry], device: torch.device) -> list[Tensor]:
-        """As `advance`, but the counters stay what they are, and are on ``device``."""
+    def gather(
+        self, entries: Sequence[Entry], device: torch.device, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """As `advance`, but the counters stay what they are, and are of this device and dtype."""
         steps = [entry["step"] for entry in entries]
-        is_known = len(steps) == len(self._steps) and self._all.device == device
-        if not (is_known and all(map(operator.is_, steps, self._steps))):
-            self._all = torch.stack([step.to(device) for step in steps])
+        is_known = (self._all.device, self._all.dtype) == (device, dtype)
+        if not (is_known and _same(steps, self._steps)):
+            self._all = torch.stack([step.to(device, dtype) for step in steps])
             self._steps = [self._all[index] for index in range(len(steps))]
             for entry, step in zip(entries, self._steps, strict=True):
                 entry["step"] = step
@@ -132,7 +134,7 @@ class AdamUpdate:
         largest = "max_exp_avg_sq" if group["amsgrad"] else None
         states = [[entry[name] for entry in entries] for name in ("exp_avg", "exp_avg_sq")]
         states.append([largest and entry[largest] for entry in entries])
-        steps = self._counters.gather(entries, params[0].device)
+        steps = self._counters.gather(entries, params[0].device, torch.float32)
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
         arguments = (*learning_rate(group["lr"]), *numbers, int(decoupled), int(group["maximize"]))
@@ -191,7 +193,8 @@ class SgdUpdate:
         for buffer in buffers:
             if buffer is not None and self._buffers.get(id(buffer)) is not buffer:
                 self._buffers[id(buffer)] = buffer
-                count = torch.full((), float(id(buffer) not in new), device=buffer.device)
+                begun = float(id(buffer) not in new)
+                count = torch.full((), begun, dtype=torch.float32, device=buffer.device)
                 self._counts[id(buffer)] = count
         if len(self._buffers) > 2 * len(buffers):
             used = set(map(id, buffers))
@@ -221,7 +224,7 @@ class LambUpdate:
         if not all(entries):
             _make_adam_state(rows)
         states = [[entry[name] for entry in entries] for name in ("exp_avg", "exp_avg_sq")]
-        steps = self._counters.gather(entries, params[0].device)
+        steps = self._counters.gather(entries, params[0].device, torch.float32)
         names = ("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb")
         switches = [int(group[name]) for name in names]
         numbers = (*group["betas"], group["eps"], group["weight_decay"])

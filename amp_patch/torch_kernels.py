@@ -142,7 +142,8 @@ class Unscale:
         for group in groups:
             device = group[0].device
             if device not in flags:
-                flags[device] = torch.zeros(1, device=device), self._on(device, factor)
+                found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+                flags[device] = found_inf, self._on(device, factor)
             torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
         if grows:
             # torch checks before it multiplies: what only then overflows takes a second pass.
@@ -157,9 +158,9 @@ class Unscale:
             return factor.to(device, non_blocking=True)
         # On other devices the memory may be a CUDA graph's, whose capture fills nothing.
         if device.type != "cpu":
-            return torch.full((1,), factor, device=device)
+            return torch.full((1,), factor, dtype=torch.float32, device=device)
         if self._factor is None or self._factor[0] != factor:
-            self._factor = factor, torch.full((1,), factor, device=device)
+            self._factor = factor, torch.full((1,), factor, dtype=torch.float32, device=device)
         return self._factor[1]
 
 
@@ -229,7 +230,7 @@ def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
 def combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all of which parts have these norms (0-dim), on the first one's device."""
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )

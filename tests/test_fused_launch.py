@@ -106,7 +106,7 @@ class Trial:
     ) -> None:
         torch.manual_seed(0)
         self.amp, self.scale = amp, scale
-        model = Weights().to(device)
+        model = Weights().to(device, torch.float32)
         params = list(model.parameters())
         groups = [{"params": params[:3]}, {"params": params[3:]}]
         self.exact = Exact(rule, params)
@@ -306,6 +306,33 @@ def test_the_state_goes_to_torchs_optimizer_and_back(
     step_apart(plain, params, second)
     second.optimizer.step()
     torch.testing.assert_close(second.masters, params, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_step_counters_of_other_dtypes_count_on(
+    amp: ModuleType, place: Place, name: str, dtype: torch.dtype
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    trial.step(trial.backward(0, 9, 1.0))
+    for entry in trial.optimizer.state.values():
+        entry["step"] = entry["step"].to(dtype)
+    for seed in (1, 2):
+        trial.step(trial.backward(seed, 9, 1.0))
+    assert {entry["step"].item() for entry in trial.optimizer.state.values()} == {3}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "lamb"])
+def test_counters_are_float32_whatever_the_default_dtype(
+    amp: ModuleType, place: Place, name: str
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+        for seed in range(3):
+            trial.step(trial.backward(seed, 9, 1.0))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @torch.no_grad()

@@ -78,6 +78,13 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Operations]:
             assert modules.launched
 
 
+@pytest.fixture
+def wide_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def normal(shape: Sequence[int], seed: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -282,6 +289,23 @@ def test_unscale_multiplies_and_checks_the_memory_that_targets_share(
     torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
     assert check.overflow == (value != 1.0)
     assert [index for index, _ in check.nonfinite()] == [0] * (value != 1.0)
+
+
+def test_flags_norms_and_factors_are_float32_whatever_the_default_dtype(
+    ops: Operations, wide_default: None
+) -> None:
+    for scale in (2.0, torch.tensor(2.0, dtype=torch.float32)):
+        grads = [torch.tensor([1.0, value], dtype=torch.float32) for value in (3.0, INF)]
+        for clean, some in ((True, grads[:1]), (False, grads)):
+            check = ops.unscale(some, some, scale)
+            assert [flag.dtype for flag in check.found_inf] == [torch.float32]
+            assert check.overflow != clean
+        assert grads[0].tolist() == [0.25, 0.75]
+    grads = [torch.full((4,), 3.0, dtype=torch.float32)]
+    for some, norm in ((grads, 6.0), ([], 0.0)):
+        total = ops.module.clip_by_norm(some, 2.0, 2.0)
+        assert (total.item(), total.dtype) == (norm, torch.float32)
+    torch.testing.assert_close(grads[0], torch.ones(4, dtype=torch.float32))
 
 
 def test_unscale_of_nothing_finds_nothing(ops: Operations) -> None:
