@@ -1,8 +1,12 @@
 """Steps that the device skips, tried on the CPU: as if the host had looked at every check."""
 
 import functools
+import subprocess
+import sys
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -209,6 +213,39 @@ def test_the_message_is_out_at_exit_and_after_deactivate(
         flush()
         assert "reducing loss scale to 512.0" in capsys.readouterr().out
         amp.deactivate()
+
+
+LAST_STEP_OVERFLOWS = """
+    import torch
+    from amp_patch import amp, device_scaler, scaled_loss
+
+    class Late:
+        def __init__(self, source):
+            self.copy = source.clone()
+        def ready(self):
+            return False
+        def wait(self):
+            return self.copy
+
+    scaled_loss.RUNS_AHEAD, device_scaler.HostCopy = {"cpu"}, Late
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum() * torch.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print("the last line")
+"""
+
+
+def test_the_message_of_the_last_step_comes_when_the_process_ends() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(LAST_STEP_OVERFLOWS)]
+    root = Path(__file__).parent.parent
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    _, end = run.stdout.split("the last line\n")
+    message = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    assert end == message
 
 
 @pytest.mark.usefixtures("ahead")
