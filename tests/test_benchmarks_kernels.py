@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from test_kernel_choice import Gpu
 
 from amp_patch import scaled_loss
 
+VARIABLE = "AMP_PATCH_KERNELS"
 SCRIPT = Path(__file__).parent / "benchmarks" / "kernels.py"
 
 
@@ -68,6 +70,17 @@ def test_on_a_gpu_what_is_timed_are_the_kernels(
         *("unscale", "summarize", "update", "reconcile", "adamw", "adamw"),
     ]
     amp.deactivate()  # as long as there are kernels
+
+
+def test_on_a_gpu_kernels_that_do_not_work_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick"])
+    monkeypatch.setattr(kernels, "measure", lambda *_, **__: forced.append(os.environ[VARIABLE]))
+    monkeypatch.setattr(kernels, "show", lambda *_: None)
+    monkeypatch.setattr(kernels, "machine", lambda device: {"device": str(device)})
+    forced: list[str] = []
+    kernels.main()
+    assert set(forced) == {"cupy"}
 
 
 def test_phases_that_are_not_beaten_by_far_enough_are_named() -> None:
