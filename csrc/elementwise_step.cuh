@@ -11,17 +11,6 @@
 
 #include "optimizer.cuh"
 
-// A parameter: addresses, 0 (null) for state or weight that it does not have, and its elements.
-template <int STATES>
-struct ParameterRow {
-    const void* gradient;
-    float* master;
-    float* state[STATES];
-    void* weight;
-    float* step;
-    long long length;
-};
-
 template <typename Coefficients, typename GradientType, typename Weight>
 struct ElementwiseStep {
     static constexpr int STATES = Coefficients::STATES;

@@ -53,15 +53,7 @@
 #include "optimizer.cuh"
 #include "reduction.cuh"
 
-struct Row {
-    const void* gradient;
-    float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
-    void* weight;
-    float* step;
-    long long length;
-};
+using Row = ParameterRow<2>;  // exp_avg, exp_avg_sq
 
 static_assert(sizeof(Row) == 56, "the host packs a row into 56 bytes");
 
@@ -197,8 +189,8 @@ __device__ __forceinline__ Norms sweep_moments(const Row* tensors, const Chunk& 
     const Coefficients own = coefficients[chunk.tensor];
     Moments<GradientType> moments{part.of(static_cast<const GradientType*>(row.gradient)),
                                   part.of(row.master),
-                                  part.of(row.exp_avg),
-                                  part.of(row.exp_avg_sq),
+                                  part.of(row.state[0]),
+                                  part.of(row.state[1]),
                                   own,
                                   Gradient(scale, clip, own.sign),
                                   {}};
@@ -273,8 +265,8 @@ __device__ __forceinline__ void update_chunk(const Row* tensors, const Chunk& ch
     const Row row = tensors[chunk.tensor];
     const Part part(chunk, row.length);
     Update<Weight> update{part.of(row.master),
-                          part.of(row.exp_avg),
-                          part.of(row.exp_avg_sq),
+                          part.of(row.state[0]),
+                          part.of(row.state[1]),
                           part.of(static_cast<Weight*>(row.weight)),
                           coefficients[chunk.tensor],
                           ratios[chunk.tensor]};

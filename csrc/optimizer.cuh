@@ -10,6 +10,17 @@
 #include "sweep.cuh"
 #include "tensor_table.cuh"
 
+// A parameter: addresses, 0 (null) for state or weight that it does not have, and its elements.
+template <int STATES>
+struct ParameterRow {
+    const void* gradient;
+    float* master;
+    float* state[STATES];
+    void* weight;
+    float* step;
+    long long length;
+};
+
 // Whether the step is skipped; a null address: never.
 __device__ __forceinline__ bool is_skipped(const float* found_inf) {
     return found_inf != nullptr && *found_inf != 0.0f;
