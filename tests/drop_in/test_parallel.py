@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import io
@@ -184,13 +185,14 @@ def test_parameters_that_a_loss_does_not_reach(pair: Pair, delay: bool, message_
     assert pair.run(reduced, torch.float32, mine, options) == [expected, expected]
 
 
-def count_sums(rank: int, options: dict[str, Any]) -> list[str]:
+def count_sums(rank: int, options: dict[str, Any], how: str = "") -> list[str]:
     """Name what happens in one backward, in its order."""
     events = []
     model = Scaled(1.0, 1.0, 1.0)
     wrapped = parallel().DistributedDataParallel(model, **options)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda _: events.append("grad"))
+    loss = wrapped(1.0, 1.0, 1.0)
     original = dist.all_reduce
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +201,11 @@ def count_sums(rank: int, options: dict[str, Any]) -> list[str]:
 
     dist.all_reduce = counted
     try:
-        wrapped(1.0, 1.0, 1.0).backward()
+        if how == "autograd.grad":
+            torch.autograd.grad(loss, list(model.parameters()))
+        else:
+            with wrapped.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                loss.backward()
     finally:
         dist.all_reduce = original
     return events
@@ -213,6 +219,11 @@ def test_buckets_are_summed_while_the_backward_runs(pair: Pair) -> None:
         assert events.count("sum") == 2
     for events in pair.run(count_sums, {"message_size": 1, "delay_allreduce": True}):
         assert events == ["grad"] * 3 + ["sum"] * 3
+
+
+def test_nothing_is_summed_where_nothing_is_written_or_averaging_is_off(pair: Pair) -> None:
+    assert pair.run(count_sums, {}, "autograd.grad") == [[], []]
+    assert pair.run(count_sums, {}, "no_sync") == [["grad"] * 3] * 2
 
 
 def accumulate(rank: int, way: str) -> Any:
@@ -290,6 +301,26 @@ def checkpointed(rank: int, use_reentrant: bool, options: dict[str, Any]) -> Any
 def test_checkpoints(pair: Pair, use_reentrant: bool, options: dict[str, Any]) -> None:
     # twice x for the weight used twice, x for the other; x is 1.5 on average
     assert pair.run(checkpointed, use_reentrant, options) == [[3.0, 1.5]] * 2
+
+
+def checkpointed_as_a_whole(rank: int, use_reentrant: bool) -> Any:
+    """Use one weight behind a checkpoint of the wrapper, one inside of it, one before it."""
+    model = Scaled(1.0, 1.0, 1.0)
+    wrapped = parallel().DistributedDataParallel(model, gradient_average=False)
+    behind, _, before = model.weights
+    output = checkpoint(
+        lambda x: x * wrapped(None, 1.0 + rank, None),
+        before * torch.ones(1, requires_grad=True),
+        use_reentrant=use_reentrant,
+    )
+    (output * behind).sum().backward()
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_the_wrapper(pair: Pair, use_reentrant: bool) -> None:
+    # the product of the weights and 1 or 2, summed once
+    assert pair.run(checkpointed_as_a_whole, use_reentrant) == [[3.0, 3.0, 3.0]] * 2
 
 
 def around_failures(rank: int) -> Any:
