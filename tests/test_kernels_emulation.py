@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -179,6 +180,22 @@ def test_without_a_compiler_tests_are_skipped_with_the_reason(
     monkeypatch.setattr(cuda_on_cpu, "COMPILER", None)
     with pytest.raises(pytest.skip.Exception, match=r"^no C\+\+ compiler on the PATH: g\+\+"):
         cuda_on_cpu.compiled("cast.cu", pytestconfig)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_ci_installs_the_compiler_where_there_is_none(
+    pytestconfig: pytest.Config, tmp_path: Path, there: bool
+) -> None:
+    script = (pytestconfig.rootpath / ".ci" / "run").read_text(encoding="utf-8")
+    line = re.search(r"^command -v g\+\+ .*$", script, re.MULTILINE)
+    assert line
+    for name in ("apt-get", "g++") if there else ("apt-get",):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    command = [str(shutil.which("bash")), "-c", line[0]]
+    run = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == ("" if there else "-qq update\n-qq install -y g++\n")
 
 
 @dataclass(frozen=True)
