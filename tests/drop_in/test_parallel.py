@@ -483,6 +483,13 @@ def test_without_a_process_group_there_is_no_wrapper(apex: ModuleType) -> None:
         apex.parallel.DistributedDataParallel(network())
 
 
+def test_sparse_gradients_are_refused(apex: ModuleType, alone: None) -> None:
+    wrapped = apex.parallel.DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+    message = r"sums dense gradients; got a sparse one of shape \(3, 2\).*sparse=False"
+    with pytest.raises(RuntimeError, match=message):
+        wrapped(torch.tensor([1])).sum().backward()
+
+
 def test_a_dropped_wrapper_leaves_gradients_alone(apex: ModuleType, alone: None) -> None:
     model = Scaled(1.0)
     wrapped = apex.parallel.DistributedDataParallel(model, gradient_predivide_factor=0.0)

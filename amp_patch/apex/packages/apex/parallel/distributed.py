@@ -193,6 +193,7 @@ def _take_from_rank_0(module: nn.Module) -> None:
     if any(param.dtype in (torch.float16, torch.bfloat16) for param in params):
         # Of what amp.initialize() cast, the state dict holds the fp32 values that optimizers step.
         state = module.state_dict()
-        values = [value for value in state.values() if isinstance(value, Tensor)]
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        values = [tensor for tensor in tensors if tensor.is_floating_point()]
         flat_dist_call(values, dist.broadcast, (0,))
         module.load_state_dict(state)

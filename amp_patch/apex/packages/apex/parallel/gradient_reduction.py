@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,10 +107,20 @@ class GradientReduction:
             Variable._execution_engine.queue_callback(self._finish)
 
     def note(self, param: Tensor) -> None:
-        """A backward has added to the gradient of a parameter."""
+        """A backward has added to the gradient of a parameter.
+
+        Raises:
+            RuntimeError: to a sparse one.
+        """
         place = self._place.get(id(param))
         if not self.enabled or place is None:
             return
+        if param.grad is not None and param.grad.is_sparse:
+            raise RuntimeError(
+                "apex.parallel.DistributedDataParallel sums dense gradients; got a sparse one of "
+                f"shape {tuple(param.shape)}. Build the embedding with sparse=False, or wrap the "
+                "model in torch.nn.parallel.DistributedDataParallel."
+            )
         self.arm()
         if place < len(self._sums):
             self._stale.add(place)  # added to once more, by another part of a checkpointed model
@@ -162,17 +173,20 @@ class GradientReduction:
             world_size = dist.get_world_size(self._group_of(place))
             flat *= averaging.predivide_factor / world_size
         numel = flat.numel() - len(bucket)
-        present = flat[numel:]
         sums = flat[:numel].to(bucket[0].dtype)
         if self._retain:
             self.flat_sums.append(sums)
-        for index, (param, view) in enumerate(zip(bucket, unflatten(sums, bucket), strict=True)):
+        changed: list[tuple[Tensor, Tensor]] = []
+        views = unflatten(sums, bucket)
+        for param, view, present in zip(bucket, views, flat[numel:].unbind(), strict=True):
             if param.grad is None:
-                param.grad = view.clone() if bool(present[index] > 0) else None
+                param.grad = view.clone() if bool(present > 0) else None
             elif self._retain:
                 param.grad = view
             else:
-                param.grad.copy_(view)
+                changed.append((param.grad, view))
+        if changed:
+            torch._foreach_copy_([grad for grad, _ in changed], [view for _, view in changed])
 
 
 def _note(reference: weakref.ref[GradientReduction], param: Tensor) -> None:
@@ -185,9 +199,12 @@ def _buckets(params: Sequence[nn.Parameter], numel: float) -> list[list[nn.Param
     """Split parameters by dtype and device into buckets, in the order of a backward."""
     full: list[list[nn.Parameter]] = []
     filling: dict[Any, list[nn.Parameter]] = {}
+    counts: Counter[Any] = Counter()
     for param in reversed(params):
-        bucket = filling.setdefault((param.dtype, param.device), [])
-        bucket.append(param)
-        if sum(map(torch.numel, bucket)) >= numel:
-            full.append(filling.pop((param.dtype, param.device)))
+        kind = (param.dtype, param.device)
+        filling.setdefault(kind, []).append(param)
+        counts[kind] += param.numel()
+        if counts[kind] >= numel:
+            full.append(filling.pop(kind))
+            del counts[kind]
     return [*full, *filling.values()]
