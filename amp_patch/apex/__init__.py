@@ -35,8 +35,7 @@ class Installation:
             return
         sys.meta_path.remove(self._finder)
         if not _installed():
-            for name in [name for name, module in sys.modules.items() if is_supplied(module)]:
-                del sys.modules[name]
+            _forget_modules()
         sys.modules.update(self._set_aside)
 
 
@@ -78,6 +77,15 @@ def uninstall() -> None:
     for finder in _installed():
         if finder.installation is not None:
             finder.installation.uninstall()
+
+
+def _forget_modules() -> None:
+    """Take what was supplied out of ``sys.modules``, and off the packages of a real apex."""
+    for name in [name for name, module in sys.modules.items() if is_supplied(module)]:
+        module = sys.modules.pop(name)
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
+            delattr(sys.modules[parent], child)
 
 
 def _installed() -> list[Finder]:

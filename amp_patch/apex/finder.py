@@ -51,12 +51,13 @@ class Finder:
         if not file.is_file():
             # Without name=: `from apex import transformer` would put Python's message in its place.
             raise ModuleNotFoundError(_not_supplied(fullname))
-        return importlib.util.spec_from_file_location(
-            fullname,
-            file,
-            loader=_Loader(fullname, str(file)),
-            submodule_search_locations=[str(place)] if is_package else None,
+        spec = importlib.util.spec_from_file_location(
+            fullname, file, loader=_Loader(fullname, str(file))
         )
+        if is_package and spec is not None:
+            # Empty: what lies in a package is for this finder to find, not for Python's own.
+            spec.submodule_search_locations = []
+        return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:
         """Yield the distribution 'apex' where importlib.metadata asks for it, or for all."""

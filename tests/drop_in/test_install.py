@@ -1,0 +1,173 @@
+"""Names of apex are there while the drop-in is installed, and only then."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import amp_patch.apex
+from amp_patch.apex.replacements import REPLACEMENTS
+
+TOP_LEVEL = ("apex", "amp_C", "apex_C")
+PACKAGES = Path(amp_patch.apex.__file__).parent / "packages"
+#: The modules of apex by the files that there are, but for one that is a script.
+SUPPLIED = sorted(
+    str(path.relative_to(PACKAGES).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+    for path in PACKAGES.rglob("*.py")
+    if path.parent != PACKAGES or path.stem in TOP_LEVEL
+    if path.stem != "multiproc"
+)
+
+
+@pytest.fixture
+def real_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An apex of somebody else's, which has optimizers and no amp."""
+    for name in ("apex", "apex/optimizers", "apex-9.9.dist-info"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "apex/__init__.py").write_text("origin = 'real'\n")
+    (tmp_path / "apex/optimizers/__init__.py").write_text("origin = 'real'\n")
+    (tmp_path / "apex-9.9.dist-info/METADATA").write_text("Name: apex\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    amp_patch.apex.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] in TOP_LEVEL]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", TOP_LEVEL)
+def test_without_it_nothing_has_the_name(name: str) -> None:
+    assert importlib.util.find_spec(name) is None
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'"):
+        importlib.import_module(name)
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("apex")
+
+
+def test_importing_the_package_that_installs_it_installs_nothing() -> None:
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.endswith("finder")]
+
+
+def test_install_supplies_all_of_it_and_uninstall_takes_it_back() -> None:
+    before = dict(sys.modules)
+    amp_patch.apex.install()
+    try:
+        assert importlib.util.find_spec("apex") is not None
+        assert importlib.metadata.version("apex") == "0.1"
+        for name in SUPPLIED:
+            assert importlib.import_module(name).__name__ == name
+    finally:
+        amp_patch.apex.uninstall()
+    assert importlib.util.find_spec("apex") is None
+    assert [name for name in sys.modules if name.partition(".")[0] in TOP_LEVEL] == []
+    assert before.keys() <= sys.modules.keys()
+    amp_patch.apex.uninstall()
+
+
+def test_a_block_ends_what_it_began() -> None:
+    with amp_patch.apex.install() as outer:
+        with amp_patch.apex.install():
+            module = importlib.import_module("apex.amp")
+        assert importlib.import_module("apex.amp") is module
+        outer.uninstall()
+        assert importlib.util.find_spec("apex") is None
+    assert importlib.util.find_spec("apex") is None
+
+
+def test_a_block_ends_when_its_body_raises() -> None:
+    with pytest.raises(KeyError), amp_patch.apex.install():
+        raise KeyError
+    assert importlib.util.find_spec("apex") is None
+
+
+def test_other_distributions_are_found_as_before() -> None:
+    with amp_patch.apex.install():
+        assert importlib.metadata.version("torch")
+        names = [found.metadata["Name"] for found in importlib.metadata.distributions()]
+        assert names.count("apex") == 1
+        assert "wrapt" in names
+
+
+def test_amp_is_a_module_whose_names_stand_in_its_dict(apex: types.ModuleType) -> None:
+    assert isinstance(apex.amp, types.ModuleType)
+    for name in ("state_dict", "load_state_dict", "initialize", "scale_loss", "master_params"):
+        assert name in apex.amp.__dict__
+
+
+def test_classes_pickle_under_the_names_of_apex(apex: types.ModuleType) -> None:
+    scaler = apex.amp.scaler.LossScaler(4.0)
+    text = pickle.dumps(scaler)
+    assert b"apex.amp.scaler" in text
+    assert b"amp_patch" not in text
+    assert pickle.loads(text).loss_scale() == 4.0
+
+
+def test_where_a_real_apex_is_only_what_it_lacks_is_supplied(real_apex: Path) -> None:
+    real = importlib.import_module("apex")
+    with amp_patch.apex.install():
+        assert importlib.import_module("apex.optimizers").origin == "real"
+        assert callable(importlib.import_module("apex.amp").initialize)
+        from apex import amp
+
+        assert amp is sys.modules["apex.amp"]
+        assert importlib.metadata.version("apex") == "9.9"
+    assert sys.modules["apex"] is real
+    assert "apex.amp" not in sys.modules
+    assert not hasattr(real, "amp")
+
+
+def test_force_takes_all_and_gives_it_back(real_apex: Path) -> None:
+    real = importlib.import_module("apex.optimizers")
+    with amp_patch.apex.install(force=True):
+        apex = importlib.import_module("apex")
+        assert not hasattr(apex, "origin")
+        assert not hasattr(importlib.import_module("apex.optimizers"), "origin")
+    assert importlib.import_module("apex.optimizers") is real
+
+
+def test_force_is_a_bool() -> None:
+    with pytest.raises(TypeError, match=r"force must be True or False; got 'yes'; call"):
+        amp_patch.apex.install(force="yes")
+    assert importlib.util.find_spec("apex") is None
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("import apex.transformer", "'apex.transformer' .* use megatron.core"),
+        ("from apex import transformer", "'apex.transformer' .* use megatron.core"),
+        (
+            "from apex.transformer.layers import x",
+            "'apex.transformer' .* apex has RNN, amp, .* use mega",
+        ),
+        (
+            "from apex import nothing",
+            "supplies no 'apex.nothing' .*; apex has RNN, amp, .* in torch",
+        ),
+        ("from apex.amp.opt import Nothing", "supplies no 'apex.amp.opt.Nothing'"),
+        ("from apex.contrib.sparsity import ASP", "to_sparse_semi_structured"),
+    ],
+)
+def test_what_is_not_supplied_is_an_import_error_with_advice(
+    apex: types.ModuleType, statement: str, words: str
+) -> None:
+    with pytest.raises(ImportError, match=words):
+        exec(statement)
+
+
+def test_libraries_that_probe_get_no(apex: types.ModuleType) -> None:
+    assert not hasattr(apex, "transformer")
+    assert not hasattr(apex.amp.opt, "Nothing")
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_what_has_a_replacement_is_not_supplied(apex: types.ModuleType, name: str) -> None:
+    with pytest.raises(ImportError, match="Instead of"):
+        importlib.import_module(name)

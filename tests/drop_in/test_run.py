@@ -1,0 +1,169 @@
+"""``amp-patch run`` is ``python``, but for apex."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import ROOT, RUN, run
+
+from amp_patch.apex.process import environment_of_run
+
+PYTHON = (sys.executable,)
+SCRIPT = """
+import os, sys
+print(sys.argv, sys.path, __name__, __file__, __spec__ and __spec__.name, sys.flags, sys.warnoptions)
+print(sys.stdin.read(), os.getcwd(), sorted(set(sys.modules) & {"torch", "click", "apex"}))
+def fail():
+    raise ValueError("from the script")
+if "exit" in sys.argv:
+    sys.exit(7)
+fail()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "folder" / "train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments", [["a", "--opt-level", "O1", "--", "-m"], ["exit"], ["--help", "exit"]]
+)
+@pytest.mark.parametrize("options", [[], ["-u", "-W", "error", "-X", "utf8"]])
+def test_a_script_runs_as_python_runs_it(
+    script: Path, options: list[str], arguments: list[str]
+) -> None:
+    expected = run([*PYTHON, *options, script, *arguments])
+    found = run([sys.executable, *options, *RUN[1:], script, *arguments])
+    assert (found.stdout, found.stderr) == (expected.stdout, expected.stderr)
+    assert found.returncode == expected.returncode == (7 if "exit" in arguments else 1)
+
+
+def test_a_module_runs_as_python_runs_it(script: Path) -> None:
+    arguments = ["-m", "train", "--opt-level", "x"]
+    expected = run([*PYTHON, *arguments], cwd=script.parent)
+    found = run([*RUN, *arguments], cwd=script.parent)
+    assert (found.stdout, found.stderr) == (expected.stdout, expected.stderr)
+    assert "'--opt-level', 'x'" in found.stdout
+
+
+def test_two_dashes_end_the_options_of_amp_patch(script: Path) -> None:
+    found = run([*RUN, "--opt-level", "O2", "--", script, "exit"])
+    assert found.returncode == 7
+    assert f"[{str(script)!r}, 'exit']" in found.stdout
+
+
+def test_a_script_that_is_not_there_is_pythons_error(tmp_path: Path) -> None:
+    found = run([*RUN, "missing.py"], cwd=tmp_path)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "can't open file" in found.stderr
+
+
+def test_an_unknown_level_is_refused() -> None:
+    found = run([*RUN, "--opt-level", "O7", "train.py"])
+    assert found.returncode == 2
+    assert "'O7' is not one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'" in found.stderr
+
+
+@pytest.mark.parametrize("option", ["-E", "-I", "-S"])
+def test_options_that_hide_the_drop_in_are_refused(script: Path, option: str) -> None:
+    code = f"import sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}; from amp_patch.apex.process "
+    code += f"import run_python; run_python([{str(script)!r}], None)"
+    found = run([sys.executable, option, "-c", code])
+    assert "got a Python started with -I, -E or -S" in found.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGTERM")
+def test_a_signal_reaches_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "waits.py"
+    path.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    environment = environment_of_run({"PYTHONPATH": str(ROOT)}, None)
+    with subprocess.Popen(
+        [*RUN, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == -signal.SIGTERM
+
+
+CHILDREN = """
+import subprocess, sys
+import multiprocessing
+import torch
+import torch.multiprocessing
+from apex import amp
+
+def work(rank, *results):
+    from apex.amp import scaler
+    results[-1].put((rank, scaler.LossScaler(2.0)))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        from apex import amp
+        return len(amp.__name__)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(0, queue))
+    process.start()
+    print(queue.get()[1].loss_scale())
+    process.join()
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(work, args=(results,), nprocs=1)
+    print(results.get()[0])
+    loader = torch.utils.data.DataLoader(
+        Data(), batch_size=2, num_workers=1, multiprocessing_context="spawn"
+    )
+    print([batch.tolist() for batch in loader])
+    subprocess.run([sys.executable, "-c", "import apex.amp; print(apex.amp.__name__)"], check=True)
+"""
+
+
+def test_processes_that_the_script_starts_find_apex(tmp_path: Path) -> None:
+    path = tmp_path / "children.py"
+    path.write_text(CHILDREN)
+    found = run([*RUN, path])
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines() == ["2.0", "0", "[[8, 8]]", "apex.amp"]
+
+
+def test_the_environments_own_sitecustomize_runs_and_errors_in_it_show(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('own', __name__)\n")
+    script = tmp_path / "train.py"
+    script.write_text("import sitecustomize, sys, apex.amp\nprint(sitecustomize.__file__)\n")
+    paths = f"{tmp_path}:{ROOT}"
+    found = run([*RUN, script], PYTHONPATH=paths)
+    # once for amp-patch itself, once for the script
+    assert found.stdout.splitlines()[:2] == ["own sitecustomize"] * 2, found.stderr
+    assert found.stdout.splitlines()[2] == str(tmp_path / "sitecustomize.py")
+
+
+def test_another_python_does_not_get_apex(tmp_path: Path) -> None:
+    code = "import importlib.util; print(importlib.util.find_spec('apex'))"
+    environment = environment_of_run({"PYTHONPATH": str(ROOT)}, None)
+    found = run([sys.executable, "-c", code], **{**environment, "AMP_PATCH_RUN": "/elsewhere"})
+    assert found.stdout.strip() == "None"
+    found = run([sys.executable, "-c", code], **environment)
+    assert "ModuleSpec(name='apex'" in found.stdout
+
+
+def test_the_environment_is_the_users_but_for_the_drop_in() -> None:
+    environment = environment_of_run({"A": "1", "PYTHONPATH": "/x:/y"}, "O2")
+    first, *rest = environment["PYTHONPATH"].split(":")
+    assert rest == ["/x", "/y"]
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert environment["A"] == "1"
+    assert environment["AMP_PATCH_OPT_LEVEL"] == "O2"
+    again = environment_of_run(environment, None)
+    assert again == environment
