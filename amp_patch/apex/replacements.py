@@ -21,11 +21,9 @@ REPLACEMENTS = {
     "apex.contrib.peer_memory": "torch.distributed's own transports",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
-    "apex.fused_dense": "torch.nn.Linear under torch.compile",
     "apex.normalization.InstanceNorm3dNVFuser": "torch.nn.InstanceNorm3d",
     "apex.parallel.optimized_sync_batchnorm_kernel": "torch.nn.SyncBatchNorm",
     "apex.parallel.sync_batchnorm_kernel": "torch.nn.SyncBatchNorm",
     "apex.pyprof": "torch.profiler",
-    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "megatron.core (the package megatron-core)",
 }

@@ -1,0 +1,21 @@
+"""apex.fused_dense: linear layers, alone and in pairs with GELU between."""
+
+from . import fused_dense
+from .fused_dense import (
+    DenseNoBias,
+    FusedDense,
+    FusedDenseGeluDense,
+    dense_no_bias_function,
+    fused_dense_function,
+    fused_dense_gelu_dense_function,
+)
+
+__all__ = [
+    "DenseNoBias",
+    "FusedDense",
+    "FusedDenseGeluDense",
+    "dense_no_bias_function",
+    "fused_dense",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
+]
