@@ -75,6 +75,15 @@ def test_a_step_is_the_published_one(
     assert [group["weight_decay"] for group in base.param_groups] == [decay] * len(params)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_of_half_tensors_are_taken_in_fp32(apex: ModuleType, dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.full((9,), 32_768.0, dtype=dtype))
+    weight.grad = torch.full((9,), 16_384.0, dtype=dtype)
+    apex.parallel.LARC(SGD([weight], lr=1.0), trust_coefficient=0.25).step()
+    # |p| is 98,304, beyond fp16, and twice |g|: half of the gradient
+    assert weight.tolist() == [32_768.0 - 8_192.0] * 9
+
+
 def test_the_defaults_are_those_of_apex(apex: ModuleType) -> None:
     larc = apex.parallel.LARC(SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     assert (larc.trust_coefficient, larc.clip, larc.eps) == (0.02, True, 1e-8)

@@ -52,10 +52,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         Returns:
             A tensor of the input's shape and dtype.
         """
-        moves = self.channel_last and input.dim() > 2
-        output = self._normalize(input.movedim(-1, 1) if moves else input)
-        if moves:
-            output = output.movedim(1, -1)
+        if self.channel_last:
+            output = self._normalize(input.movedim(-1, 1)).movedim(1, -1)
+        else:
+            output = self._normalize(input)
         if z is not None:
             output = output + z
         return torch.relu(output) if self.fuse_relu else output
