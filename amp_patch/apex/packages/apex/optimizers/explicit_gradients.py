@@ -41,7 +41,8 @@ def explicit_gradients(
                 param.grad = grad
     for group, outputs in zip(groups, per_group(output_params, groups), strict=True):
         if outputs:
-            torch._foreach_copy_(outputs, [param.detach() for param in group["params"]])
+            targets = [output.detach() for output in outputs]
+            torch._foreach_copy_(targets, [param.detach() for param in group["params"]])
 
 
 def per_group(given: Any, groups: Groups) -> list[list[Any] | None]:
