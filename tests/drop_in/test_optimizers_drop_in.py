@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import required
 
 from amp_patch import amp
+from amp_patch.device_skip import skips_by_flag, step_by_flag
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 ONE_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -693,6 +694,21 @@ class TestCapturable:
         near(params, before)
         assert optimizer.param_groups[0]["step"].tolist() == [0]
         assert scaler.get_scale() == 32.0
+
+    @pytest.mark.parametrize("name", ["FusedAdam", "FusedMixedPrecisionLamb"])
+    def test_a_flag_on_the_device_skips_it(self, optimizers: Any, name: str) -> None:
+        params = [nn.Parameter(torch.ones(3))]
+        options = {"capturable": True} if name == "FusedAdam" else {}
+        optimizer = make(optimizers, name, params, **options)
+        assert skips_by_flag(optimizer)
+        params[0].grad = torch.ones(3)
+        for flag, count in ((1.0, 0), (0.0, 1)):
+            step_by_flag(optimizer, torch.tensor(flag), optimizer.step)
+            assert optimizer.param_groups[0]["step"].tolist() == [count]
+            assert torch.equal(params[0].detach(), torch.ones(3)) == (count == 0)
+
+    def test_adam_skips_by_flag_only_where_it_is_capturable(self, optimizers: Any) -> None:
+        assert not skips_by_flag(optimizers.FusedAdam(parameters()))
 
     def test_masters_keep_what_half_cannot(self, optimizers: Any) -> None:
         params = [nn.Parameter(torch.ones(3, dtype=F16))]

@@ -11,6 +11,9 @@ from amp_patch.kernels import alike
 
 from .tensor_lists import Lists, columns_of, widened, write_back
 
+#: 1 - beta ** inf is 1, the correction that corrects nothing.
+_FOREVER = float("inf")
+
 
 @torch.no_grad()
 def multi_tensor_adam(
@@ -39,10 +42,9 @@ def multi_tensor_adam(
         bias_correction: whether the averages are divided by ``1 - beta ** step``.
     """
     options = _options(lr, beta1, beta2, epsilon, weight_decay)
-    count = torch.tensor(float(step))
     for columns in alike(*columns_of(tensor_lists, 4)):
         wide = widened(columns)
-        _step(wide, mode, count, bias_correction, options)
+        _step(wide, mode, step, bias_correction, options)
         write_back(columns[1:], wide[1:])
 
 
@@ -141,18 +143,23 @@ def _multiply_unless(noop_flag: Tensor, grads: list[Tensor], factor: Tensor) -> 
 def _step(
     columns: list[list[Tensor]],
     mode: int,
-    step: Tensor,
+    step: Tensor | float,
     bias_correction: int,
     options: dict[str, Any],
     noop_flag: Tensor | None = None,
 ) -> None:
     grads, params, averages, squares = columns
     device = params[0].device
-    # 1 - beta ** inf is 1, the correction that corrects nothing.
-    count = step.to(device, torch.float32) if bias_correction else torch.tensor(float("inf"))
+    if not bias_correction:
+        step = _FOREVER
+    count = (
+        step.to(device, torch.float32)
+        if isinstance(step, Tensor)
+        else torch.full((), float(step), device=device)
+    )
     found_inf = None
     if noop_flag is not None:
         found_inf = (noop_flag.to(device) == 1).float().reshape(())
     kernel: Any = torch._fused_adamw_ if mode == 1 else torch._fused_adam_
-    steps = [count.to(device).reshape(())] * len(params)
+    steps = [count.reshape(())] * len(params)
     kernel(params, grads, averages, squares, [], steps, **options, found_inf=found_inf)
