@@ -31,6 +31,10 @@ class Captures:
         finally:
             self._actions = None
 
+    def can_follow(self, device: torch.device) -> bool:
+        """Return whether `follow` finds somebody who calls, now or after each replay."""
+        return not self.are_made(device) or self._actions is not None
+
     def follow(self, device: torch.device, action: Callable[[], object]) -> None:
         """Call ``action`` now, or after each replay of the graph that is captured on a device.
 

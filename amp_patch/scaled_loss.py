@@ -125,6 +125,9 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._backward.is_over = True
         if not self._idle:
             self._finish(is_failed=exc_type is not None)
+        elif exc_type is None and not self._delay_unscale:
+            if captures.can_follow(self._loss.device):
+                self._count()
 
     def _finish(self, is_failed: bool) -> None:
         if is_failed:
@@ -237,8 +240,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
                 step.unsettled.remove(self)
         checks, self._checks = self._checks, []
         if not self._checked:
-            count = functools.partial(self._scaler.update, overflow=False)
-            captures.follow(self._loss.device, count)
+            self._count()
             return
         if self._scaler.update(any(check.overflow for check, _ in checks)):
             message = self._scaler.skip_message(self._scaler_id)
@@ -246,6 +248,11 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
                 step.skip_message = message
         if self._scaler.exhausted:
             raise FloatingPointError(self._describe(checks))
+
+    def _count(self) -> None:
+        """Nothing is checked; scripts step their schedulers where a backward pass was counted."""
+        count = functools.partial(self._scaler.update, overflow=False)
+        captures.follow(self._loss.device, count)
 
     def take_over(self, scaler: LossScaler) -> bool:
         """Leave a check that was delayed to the caller, if it moves ``scaler``.

@@ -33,6 +33,7 @@ class Bert(nn.Module):
         self.embeddings = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList([Layer(width), Layer(width)])
         self.decoder = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.embeddings.weight, std=0.2)
         self.decoder.weight = self.embeddings.weight
 
     def forward(self, tokens):
@@ -60,7 +61,7 @@ def main():
         },
         {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]
-    optimizer = FusedLAMB(groups, lr=5e-3)
+    optimizer = FusedLAMB(groups, lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + 0.1 * step))
     if not args.fp32:
         model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
