@@ -246,6 +246,29 @@ def test_gradients_gather_while_averaging_is_off(pair: Pair, way: str) -> None:
     assert pair.run(accumulate, way) == [(1.0, 12.0), (2.0, 12.0)]
 
 
+def accumulate_scaled(rank: int, level: str) -> Any:
+    from amp_patch import amp
+
+    model = Scaled(1.0)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    wrapped = parallel().DistributedDataParallel(model)
+    wrapped.disable_allreduce()
+    with amp.scale_loss(wrapped(1.0 + rank), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    wrapped.enable_allreduce()
+    with amp.scale_loss(wrapped(10.0 + rank), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    grads = [master.grad.item() for master in amp.master_params(optimizer)]
+    amp.deactivate()
+    return grads
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scaled_gradients_gather_with_delay_unscale(pair: Pair, level: str) -> None:
+    assert pair.run(accumulate_scaled, level) == [[12.0], [12.0]]
+
+
 def forwards_and_backwards(rank: int) -> Any:
     grads = []
     model = Scaled(1.0)

@@ -140,7 +140,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._switch(True)
 
     def disable_allreduce(self) -> None:
-        """Let gradients gather in each process, until `enable_allreduce`."""
+        """Let gradients gather in each process, until `enable_allreduce`.
+
+        Those of ``amp.scale_loss`` must gather where the backward passes write, and be averaged
+        by the last: with ``delay_unscale=True`` in all but that.
+        """
         self._switch(False)
 
     @contextlib.contextmanager
