@@ -125,9 +125,8 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._backward.is_over = True
         if not self._idle:
             self._finish(is_failed=exc_type is not None)
-        elif exc_type is None and not self._delay_unscale:
-            if captures.can_follow(self._loss.device):
-                self._count()
+        elif exc_type is None and captures.can_follow(self._loss.device):
+            self._count()
 
     def _finish(self, is_failed: bool) -> None:
         if is_failed:
