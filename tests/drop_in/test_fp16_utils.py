@@ -169,7 +169,8 @@ def test_one_flat_master_needs_one_dtype(fp16: Any) -> None:
 
 
 def test_numbers_of_tensors_and_sequences(fp16: Any) -> None:
-    assert fp16.to_python_float(torch.tensor([2.5])) == 2.5
+    assert type(fp16.to_python_float(torch.tensor([2.5]))) is float
+    assert fp16.to_python_float(torch.tensor(2.5)) == 2.5
     assert fp16.to_python_float([3.5]) == 3.5
 
 
@@ -392,6 +393,25 @@ def test_backward_passes_add_up_while_the_scale_grows(fp16: Any, at_once: bool) 
     (gradients,) = optimizer.inspect_master_grad_data()
     assert torch.equal(gradients[0], torch.tensor([3.0, 6.0]))
     assert torch.equal(gradients[1], torch.tensor([9.0, 9.0]))
+
+
+def test_own_backward_pass_of_a_scaled_loss(fp16: Any) -> None:
+    half, full, optimizer = mixed(fp16, static_loss_scale=4.0)
+    optimizer.backward(product(half, full))
+    optimizer.zero_grad()
+    (product(half, full) * optimizer.loss_scale).backward()
+    optimizer.backward(product(half, full))
+    (gradients,) = optimizer.inspect_master_grad_data()
+    assert torch.equal(gradients[0], torch.tensor([2.0, 4.0]))
+    assert torch.equal(gradients[1], torch.tensor([6.0, 6.0]))
+
+
+def test_overflow_of_before_is_forgotten(fp16: Any) -> None:
+    args = {"init_scale": 4.0}
+    half, full, optimizer = mixed(fp16, dynamic_loss_scale=True, dynamic_loss_args=args)
+    optimizer.loss_scaler.unscale([torch.tensor([INF])], [torch.ones(1)], 1.0)
+    optimizer.backward(product(half, full))
+    assert optimizer.overflow is False
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -96,7 +96,7 @@ class FP16_Optimizer:
         """
         scale = self.loss_scaler.loss_scale()
         self._bring_grads_to(scale)
-        (loss.float() * scale).backward(retain_graph=retain_graph)
+        (loss * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
 
