@@ -7,6 +7,7 @@ import importlib
 import math
 import pickle
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -586,6 +587,15 @@ def test_resumed_run_goes_on_bit_by_bit(fp16: Any) -> None:
         optimizer.all_fp32_from_fp16_params, other.all_fp32_from_fp16_params, strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+def test_checkpoint_is_loaded_as_scripts_do(fp16: Any, tmp_path: Path) -> None:
+    _, _, optimizer = mixed(fp16, dynamic_loss_scale=True)
+    optimizer.loss_scale = 32.0
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    _, _, other = mixed(fp16)
+    other.load_state_dict(torch.load(tmp_path / "checkpoint.pt")["optimizer"])
+    assert other.loss_scale == 32.0
 
 
 def test_loaded_scaler_moves_alone(fp16: Any) -> None:

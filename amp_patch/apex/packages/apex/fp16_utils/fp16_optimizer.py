@@ -9,12 +9,16 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..amp import _amp_state
 from ..amp.scaler import LossScaler
 from .fp16util import clip_grad_norm, master_params_to_model_params
 from .master_groups import gradient_of, gradients, multiply, put_masters, refuse_other_dtypes
+
+# It is in every checkpoint of this optimizer, and torch.load(path) refuses unknown classes.
+torch.serialization.add_safe_globals([LossScaler])
 
 
 class FP16_Optimizer:
@@ -194,8 +198,7 @@ class FP16_Optimizer:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned; the model's own state must have been loaded before.
 
-        The scaler is copied, the masters are filled in place. Keys that start as these do and
-        others beside them are left alone.
+        The scaler is copied, the masters are filled in place.
 
         Raises:
             ValueError: the masters saved are not as many as these.

@@ -136,9 +136,9 @@ def output_dtype(like: Tensor) -> torch.dtype:
 
 
 def _of_one_dtype(*tensors: Any) -> tuple[Any, ...]:
-    """Return tensors of one dtype as they are, others in the widest, float32 at least."""
+    """Return tensors of one dtype as they are, others in the widest, which is float32 at least."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if len(dtypes) == 1:
         return tensors
-    widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    widest = functools.reduce(torch.promote_types, dtypes)
     return tuple(None if tensor is None else tensor.to(widest) for tensor in tensors)
