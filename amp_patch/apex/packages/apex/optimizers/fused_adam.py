@@ -39,7 +39,7 @@ class FusedAdam(MultiTensorOptimizer):
         set_grad_none: whether `zero_grad` sets gradients to None, unless it is told.
         capturable: keep lr and step on the device, and never wait for it.
         master_weights: keep float32 copies of the parameters, and step those.
-        max_grad_norm: of 2019: the gradients of each group are clipped to this norm; None or 0: not.
+        max_grad_norm: of 2019: clip the gradients of each group to this norm; None or 0: not.
         eps_inside_sqrt: of 2019; only False.
         use_mt, amp_scale_adjustment: of 2019; without effect.
 
