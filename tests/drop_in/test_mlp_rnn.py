@@ -57,6 +57,7 @@ def test_mlp_starts_as_published(load: Any) -> None:
     mlp = load("mlp").MLP([400, 600, 500])
     for weight in mlp.weights:
         assert weight.std().item() == pytest.approx((2 / sum(weight.shape)) ** 0.5, rel=0.02)
+        assert weight.abs().max() > 3 * weight.std()  # normal, not uniform
     for bias in mlp.biases:
         assert bias.std().item() == pytest.approx(len(bias) ** -0.5, rel=0.2)
 
@@ -337,12 +338,13 @@ def test_networks_train_in_half(load: Any, name: str, level: str) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_states_made_under_amp_serve_without(load: Any) -> None:
-    network = load("RNN").LSTM(3, 5, 1)
+@pytest.mark.parametrize("name", TORCH)
+def test_states_made_in_half_serve_in_float32(load: Any, name: str) -> None:
+    network = getattr(load("RNN"), name)(3, 5, 2)
     x = torch.randn(4, 2, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        network(x)
-    assert network(x)[0].dtype == torch.float32
+    network.bfloat16()(x.bfloat16())
+    output, hidden = network.float()(x)
+    assert {output.dtype, *(state.dtype for state in hidden)} == {torch.float32}
 
 
 # Contributed
