@@ -262,8 +262,18 @@ def test_a_batch_norm_itself_is_converted(apex: ModuleType) -> None:
     assert converted.weight is norm.weight
 
 
+def test_torchs_wrapper_takes_a_model_with_it_on_the_cpu(apex: ModuleType) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), apex.parallel.SyncBatchNorm(2))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(model)(torch.randn(4, 2)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert model[0].weight.grad is not None
+
+
 def test_scripts_find_it_under_both_modules(apex: ModuleType) -> None:
     for name in ("sync_batchnorm", "optimized_sync_batchnorm"):
         module = importlib.import_module(f"apex.parallel.{name}")
         assert module.SyncBatchNorm is apex.parallel.SyncBatchNorm
-    assert issubclass(apex.parallel.SyncBatchNorm, nn.SyncBatchNorm)

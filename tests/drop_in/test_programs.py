@@ -29,6 +29,8 @@ ARGUMENTS = {
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 #: How far the loss may be from that of fp32, in parts of it.
 TOLERANCE = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O4": 3e-2, "O5": 3e-2}
+#: At the first scales some of this one's few steps overflow, and are skipped.
+TOLERANCE_OF = {"swav": 3e-2}
 #: Of the layer that each program names: the dtypes of its output and of its weight.
 DTYPES = {
     "O0": ("float32", "float32"),
@@ -76,7 +78,8 @@ def test_a_program_trains_as_in_fp32(program: str, level: str) -> None:
     if level == "O3":  # without masters: it trains, but not in the same steps
         assert found["loss"] <= 1.25 * reference["loss"]
     else:
-        assert math.isclose(found["loss"], reference["loss"], rel_tol=TOLERANCE[level])
+        tolerance = max(TOLERANCE[level], TOLERANCE_OF.get(program, 0.0))
+        assert math.isclose(found["loss"], reference["loss"], rel_tol=tolerance)
     if program == "resume":
         assert found["loss"] == found["without_interruption"]
     if program == "loss_scaler_object":

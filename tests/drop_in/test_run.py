@@ -15,7 +15,8 @@ from amp_patch.apex.process import environment_of_run
 PYTHON = (sys.executable,)
 SCRIPT = """
 import os, sys
-print(sys.argv, sys.path, __name__, __file__, __spec__ and __spec__.name, sys.flags, sys.warnoptions)
+print(sys.argv, sys.path, __name__, __file__, __spec__ and __spec__.name)
+print(sys.flags, sys.warnoptions)
 print(sys.stdin.read(), os.getcwd(), sorted(set(sys.modules) & {"torch", "click", "apex"}))
 def fail():
     raise ValueError("from the script")

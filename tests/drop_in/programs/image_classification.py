@@ -94,6 +94,8 @@ def main():
         loss = reduce_tensor(loss.data, args.world_size)
     if rank == 0:
         outcome.report(to_python_float(loss))
+    if args.distributed:
+        torch.distributed.destroy_process_group()
 
 
 def adjust_learning_rate(optimizer, epoch, base):

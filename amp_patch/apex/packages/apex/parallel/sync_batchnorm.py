@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """Batch norm whose statistics are those of the batches of all processes.
 
-    torch's own, with what apex's had beyond it. Unlike torch's it also runs on the CPU. Without a
+    torch's own, with what apex's had beyond it. Unlike torch's it also runs on the CPU; as apex's
+    it is none of torch's class, which torch's DistributedDataParallel refuses there. Without a
     process group, or in a group of one, it is a plain batch norm.
 
     Args:
@@ -38,9 +39,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
+
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize, scale and shift; add ``z``; apply ReLU with ``fuse_relu``.
@@ -62,7 +67,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _normalize(self, input: Tensor) -> Tensor:
         if input.device.type != "cpu":
-            return super().forward(input)
+            return nn.SyncBatchNorm.forward(cast(Any, self), input)
         group = self._group_to_sum_over()
         if group is None:
             return _BatchNorm.forward(self, input)

@@ -1,0 +1,718 @@
+"""apex.amp: what scripts find behind `initialize`, and do by it."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import pickle
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_patch.amp
+import amp_patch.session
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+@pytest.fixture
+def amp(apex: types.ModuleType):
+    yield apex.amp
+    amp_patch.amp.deactivate()
+
+
+def trained(amp, level: str = "O2", **options):
+    """Return a small model and its optimizer, initialized."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
+
+
+def backward(amp, model, optimizer, value: float = 1.0, **options) -> None:
+    loss = (model(torch.full((3, 4), value)) + torch.arange(3.0)[:, None]).float().pow(2).mean()
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_amp_state_is_one_object_as_attribute_and_as_module(amp) -> None:
+    module = importlib.import_module("apex.amp._amp_state")
+    assert module is amp._amp_state is module._amp_state
+    assert isinstance(module, types.ModuleType)
+    assert module.master_params is amp.master_params
+
+
+def test_before_initialize_scripts_see_no_properties(amp) -> None:
+    assert not hasattr(amp._amp_state, "opt_properties")
+    assert not hasattr(amp._amp_state, "loss_scalers")
+    trained(amp)
+    assert amp._amp_state.opt_properties.enabled
+    amp_patch.amp.deactivate()
+    assert not hasattr(amp._amp_state, "opt_properties")
+    assert not hasattr(amp._amp_state, "handle")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_properties_are_those_of_the_level(amp, level: str) -> None:
+    trained(amp, level)
+    properties = amp._amp_state.opt_properties
+    assert properties.opt_level == properties.options["opt_level"] == level
+    expected = {"O0": torch.float32, "O1": None, "O4": None, "O5": torch.bfloat16}
+    assert properties.options["cast_model_type"] == expected.get(level, torch.float16)
+    assert properties.master_weights is {"O2": True, "O5": True, "O1": None, "O4": None}.get(
+        level, False
+    )
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = properties.nothing
+
+
+def test_the_submodule_amp_initializes(amp) -> None:
+    model = nn.Linear(2, 2)
+    amp.amp.initialize(model, opt_level="O3", verbosity=0)
+    assert model.weight.dtype is torch.float16
+    assert not hasattr(amp.amp, "scale_loss")
+
+
+def test_levels_are_functions_that_set_properties(amp) -> None:
+    properties = amp.frontend.opt_levels["O2"](amp.frontend.Properties())
+    assert properties.master_weights is True
+    assert amp.frontend.O1.brief.startswith("O1:  Insert automatic casts")
+
+
+# -- loss scalers ----------------------------------------------------------------------------------
+
+
+def test_a_scale_that_a_script_sets_is_the_one_used(amp) -> None:
+    model, optimizer = trained(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 4.0
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 4.0, "unskipped": 0}
+    with amp.scale_loss(torch.tensor(3.0), optimizer) as scaled_loss:
+        assert scaled_loss.item() == 12.0
+    assert amp._amp_state.loss_scalers[0] is scaler
+    assert (scaler.loss_scale(), scaler._unskipped, scaler.dynamic) == (4.0, 1, True)
+
+
+def test_fields_of_a_scaler_follow_the_steps_and_set_the_rule(amp) -> None:
+    model, optimizer = trained(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._scale_seq_len = 2
+    scaler._max_loss_scale = 4.0
+    backward(amp, model, optimizer, value=float("inf"))
+    assert (scaler._has_overflow, scaler._unskipped, scaler.loss_scale()) == (True, 0, 2.0**15)
+    model[1].reset_running_stats()
+    optimizer.step()
+    scaler._loss_scale = 1.0
+    for _ in range(8):
+        optimizer.zero_grad()
+        backward(amp, model, optimizer)
+        optimizer.step()
+    assert not scaler._has_overflow
+    assert scaler.loss_scale() == 4.0
+
+
+def test_the_scalers_shown_are_those_of_the_last_initialize(amp) -> None:
+    _, first = trained(amp, "O2")
+    _, second = trained(amp, "O0", num_losses=2)
+    shown = amp._amp_state.loss_scalers
+    assert [scaler.dynamic for scaler in shown] == [False, False]
+    shown[0]._loss_scale = 8.0
+    with amp.scale_loss(torch.tensor(1.0), second) as scaled_loss:
+        assert scaled_loss.item() == 8.0
+    with amp.scale_loss(torch.tensor(1.0), first) as scaled_loss:
+        assert scaled_loss.item() == 2.0**16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_schedule_gated_on_clean_passes_moves_at_every_level(amp, level: str) -> None:
+    model, optimizer = trained(amp, level)
+    amp._amp_state.loss_scalers[0]._loss_scale = 1.0
+    backward(amp, model, optimizer)
+    assert amp._amp_state.loss_scalers[0]._unskipped == 1
+
+
+def test_disabled_amp_has_state_that_lets_schedules_move(amp) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, enabled=False)
+    assert not amp._amp_state.opt_properties.enabled
+    assert amp._amp_state.loss_scalers[0]._unskipped != 0
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
+    with amp.scale_loss(torch.tensor(3.0), optimizer) as scaled_loss:
+        assert scaled_loss.item() == 3.0
+
+
+def test_a_scaler_of_the_scripts_own_follows_the_rule(amp) -> None:
+    scaler = amp.scaler.LossScaler("dynamic", init_scale=8.0, scale_window=2, max_loss_scale=16.0)
+    finite, target = [torch.full((3,), 16.0)], [torch.zeros(3)]
+    scaler.unscale(finite, target, scaler.loss_scale())
+    torch.testing.assert_close(target[0], torch.full((3,), 2.0))
+    assert scaler.update_scale() is False
+    scaler.unscale([torch.tensor([float("inf")])], [torch.zeros(1)])
+    assert scaler._has_overflow
+    assert scaler.update_scale() is True
+    assert scaler.loss_scale() == 4.0
+    scaler.clear_overflow_state()
+    scaler._overflow_buf.fill_(1)
+    assert scaler.update_scale() is True
+    scaler.clear_overflow_state()
+    results = [scaler.update_scale() for _ in range(6)]
+    assert (results, scaler.loss_scale()) == ([False] * 6, 16.0)
+    static = amp.scaler.LossScaler(128.0)
+    static._overflow_buf.fill_(1)
+    assert static.update_scale() is False
+    assert static.loss_scale() == 128.0
+
+
+def test_unscale_with_stashed_adds_in_fp32(amp) -> None:
+    scaler = amp.scaler.LossScaler(1024.0)
+    half = torch.tensor([1024.0, 0.5]).half()
+    master = torch.zeros(2)
+    scaler.unscale_with_stashed([half], [torch.tensor([1e-4, 2.0])], [master])
+    torch.testing.assert_close(master, torch.tensor([1.0001, 2.0 + 0.5 / 1024]), rtol=1e-6, atol=0)
+    scaler.unscale_with_stashed([half], [torch.ones(2)], [master], scale_override=(2.0, 4.0, 8.0))
+    torch.testing.assert_close(master, torch.tensor([4098.0, 4.0]))
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 32.0])
+def test_a_scaler_pickles_and_apexs_own_pickles_load(amp, loss_scale) -> None:
+    scaler = amp.scaler.LossScaler(loss_scale, scale_window=3)
+    scaler._loss_scale, scaler._unskipped = 16.0, 2
+    again = pickle.loads(pickle.dumps(scaler))
+    assert again.__getstate__() == scaler.__getstate__()
+    apexs = amp.scaler.LossScaler.__new__(amp.scaler.LossScaler)
+    apexs.__setstate__(
+        {
+            "dynamic": True,
+            "_loss_scale": 512.0,
+            "_max_loss_scale": 2.0**24,
+            "_min_loss_scale": None,
+            "_scale_seq_len": 2000,
+            "_unskipped": 7,
+            "_has_overflow": False,
+            "_overflow_buf": torch.zeros(1, dtype=torch.int32),
+        }
+    )
+    assert (apexs.loss_scale(), apexs._unskipped, apexs.dynamic) == (512.0, 7, True)
+
+
+def test_a_script_takes_the_overflow_check_over(amp) -> None:
+    """BERT's scripts reduce the gradients themselves, and move the scale by what they found."""
+    model, optimizer = trained(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    for found, scale in ((0, 2.0**10), (1, 2.0**9)):
+        scaler._loss_scale = 2.0**10
+        before = model[0].weight.detach().clone()
+        backward(amp, model, optimizer, delay_overflow_check=True)
+        assert scaler._unskipped == 0  # the check is left to the script
+        overflow_buf = torch.full((1,), found, dtype=torch.int32)
+        old, scaler._overflow_buf = scaler._overflow_buf, overflow_buf
+        had_overflow = scaler.update_scale()
+        scaler._overflow_buf = old
+        assert (had_overflow, scaler.loss_scale()) == (bool(found), scale)
+        if had_overflow:
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+            for param in model.parameters():
+                param.grad = None
+        else:
+            optimizer.step()
+            assert scaler._unskipped == 1
+        assert torch.equal(before, model[0].weight) == had_overflow
+        scaler._unskipped = 0
+
+
+def test_a_check_taken_over_says_what_it_found(amp) -> None:
+    model, optimizer = trained(amp)
+    backward(amp, model, optimizer, value=float("inf"), delay_overflow_check=True)
+    assert amp._amp_state.loss_scalers[0].update_scale() is True
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def test_the_stash_shows_half_parameters_and_masters(amp) -> None:
+    model, optimizer = trained(amp)
+    stash = optimizer._amp_stash
+    assert stash.all_fp16_params == [*model[0].parameters(), *model[2].parameters()]
+    assert stash.all_fp32_from_fp32_params == list(model[1].parameters())
+    assert [master.dtype for master in stash.all_fp32_from_fp16_params] == [torch.float32] * 4
+    masters = {id(param) for param in amp.master_params(optimizer)}
+    assert {id(param) for param in stash.all_fp32_from_fp16_params} < masters
+    for half, master in zip(stash.fp16_groups[0], stash.fp32_from_fp16_groups[0], strict=True):
+        torch.testing.assert_close(half.float(), master, rtol=1e-3, atol=1e-3)
+    assert stash.fp32_from_fp32_groups == [stash.all_fp32_from_fp32_params]
+    assert len(stash.all_fp32_from_fp32_grad_stash) == 2
+    assert stash.lazy_init_called
+    assert not stash.params_have_scaled_gradients
+    backward(amp, model, optimizer, delay_unscale=True)
+    assert stash.params_have_scaled_gradients
+
+
+def test_levels_without_masters_show_the_parameters(amp) -> None:
+    model, optimizer = trained(amp, "O1")
+    assert optimizer._amp_stash.all_fp32_params == list(model.parameters())
+    assert optimizer._amp_stash.all_fp16_params == []
+    assert optimizer._amp_stash.all_fp32_from_fp16_params == []
+
+
+def test_deactivate_takes_off_what_initialize_put_on_an_optimizer(amp) -> None:
+    _, optimizer = trained(amp)
+    assert optimizer._amp_stash is not None
+    amp_patch.amp.deactivate()
+    assert not [name for name in vars(optimizer) if "amp" in name or "master" in name]
+
+
+def test_masters_saved_by_scripts_are_restored_by_scripts(amp) -> None:
+    """The way round apex's rounded checkpoints that scripts took."""
+    model, optimizer = trained(amp)
+    for _ in range(3):
+        backward(amp, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    text = io.BytesIO()
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "amp": amp.state_dict(),
+        "master params": list(amp.master_params(optimizer)),
+    }
+    torch.save(saved, text)
+    expected = [param.detach().clone() for param in amp.master_params(optimizer)]
+    amp_patch.amp.deactivate()
+
+    torch.manual_seed(5)
+    model, optimizer = trained(amp)
+    text.seek(0)
+    checkpoint = torch.load(text)
+    model.load_state_dict(checkpoint["model"])
+    optimizer._lazy_init_maybe_master_weights()
+    optimizer._amp_stash.lazy_init_called = True
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for param, saved_param in zip(
+        amp.master_params(optimizer), checkpoint["master params"], strict=True
+    ):
+        param.data.copy_(saved_param.data)
+    amp.load_state_dict(checkpoint["amp"])
+    for param, value in zip(amp.master_params(optimizer), expected, strict=True):
+        assert torch.equal(param, value)
+    backward(amp, model, optimizer)
+    optimizer.step()
+
+
+def test_a_script_publishes_masters_itself(amp) -> None:
+    model, optimizer = trained(amp)
+    with torch.no_grad():
+        for param in amp.master_params(optimizer):
+            param.fill_(0.5)
+    optimizer._master_params_to_model_params()
+    assert torch.equal(model[0].weight, torch.full((8, 4), 0.5).half())
+
+
+def test_a_script_unscales_by_apexs_own_steps(amp) -> None:
+    model, optimizer = trained(amp)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 64.0
+    backward(amp, model, optimizer)
+    expected = [param.grad.clone() for param in amp.master_params(optimizer)]
+    optimizer.zero_grad()
+    optimizer._prepare_amp_backward()
+    loss = (model(torch.ones(3, 4)) + torch.arange(3.0)[:, None]).float().pow(2).mean()
+    (loss * scaler.loss_scale()).backward()
+    optimizer._post_amp_backward(scaler)
+    assert scaler.update_scale() is False
+    for param, grad in zip(amp.master_params(optimizer), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+    optimizer.step()
+
+
+def test_what_initialize_returns_may_be_thrown_away(amp) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert model(torch.ones(2, 3)).dtype is torch.float32
+    assert model.weight.dtype is torch.float16
+    assert optimizer.param_groups[0]["params"][0].dtype is torch.float32
+
+
+def test_an_fp16_optimizer_is_refused(apex, amp) -> None:
+    model = nn.Linear(2, 2).half()
+    optimizer = apex.fp16_utils.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="got an FP16_Optimizer; call amp.initialize"):
+        amp.initialize(nn.Linear(2, 2), optimizer)
+
+
+# -- half models, and what a level refuses ---------------------------------------------------------
+
+
+def test_half_models_are_taken_where_a_script_allows_them(amp) -> None:
+    model = nn.Linear(2, 2).half()
+    with pytest.raises(RuntimeError, match="models must come in float32"):
+        amp.initialize(model, opt_level="O2", verbosity=0)
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0)
+    assert next(amp.master_params(optimizer)).dtype is torch.float32
+
+
+def test_hard_override_prints_what_a_level_refuses_and_does_it(
+    amp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="cast_model_type"):
+        amp.initialize(model, opt_level="O1", cast_model_type=torch.float16, verbosity=0)
+    amp._amp_state.hard_override = True
+    amp.initialize(model, opt_level="O1", cast_model_type=torch.float16, verbosity=0)
+    assert capsys.readouterr().out.startswith("Warning:  ")
+    assert model.weight.dtype is torch.float16
+
+
+class Mixed(nn.Module):
+    """One parameter in fp32 and one in fp16, as in apex's own tests."""
+
+    def __init__(self, unique: int) -> None:
+        super().__init__()
+        self.weight0 = nn.Parameter(unique + torch.arange(2.0))
+        self.weight1 = nn.Parameter(1 + unique + torch.arange(2.0).half())
+
+    def forward(self, x):
+        return (x * self.weight0.float() * self.weight1.float()).sum()
+
+
+def steps_of_mixed(models, optimizer, losses, overflow_at: int | None) -> None:
+    """Train two models for two clean steps; one more overflows, if asked for."""
+    for iteration in range(2 if overflow_at is None else 3):
+        optimizer.zero_grad()
+        for index, model in enumerate(models):
+            losses(model(torch.ones(2)), index, iteration == overflow_at)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("overflow_at", [None, 0, 1])
+@pytest.mark.parametrize("kept", [None, "weight0", "weight1"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_mixed_models_train_as_without_amp(amp, level, kept, overflow_at) -> None:
+    if overflow_at is not None and (kept is None or level in ("O0", "O3")):
+        pytest.skip("there is no overflow to put there")
+
+    def built():
+        models = [Mixed(1), Mixed(2)]
+        groups = [{"params": m.parameters(), "lr": 0.25 * (i + 1)} for i, m in enumerate(models)]
+        return models, torch.optim.SGD(groups, momentum=0.125)
+
+    reference, plain = built()
+    steps_of_mixed(reference, plain, lambda loss, *_: loss.backward(), None)
+    models, optimizer = built()
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    options = {"cast_model_type": False, "num_losses": 2, "verbosity": 0}
+    amp.initialize(models, optimizer, opt_level=level, **options)
+    for scaler, scale in zip(amp._amp_state.loss_scalers, (4.0, 16.0), strict=True):
+        scaler._loss_scale = scale
+
+    def losses(loss, index, overflows):
+        with amp.scale_loss(loss, optimizer, loss_id=index) as scaled_loss:
+            scaled_loss.backward()
+            if overflows and index == 0:
+                getattr(models[0], kept).grad[0] = float("inf")
+
+    steps_of_mixed(models, optimizer, losses, overflow_at)
+    params = itertools.chain(*(model.parameters() for model in models))
+    expected = itertools.chain(*(model.parameters() for model in reference))
+    for param, master, value in zip(params, amp.master_params(optimizer), expected, strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+        torch.testing.assert_close(param, value, rtol=1e-3, atol=0)
+
+
+# -- casts -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handle(amp):
+    return amp.init()
+
+
+def test_after_init_every_function_casts(handle) -> None:
+    x = torch.randn(3, 4)
+    assert F.linear(x, torch.randn(2, 4)).dtype is torch.float16
+    assert (x @ x.t()).dtype is torch.float16
+    assert nn.Linear(4, 2)(x).dtype is torch.float16
+    assert F.softmax(x.half(), -1).dtype is torch.float32
+    assert F.relu(x.half()).dtype is torch.float16
+    assert torch.cat([x, x.half()]).dtype is torch.float32
+    handle._deactivate()
+    assert not handle.is_active()
+    assert F.linear(x, torch.randn(2, 4)).dtype is torch.float32
+
+
+def test_after_init_casts_act_on_every_device(handle) -> None:
+    x = torch.empty(3, 4, device="meta")
+    assert F.linear(x, torch.empty(2, 4, device="meta")).dtype is torch.float16
+
+
+def test_init_for_bfloat16_in_roms_order(amp) -> None:
+    amp.init(True, "dynamic", torch.bfloat16)
+    assert nn.Linear(4, 2)(torch.randn(3, 4)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_after_init_recurrent_layers_run_in_half(handle, kind, dtype) -> None:
+    layer = kind(4, 5, num_layers=2, bidirectional=True)
+    x = torch.randn(3, 2, 4, dtype=dtype, requires_grad=True)
+    output, _ = layer(x)
+    assert output.dtype is torch.float16
+    output.float().sum().backward()
+    assert x.grad.dtype is dtype
+    assert layer.weight_ih_l0.grad.dtype is torch.float32
+
+
+# Of apex's fp32 list: functions that torch's autocast leaves in half.
+BEYOND_TORCH = {
+    "cpu": lambda x: x.cpu(),
+    "ctc_loss": lambda x: F.ctc_loss(
+        x.reshape(4, 1, 4), torch.ones(1, 2, dtype=torch.long), torch.tensor([4]), torch.tensor([2])
+    ),
+    "gelu": lambda x: F.gelu(x),
+    "grid_sample": lambda x: F.grid_sample(
+        x.reshape(1, 1, 4, 4), torch.zeros(1, 2, 2, 2).half(), align_corners=False
+    ),
+    "interpolate": lambda x: F.interpolate(x.reshape(1, 4, 4), scale_factor=2),
+    "local_response_norm": lambda x: F.local_response_norm(x.reshape(1, 4, 4), 2),
+    "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x, torch.ones(4, 4)),
+    "normalize": lambda x: F.normalize(x),
+    "softmin": lambda x: F.softmin(x, -1),
+    "std": lambda x: x.std(),
+    "torch.std": lambda x: torch.std(x),
+    "var": lambda x: x.var(),
+    "torch.var": lambda x: torch.var(x),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_TORCH)
+def test_apexs_own_entries_hold_under_the_drop_in(amp, name: str) -> None:
+    x = torch.rand(4, 4).half()
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert BEYOND_TORCH[name](x).dtype is torch.float32
+    with amp.disable_casts():
+        assert x.cpu().dtype is torch.float16
+    amp_patch.amp.deactivate()
+    assert x.cpu().dtype is torch.float16
+
+
+IN_PLACE = {
+    "exp_": lambda x: x.exp_(),
+    "torch.exp_": lambda x: torch.exp_(x),
+    "pow_": lambda x: x.pow_(2),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "binary_cross_entropy": lambda x: F.binary_cross_entropy(x, torch.ones(4, 4)),
+    "BCELoss": lambda x: nn.BCELoss()(x, torch.ones(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_apex_refused_on_half_is_refused(handle, amp, name: str) -> None:
+    function = IN_PLACE[name]
+    with pytest.raises(NotImplementedError, match="must not run on half tensors"):
+        function(torch.rand(4, 4).half())
+    assert function(torch.rand(4, 4)).dtype is torch.float32
+    if "pow" in name or "exp" in name:
+        with amp.disable_casts():
+            assert function(torch.rand(4, 4).half()).dtype is torch.float16
+
+
+def test_banned_functions_run_in_fp32_where_the_script_allows_it(amp) -> None:
+    amp.init(allow_banned=True)
+    x = torch.rand(4, 4).half().requires_grad_()
+    loss = F.binary_cross_entropy(x, torch.ones(4, 4).half())
+    loss.backward()
+    assert (loss.dtype, x.grad.dtype) == (torch.float32, torch.float16)
+
+
+def test_lists_that_a_script_changes_are_followed(apex, amp, monkeypatch) -> None:
+    lists = amp.lists.functional_overrides
+    changed = [name for name in lists.FP32_FUNCS if name != "softmax"]
+    monkeypatch.setattr(lists, "FP32_FUNCS", [*changed, "relu"])
+    monkeypatch.setattr(lists, "FP16_FUNCS", [*lists.FP16_FUNCS, "softsign"])
+    monkeypatch.setattr(lists, "BANNED_FUNCS", [])
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    x = torch.randn(3, 3)
+    assert F.softmax(x.half(), -1).dtype is torch.float16
+    assert F.relu(x.half()).dtype is torch.float32
+    assert F.softsign(x).dtype is torch.float16
+
+
+def test_weights_used_twice_train(amp) -> None:
+    """apex's cache failed on these with an IndexError since torch 1.10."""
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    x = torch.randn(2, 3)
+    weight = model.weight.detach().clone().requires_grad_()
+    (x @ weight.t() @ weight.t()).sum().backward()
+    with amp.scale_loss(model(model(x)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.testing.assert_close(model.weight.grad, weight.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"set_to_none": True}, {"set_to_none": False}])
+@pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_takes_torchs_arguments(amp, level: str, arguments) -> None:
+    model, optimizer = trained(amp, level)
+    backward(amp, model, optimizer)
+    optimizer.zero_grad(**arguments)
+    for param in (*model.parameters(), *amp.master_params(optimizer)):
+        assert param.grad is None or not param.grad.any()
+
+
+def test_attention_with_mixed_dtypes_runs(amp) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    q, k = torch.randn(1, 2, 4), torch.randn(1, 2, 4).half()
+    assert F.scaled_dot_product_attention(q, k, k).dtype is torch.float16
+
+
+def test_models_are_traced_scripted_and_compiled(amp) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.randn(2, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13: of all of TorchScript
+        traced = torch.jit.trace(model[0], x, check_trace=False)
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    assert traced(x).dtype is torch.float16
+    assert scripted(torch.randn(1, 2)).shape == (1, 2)
+    compiled = torch.compile(model[0], backend="eager", fullgraph=True)
+    assert compiled(x).dtype is torch.float16
+
+
+# -- the older interface ---------------------------------------------------------------------------
+
+
+def test_wrapped_optimizers_train_as_without_amp(handle, capsys) -> None:
+    torch.manual_seed(0)
+    plain, model = nn.Linear(4, 2), nn.Linear(4, 2)
+    model.load_state_dict(plain.state_dict())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), num_loss=2)
+    x = torch.randn(8, 4)
+    skipped = 0
+    for _ in range(12):
+        optimizer.zero_grad()
+        for target in (0.0, 1.0):
+            loss = (model(x).float() - target).pow(2).mean()
+            with optimizer.scale_loss(loss) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        if "Gradient overflow, skipping update" in capsys.readouterr().out:
+            skipped += 1
+            continue
+        reference.zero_grad()
+        with handle._disable_casts():
+            sum((plain(x) - target).pow(2).mean() for target in (0.0, 1.0)).backward()
+        reference.step()
+    assert skipped < 4
+    torch.testing.assert_close(model.weight, plain.weight, rtol=2e-2, atol=2e-3)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_handle_scales_losses(handle) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    with handle._disable_casts():
+        (expected,) = torch.autograd.grad(model(x).mean(), model.weight)
+    with handle.scale_loss(model(x).float().mean(), optimizer) as scaled_loss:
+        assert scaled_loss.item() == pytest.approx(2.0**16 * model(x).float().mean().item(), 1e-2)
+        scaled_loss.backward()
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_a_handle_that_is_disabled_does_nothing(amp) -> None:
+    handle = amp.init(enabled=False)
+    model = nn.Linear(4, 2)
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.randn(2, 4)).mean()
+    assert loss.dtype is torch.float32
+    with optimizer.scale_loss(loss) as scaled_loss:
+        assert scaled_loss is loss
+        scaled_loss.backward()
+    optimizer.step()
+    assert (handle.is_active(), handle.has_cache, handle.verbose) == (False, False, False)
+
+
+def test_a_weight_written_behind_torchs_back_is_cast_anew_when_a_script_says_so(amp) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        model(x)
+        model.weight.data.zero_()
+        amp._amp_state.handle._clear_cache()
+        assert not model(x).any()
+
+
+# -- decorators, and what is printed ---------------------------------------------------------------
+
+
+def test_functions_of_the_scripts_own_cast(amp) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    x = torch.randn(2)
+    assert amp.half_function(lambda value: value)(x).dtype is torch.float16
+    assert amp.float_function(lambda value: value)(x.half()).dtype is torch.float32
+    assert amp.promote_function(lambda a, b: b)(x, x.half()).dtype is torch.float32
+
+
+def test_messages_are_printed_by_verbosity_alone(amp, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained(amp, "O2", verbosity=1)
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master "
+        "weights.\n\nDefaults for this optimization level are:\n"
+        "enabled                : True\nopt_level              : O2\n"
+    )
+    backward(amp, model, optimizer, value=float("inf"))
+    optimizer.step()
+    assert capsys.readouterr().out == (
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    )
+    amp._amp_state.verbosity = 0
+    backward(amp, model, optimizer, value=float("inf"))
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+
+
+def test_helpers_of_the_state_print_by_verbosity_and_raise_by_hard_override(amp, capsys) -> None:
+    trained(amp)
+    amp._amp_state.verbosity = 1
+    amp._amp_state.maybe_print("seen")
+    amp._amp_state.verbosity = 0
+    amp._amp_state.maybe_print("unseen")
+    assert capsys.readouterr().out == "seen\n"
+    with pytest.raises(RuntimeError, match="refused"):
+        amp._amp_state.warn_or_err("refused")
+
+
+def test_deprecated_helpers_answer(amp) -> None:
+    compat, utils = amp.compat, amp.utils
+    assert compat.is_tensor_like(torch.ones(1))
+    assert compat.scalar_python_val(torch.tensor([2.0])) == 2.0
+    assert utils.type_string(torch.ones(1).half()) == "HalfTensor"
+    assert utils.is_nested([1])
+    assert utils.is_fp_tensor([torch.ones(1)])
+    assert utils.collect_fp_tensor_types([torch.ones(1), [torch.ones(1).half()]], {}) == {
+        "FloatTensor",
+        "HalfTensor",
+    }
+    assert utils.as_inplace(["exp"]) == ["exp_"]
+    assert amp.rnn_compat.has_old_rnns() is False
