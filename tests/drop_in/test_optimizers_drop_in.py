@@ -743,22 +743,24 @@ class TestInterfaceOf2019:
         return parameters(0, F16)
 
     @pytest.mark.parametrize("from_contrib", [True, False])
+    @pytest.mark.parametrize("limit", [0.5, 100.0])
     def test_adam_steps_given_gradients(
-        self, optimizers: Any, contrib: Any, from_contrib: bool
+        self, optimizers: Any, contrib: Any, from_contrib: bool, limit: float
     ) -> None:
         kind = contrib.FusedAdam if from_contrib else optimizers.FusedAdam
         params, others = parameters(0, F32), parameters(0, F32)
-        optimizer = kind(params, lr=0.25, max_grad_norm=0.5)
+        # With a large eps the step is not the same at every scale of the gradients.
+        optimizer = kind(params, lr=0.25, eps=1.0, max_grad_norm=limit)
         outputs = [param.detach().half() for param in params]
         give_gradients(others, 0)
         grads = [(param.grad * 64).half() for param in others]
         norm = torch.stack([grad.float().norm() for grad in grads]).norm()
         given = [param.detach().clone() for param in params]
         optimizer.step(grads=grads, output_params=outputs, scale=64.0, grad_norms=[norm])
-        factor = 0.5 / (norm / 64)
+        factor = min(1.0, limit / (norm.item() / 64))
         for param, grad in zip(others, grads, strict=True):
             param.grad = grad.float() / 64 * factor
-        optimizers.FusedAdam(others, lr=0.25).step()
+        optimizers.FusedAdam(others, lr=0.25, eps=1.0).step()
         near(params, others, 1e-4)
         near(outputs, [param.half() for param in params])
         assert all(param.grad is None for param in params)
