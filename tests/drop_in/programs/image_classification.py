@@ -66,7 +66,7 @@ def main():
         )
     if args.distributed:
         if args.fp32:
-            model = nn.parallel.DistributedDataParallel(model)
+            model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         else:
             model = DDP(model, delay_allreduce=True)
 
