@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "amp_patch"
 CORE = sorted(PACKAGE.glob("*.py"))
+#: What is built on the core.
+RING = sorted(PACKAGE.glob("apex/**/*.py"))
 
 # A module imports from lower layers only; modules of one layer never import each other.
 LAYERS = {
@@ -244,6 +246,16 @@ def declared_attributes(tree: ast.Module) -> set[str]:
     return declared
 
 
+def private(tree: ast.Module) -> list[str]:
+    """Imports of private names of the core, and of what is to be found under apex's names."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("amp_patch")
+        if "packages" in str(node.module) or any(a.name.startswith("_") for a in node.names)
+    ]
+
+
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -272,6 +284,7 @@ def missing_docstrings(tree: ast.Module) -> list[str]:
                 isinstance(node, ast.FunctionDef | ast.ClassDef)
                 and not node.name.startswith("_")
                 and not getattr(owner, "name", "").startswith("_")
+                and not any(last_name(one) == "setter" for one in node.decorator_list)
                 and not ast.get_docstring(node)
             ):
                 missing.append(node.name)
@@ -336,6 +349,15 @@ def test_every_module_keeps(rule: Rule, module: Path) -> None:
     assert not rule(parse(module))
 
 
+@pytest.mark.parametrize("path", RING, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "rule",
+    [star_imports, cupy_imports, global_statements, long_functions, missing_docstrings, private],
+)
+def test_every_module_of_a_ring_keeps(rule: Rule, path: Path) -> None:
+    assert not rule(parse(path))
+
+
 def test_only_patching_assigns_to_foreign_attributes(module: Path) -> None:
     violations = foreign_assignments(parse(module))
     assert bool(violations) == (module.stem == "patching"), violations
@@ -349,7 +371,9 @@ def test_cast_rules_are_data() -> None:
     assert not not_literal(parse(PACKAGE / "cast_rules.py"))
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("tests/*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("tests/**/test_*.py")), ids=lambda path: path.name
+)
 def test_every_property_draws_a_hundred_examples(path: Path) -> None:
     assert not few_examples(parse(path))
 
@@ -369,6 +393,8 @@ def test_every_property_draws_a_hundred_examples(path: Path) -> None:
         (missing_docstrings, "'''Doc.'''\nclass C:\n    '''Doc.'''\n    def f(self): pass"),
         (few_examples, "settings(max_examples=99)"),
         (few_examples, "settings(max_examples=n)"),
+        (private, "from amp_patch.session import _MEND"),
+        (private, "from amp_patch.apex.packages.apex import amp"),
         (not_literal, "if torch.cuda.is_available():\n    HALF = ()"),
         (not_literal, "HALF = tuple(sorted(names()))"),
         (not_literal, "HALF.append('mm')"),
