@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import inspect
 import io
 import itertools
 import pickle
@@ -432,6 +434,76 @@ def test_mixed_models_train_as_without_amp(amp, level, kept, overflow_at) -> Non
     for param, master, value in zip(params, amp.master_params(optimizer), expected, strict=True):
         assert torch.equal(param, master.to(param.dtype))
         torch.testing.assert_close(param, value, rtol=1e-3, atol=0)
+
+
+# -- forward called directly -----------------------------------------------------------------------
+
+
+class Doubling(nn.Module):
+    """Shows the dtype that its forward gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x, factor=2.0):
+        self.seen.append(x.dtype)
+        return self.linear(x) * factor
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m(x), lambda m, x: m.forward(x)])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_a_direct_call_of_forward_casts_as_a_call_does(amp, level: str, call) -> None:
+    model = Doubling()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    hooked = []
+    model.register_forward_pre_hook(lambda *_: hooked.append(1))
+    for _ in range(2):
+        assert call(model, torch.ones(1, 2)).dtype is torch.float32
+    assert model.seen == [model.linear.weight.dtype] * 2
+    assert len(hooked) == 2
+    assert str(inspect.signature(model.forward)) == "(x, factor=2.0)"
+    amp_patch.amp.deactivate()
+    assert "forward" not in vars(model)
+    assert model.forward(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_copies_pickles_and_replicas_run_their_own_weights(amp) -> None:
+    model = Doubling()
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    replica = model._replicate_for_data_parallel()
+    replica.linear = model.linear._replicate_for_data_parallel()
+    replica.linear.weight = torch.zeros(2, 2).half()
+    replica.linear.bias = torch.zeros(2).half()
+    copied = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    for other in (copied, loaded):
+        nn.init.zeros_(other.linear.weight)
+        nn.init.zeros_(other.linear.bias)
+    for other in (replica, copied, loaded):
+        assert not other(torch.ones(1, 2)).any()
+        assert not other.forward(torch.ones(1, 2).half()).any() or other is replica
+    assert model(torch.ones(1, 2)).any()
+
+
+def test_models_that_call_each_other_in_hooks_run(amp) -> None:
+    outer, inner = Doubling(), Doubling()
+    amp.initialize([outer, inner], opt_level="O3", verbosity=0)
+    outer.register_forward_pre_hook(lambda module, args: (inner(args[0]).half(),))
+    expected = outer.linear(2 * inner.linear(torch.ones(1, 2).half())) * 2
+    assert torch.equal(outer.forward(torch.ones(1, 2)), expected.float())
+
+
+def test_a_model_with_a_forward_of_its_own_and_one_that_is_compiled_run(amp) -> None:
+    model = Doubling()
+    model.forward = lambda x: model.linear(x)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert model.forward(torch.ones(1, 2)).dtype is torch.float32
+    other = Doubling()
+    amp.initialize(other, opt_level="O2", verbosity=0)
+    compiled = torch.compile(other, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(1, 2)), other(torch.ones(1, 2)))
 
 
 # -- casts -----------------------------------------------------------------------------------------

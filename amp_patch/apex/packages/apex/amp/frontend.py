@@ -9,7 +9,7 @@ import torch
 
 from amp_patch import opt_levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
-from amp_patch.arguments import enabled_of, optimizers_of
+from amp_patch.arguments import enabled_of, models_of, optimizers_of
 from amp_patch.forced_level import Resolved, resolve
 from amp_patch.initialization import initialize_at
 from amp_patch.opt_levels import OptLevel
@@ -17,6 +17,7 @@ from amp_patch.session import session
 
 from ._amp_state import _amp_state, warn_or_err
 from ._process_optimizer import attach
+from .direct_forward import cast_direct_calls
 from .handle import AmpHandle
 from .lists.rules import rules_of_lists
 
@@ -149,6 +150,9 @@ def initialize(
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     if level.casts_functions:
         _amp_state.handle = AmpHandle("dynamic")
+    if level.cast_model_type or level.cast_model_outputs:
+        for model in models_of(models, allow_half=True):
+            cast_direct_calls(model)
     for optimizer in optimizers_of(optimizers):
         attach(optimizer)
     return result

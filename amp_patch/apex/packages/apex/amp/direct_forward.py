@@ -1,0 +1,66 @@
+"""Casts for scripts that call ``model.forward(x)``, which passes by the hooks of ``model(x)``.
+
+Knows models as `initialize` left them; what is cast is the core's.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.patching import Patches
+from amp_patch.session import session
+
+__all__ = ["cast_direct_calls"]
+
+
+class _Calls(threading.local):
+    """The models of this thread whose hooks have run, and whose forward comes next."""
+
+    def __init__(self) -> None:
+        self.begun: list[nn.Module] = []
+
+
+_calls = _Calls()
+
+
+def cast_direct_calls(model: nn.Module) -> None:
+    """Have ``model.forward(x)`` do what ``model(x)`` does, until `amp.deactivate`."""
+    forward = vars(model).get("forward")
+    if hasattr(forward, "_casts_direct_calls"):
+        return
+    patches = Patches()
+    patches.replace(model, "forward", types.MethodType(_casting(type(model), forward), model))
+    hook = model.register_forward_pre_hook(_begin)
+    session.call_at_deactivate(patches.undo)
+    session.call_at_deactivate(hook.remove)
+
+
+def _begin(model: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _calls.begun.append(model)
+
+
+def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a forward for models of a class, or for the one that has a forward of its own."""
+
+    @functools.wraps(own or kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A replica of nn.DataParallel has the bound method of the model that it was made from.
+        begun = _calls.begun
+        is_called = bool(begun) and (begun[-1] is self or hasattr(begun[-1], "_is_replica"))
+        if not is_called and not torch.compiler.is_compiling():
+            return self(*args, **kwargs)
+        model = begun.pop() if is_called else self
+        return own(*args, **kwargs) if own else kind.forward(model, *args, **kwargs)
+
+    # Methods are pickled by the name of their function; a copy from a file has the class's own.
+    forward.__name__ = "forward"
+    forward._casts_direct_calls = True  # type: ignore[attr-defined]  # our own mark
+    return forward
