@@ -490,7 +490,7 @@ def test_copies_pickles_and_replicas_run_their_own_weights(amp) -> None:
 def test_models_that_call_each_other_in_hooks_run(amp) -> None:
     outer, inner = Doubling(), Doubling()
     amp.initialize([outer, inner], opt_level="O3", verbosity=0)
-    outer.register_forward_pre_hook(lambda module, args: (inner(args[0]).half(),))
+    outer.register_forward_pre_hook(lambda module, args: (inner.forward(args[0]).half(),))
     expected = outer.linear(2 * inner.linear(torch.ones(1, 2).half())) * 2
     assert torch.equal(outer.forward(torch.ones(1, 2)), expected.float())
 
