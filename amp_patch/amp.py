@@ -99,7 +99,7 @@ def initialize(
         loss_scale: "dynamic" or a fixed factor of the loss.
         cast_model_outputs: dtype of floating outputs; fp32 where the model is cast.
         num_losses: how many loss_ids `scale_loss` gets for these optimizers.
-        verbosity: 0 silences what is printed.
+        verbosity: 0 silences what is printed; 2 adds a line for every tensor that O1 and O4 cast.
         min_loss_scale: floor of a dynamic scale; None stands for 2**-24.
         max_loss_scale: cap of a dynamic scale.
         growth_factor: multiplies the scale after ``growth_interval`` finite backward passes (2).

@@ -72,10 +72,16 @@ def float_on_cpu(value: Any) -> Any:
 
 
 class Casts:
-    """Makes the wrappers; holds the cache that their casts of weights go through."""
+    """Makes the wrappers; holds the cache that their casts of weights go through.
+
+    Attributes:
+        observer: called in the wrappers made from now on for every tensor that comes in the other
+            dtype, with "Float->Half (name)" or "Half->Float (name)"; None calls nobody.
+    """
 
     def __init__(self, cache: WeightCache) -> None:
         self._cache = cache
+        self.observer: Callable[[str], None] | None = None
         self._rules: dict[str, Callable[[Function], Function]] = {
             "half": functools.partial(self._casting, None),
             "bfloat16": functools.partial(self._casting, torch.bfloat16),
@@ -128,6 +134,8 @@ class Casts:
             alone: let no other rule act inside of it.
         """
         wrapper = self._rules[rule](_alone(function) if alone else function)
+        if self.observer is not None and rule in _SAID:
+            wrapper = _observed(wrapper, function, _SAID[rule], self.observer)
         # TorchScript compiles the original: it cannot read a closure.
         wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
         return wrapper
@@ -152,6 +160,38 @@ class Casts:
             return original(*cast, **kwargs)
 
         return wrapper
+
+
+#: Of rules by which arguments are cast: the dtypes that are, and apex's words for it.
+_SAID = {
+    "half": ((torch.float32,), "Float->Half"),
+    "bfloat16": ((torch.float32,), "Float->BFloat16"),
+    "float": (HALVES, "Half->Float"),
+    "float_dtype": (HALVES, "Half->Float"),
+}
+
+
+def _observed(
+    wrapper: Function,
+    function: Function,
+    said: tuple[tuple[torch.dtype, ...], str],
+    observer: Callable[[str], None],
+) -> Function:
+    """Return a wrapper that tells of the tensors it gets in a dtype that its rule casts."""
+    dtypes, words = said
+
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        on = (mode.dtype or process.dtype) is not OFF and not is_compiling()
+        # softmax() calls the method of the same name, and gives it the dtype
+        asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        if on and not asked and not _untouched(kwargs, False):
+            for tensor in _tensors((args, kwargs)):
+                if tensor.dtype in dtypes and tensor.device.type in process.devices:
+                    observer(f"{words} ({function.__name__})")
+        return wrapper(*args, **kwargs)
+
+    return observed
 
 
 class _Installation:

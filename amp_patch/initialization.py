@@ -41,6 +41,7 @@ def initialize_at(
     level, message = resolved
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
+    session.tell_of_casts(verbosity > 1)
     session.initialize(
         arguments.models_of(models, allow_half),
         arguments.optimizers_of(optimizers),

@@ -50,6 +50,7 @@ class PatchedFunctions:
         self._casts = casts
         self._registered = registered
         self._rules: dict[str, str] = {}
+        self._observer = casts.observer
         self._patches = Patches()
 
     def set_up(
@@ -73,7 +74,7 @@ class PatchedFunctions:
             return
         process.dtype = level.half_dtype
         rules = {**(self._rules if casting else {}), **rules}
-        if rules == self._rules and self._patches:
+        if rules == self._rules and self._patches and self._casts.observer is self._observer:
             return
         on_error.callback(self._set_rules, self._rules, bool(self._patches))
         self._set_rules(rules, True)
@@ -117,6 +118,7 @@ class PatchedFunctions:
 
     def _reinstall(self) -> None:
         self._patches.undo()
+        self._observer = self._casts.observer
         try:
             torch_compile.install(self._patches)
             self._casts.install(self._patches, self._rules, self._registered.values())

@@ -228,6 +228,10 @@ class Session:
             for item in given
         )
 
+    def tell_of_casts(self, tell: bool) -> None:
+        """Print apex's line for every tensor that the functions patched from now on cast."""
+        self.casts.observer = _announce if tell else None
+
     def announce(self, message: str) -> None:
         """Print a message of apex's, unless ``verbosity`` is 0."""
         if self.verbosity > 0:
@@ -264,6 +268,10 @@ def _read_state(
             "amp.deactivate() first."
         )
     session.store.read_state(module, dict(state), prefix)
+
+
+def _announce(message: str) -> None:
+    session.announce(message)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

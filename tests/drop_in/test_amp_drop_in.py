@@ -764,6 +764,27 @@ def test_messages_are_printed_by_verbosity_alone(amp, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
+def test_at_verbosity_2_every_cast_is_printed(amp, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    amp.initialize(model, opt_level="O1", verbosity=2)
+    capsys.readouterr()
+    F.softmax(model(torch.ones(1, 2)), -1)
+    assert capsys.readouterr().out.splitlines() == [
+        *["Float->Half (linear)"] * 2,  # the input and the weight
+        "Half->Float (softmax)",
+    ]
+    with amp.disable_casts():
+        model(torch.ones(1, 2))
+    assert capsys.readouterr().out == ""
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    model(torch.ones(1, 2))
+    assert capsys.readouterr().out == ""
+    amp_patch.amp.deactivate()
+    amp.init(verbose=True)
+    nn.Linear(2, 2, bias=False)(torch.ones(1, 2).half())
+    assert capsys.readouterr().out == "Float->Half (linear)\n"
+
+
 def test_helpers_of_the_state_print_by_verbosity_and_raise_by_hard_override(amp, capsys) -> None:
     trained(amp)
     amp._amp_state.verbosity = 1

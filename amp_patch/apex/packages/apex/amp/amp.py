@@ -65,7 +65,7 @@ def init(
         enabled: False returns a handle that does nothing.
         loss_scale: of the optimizers used with the handle.
         enable_caching: not used; ROCm's ``patch_type`` where it stands third.
-        verbose: kept on the handle.
+        verbose: print a line for every tensor that is cast.
         allow_banned: run ``binary_cross_entropy`` in fp32 rather than refuse it.
         patch_type: torch.float16 or torch.bfloat16.
 
@@ -78,6 +78,7 @@ def init(
     if isinstance(enable_caching, torch.dtype):
         patch_type, enable_caching = enable_caching, True
     level = resolve("O4" if patch_type is torch.bfloat16 else "O1")
+    session.tell_of_casts(verbose)
     session.cast_without_model(level, rules_of_lists(allow_banned))
     session.call_at_deactivate(_amp_state.forget)
     _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose)
