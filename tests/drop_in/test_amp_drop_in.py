@@ -659,7 +659,7 @@ def test_models_are_traced_scripted_and_compiled(amp) -> None:
     amp.initialize(model, opt_level="O1", verbosity=0)
     x = torch.randn(2, 3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13: of all of TorchScript
+        warnings.simplefilter("ignore")  # torch deprecates all of TorchScript
         traced = torch.jit.trace(model[0], x, check_trace=False)
         scripted = torch.jit.script(nn.Linear(2, 2))
     assert traced(x).dtype is torch.float16
