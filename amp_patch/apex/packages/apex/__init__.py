@@ -2,6 +2,7 @@
 
 from . import RNN as RNN
 from . import amp as amp
+from . import contrib as contrib
 from . import fp16_utils as fp16_utils
 from . import fused_dense as fused_dense
 from . import mlp as mlp

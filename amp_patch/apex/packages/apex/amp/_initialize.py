@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from amp_patch.arguments import models_of, optimizers_of
+from amp_patch.containers import map_tensors
 from amp_patch.half_model import cast_floats
 
-__all__ = ["check_models", "check_optimizers", "check_params_fp32", "to_type"]
+__all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
+
+
+def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return a tensor, or what holds some, with ``fn`` applied to each tensor.
+
+    Containers keep their type. Other objects are given to ``fn`` where they have a method ``to``.
+    """
+    return map_tensors(fn, value, other=lambda item: fn(item) if hasattr(item, "to") else item)
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:

@@ -1,3 +1,6 @@
-"""What apex called contributed: each package is imported by itself."""
+"""What apex called contributed; each package but the optimizers is imported by itself."""
 
-__all__: list[str] = []
+# Scripts write `import apex; apex.contrib.optimizers.FP16_Optimizer(...)`.
+from . import optimizers
+
+__all__ = ["optimizers"]
