@@ -29,7 +29,7 @@ class AmpState(types.ModuleType):
         opt_properties: what the last `initialize` was asked for; missing before it.
         handle: what casts functions; missing before O1, O4 or `init`.
         min_loss_scale, max_loss_scale: as given to `initialize`.
-        scaler_ids: where the loss scalers of the last `initialize` stand among the process's.
+        num_losses: of the last `initialize`, whose scalers come first among the process's.
     """
 
     hard_override: bool
@@ -38,14 +38,14 @@ class AmpState(types.ModuleType):
     handle: Any
     min_loss_scale: float | None
     max_loss_scale: float
-    scaler_ids: list[int]
+    num_losses: int
 
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """Those that the last `initialize` gave its losses; each the same object each time."""
         if session.initialized:
             views = scalers_of(session.scalers)
-            return [views[index] for index in self.scaler_ids] or views
+            return views[: self.num_losses] or views
         if not session.disabled:
             raise AttributeError("'AmpState' object has no attribute 'loss_scalers'")
         scaler = LossScaler(1.0)
@@ -66,7 +66,7 @@ class AmpState(types.ModuleType):
         """Take off what `initialize` and `init` left here."""
         for name in ("opt_properties", "handle", "min_loss_scale", "max_loss_scale"):
             vars(self).pop(name, None)
-        self.scaler_ids = []
+        self.num_losses = 0
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.loss_scaler import LossScaler as CoreScaler
 from amp_patch.optimizer_step import OptimizerStep
 from amp_patch.patching import Patches
 from amp_patch.session import session
@@ -16,7 +17,7 @@ from amp_patch.session import session
 from ._amp_state import _amp_state
 from .scaler import LossScaler
 
-__all__ = ["AmpOptimizerState", "attach"]
+__all__ = ["AmpOptimizerState", "attach", "renew_scalers"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -133,12 +134,7 @@ class AmpOptimizerState:
 
 
 def attach(optimizer: Optimizer) -> None:
-    """Put on an optimizer what scripts find on apex's, until `amp.deactivate`.
-
-    Its loss scalers become those of ``_amp_state``.
-    """
-    scalers = session.optimizers.steps[optimizer].scalers
-    _amp_state.scaler_ids = [scalers[loss_id] for loss_id in sorted(scalers)]
+    """Put on an optimizer what scripts find on apex's, until `amp.deactivate`."""
     stash = AmpOptimizerState(optimizer)
     patches = Patches()
     for name, value in {
@@ -151,3 +147,28 @@ def attach(optimizer: Optimizer) -> None:
     }.items():
         patches.replace(optimizer, name, value)
     session.call_at_deactivate(patches.undo)
+
+
+def renew_scalers(optimizer: Optimizer) -> None:
+    """Start the scales of an optimizer's losses anew; its scalers become those of ``_amp_state``.
+
+    They come first in the process's list, which apex made anew in each call of `initialize`.
+    Earlier optimizers use them too, for losses of the same numbers; where another rule moves the
+    scale of theirs they keep their own.
+    """
+    session.settle()
+    before = list(session.scalers)
+    latest = session.optimizers.steps[optimizer].scalers
+    fresh = [CoreScaler(before[latest[loss_id]].rule) for loss_id in sorted(latest)]
+    session.scalers[:] = fresh
+    # The optimizers of one call have one mapping.
+    mappings = {id(step.scalers): step.scalers for step in session.optimizers.steps.values()}
+    for mapping in mappings.values():
+        for loss_id, index in mapping.items():
+            scaler = before[index]
+            if loss_id < len(fresh) and fresh[loss_id].rule == scaler.rule:
+                scaler = fresh[loss_id]
+            elif scaler not in session.scalers:
+                session.scalers.append(scaler)
+            mapping[loss_id] = session.scalers.index(scaler)
+    _amp_state.num_losses = len(fresh)

@@ -16,7 +16,7 @@ from amp_patch.opt_levels import OptLevel
 from amp_patch.session import session
 
 from ._amp_state import _amp_state, warn_or_err
-from ._process_optimizer import attach
+from ._process_optimizer import attach, renew_scalers
 from .direct_forward import cast_direct_calls
 from .handle import AmpHandle
 from .lists.rules import rules_of_lists
@@ -153,8 +153,11 @@ def initialize(
     if level.cast_model_type or level.cast_model_outputs:
         for model in models_of(models, allow_half=True):
             cast_direct_calls(model)
-    for optimizer in optimizers_of(optimizers):
+    prepared = optimizers_of(optimizers)
+    for optimizer in prepared:
         attach(optimizer)
+    if prepared:
+        renew_scalers(prepared[0])
     return result
 
 
