@@ -40,7 +40,7 @@ class Resident:
         self._make, self._capture = make, capture
         self._content: Any = None
         self._stream = -1
-        self._made = torch.empty(0)
+        self._made = torch.empty(0, device="cpu")
 
     def holding(self, content: Any) -> Tensor:
         """Return the tensor for a content."""
@@ -77,7 +77,7 @@ class _Upload:
         return Resident(self._device, self._make, self._capture)
 
     def _make(self, numbers: list[int]) -> Tensor:
-        host = torch.tensor(numbers, dtype=self._dtype)
+        host = torch.tensor(numbers, dtype=self._dtype, device="cpu")
         if self._device.type != "cuda":
             return host
         while len(self._spare) < _SPARE:
@@ -97,7 +97,7 @@ class _Upload:
                 f"to be uploaded from; got a capture of {len(numbers)} numbers without any; run "
                 "the step outside of torch.cuda.graph() first, and again before each capture."
             )
-        host = self._spare.pop().copy_(torch.tensor(numbers, dtype=self._dtype))
+        host = self._spare.pop().copy_(torch.tensor(numbers, dtype=self._dtype, device="cpu"))
         _captured.append(host)
         return host
 

@@ -97,6 +97,16 @@ def test_chunks_and_ranges_are_uploaded_once() -> None:
     assert table.ranges()[0].data_ptr() == table.ranges()[0].data_ptr()
 
 
+def test_tables_are_made_on_the_host_whatever_the_default_device_is() -> None:
+    """Memory is pinned on the host only, and CUDA may be the device that torch makes tensors on."""
+    with torch.device("meta"):
+        table = TensorTable([3], "a", CPU)
+        upload = tensor_tables._Upload(torch.int64, CPU)
+        upload._spare.append(torch.zeros(2, dtype=torch.int64, device=CPU))
+        assert table.chunks().tolist() == [[0, 0]]
+        assert upload._capture([1, 2]).tolist() == [1, 2]
+
+
 def test_a_scalar_is_made_anew_for_another_number() -> None:
     scalar = tensor_tables.scalar(CPU)
     first = scalar.holding(3.0)

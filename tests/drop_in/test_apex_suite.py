@@ -60,3 +60,33 @@ def test_scalers_are_shown_where_their_optimizer_is_gone(amp) -> None:
     model = nn.Linear(2, 2)
     assert amp.initialize(model, opt_level="O1", verbosity=0) is model
     assert [scaler.dynamic for scaler in amp._amp_state.loss_scalers] == [True]
+
+
+OPTIMIZERS = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad")
+
+
+def state_after_training(apex, name: str, default_device: str) -> dict[str, torch.Tensor]:
+    """Return a model on the CPU after two steps at O2, the first of them skipped."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, device="cpu")
+    batch = torch.randn(5, 3, device="cpu")
+    optimizer = getattr(apex.optimizers, name)(model.parameters(), lr=0.1)
+    with torch.device(default_device):
+        apex.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        for factor in (float("inf"), 1.0):
+            with apex.amp.scale_loss(model(batch).pow(2).mean() * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_models_train_whatever_the_default_device_is(amp, apex, name: str) -> None:
+    """apex's tests make CUDA the default; a tensor made there by mistake shows on 'meta'."""
+    expected = state_after_training(apex, name, "cpu")
+    torch.manual_seed(0)
+    assert not torch.equal(expected["weight"], nn.Linear(3, 2).weight)
+    for key, value in state_after_training(apex, name, "meta").items():
+        assert torch.equal(value, expected[key]), key

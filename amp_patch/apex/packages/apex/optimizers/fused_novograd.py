@@ -189,7 +189,7 @@ def _known_norms(group: dict[str, Any], place: int, count: int) -> Tensor:
     """
     missing = max(2, place + 1) - len(group.setdefault("exp_avg_sq", []))
     group["exp_avg_sq"] += [None] * missing
-    norms = [torch.zeros(0) if norm is None else norm for norm in group["exp_avg_sq"]]
+    norms = [torch.zeros(0, device="cpu") if norm is None else norm for norm in group["exp_avg_sq"]]
     group["exp_avg_sq"] = norms
     lengths = [norm.numel() for norm in norms]
     if lengths[place] == 0 and sum(lengths) == count == max(lengths):

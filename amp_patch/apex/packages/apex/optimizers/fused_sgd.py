@@ -111,7 +111,7 @@ class FusedSGD(MultiTensorOptimizer):
         multi_tensor_applier(
             self.multi_tensor_sgd,
             # On the CPU, where its value is known without waiting.
-            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32, device="cpu"),
             [gradients_of(params), params, momenta],
             group["weight_decay"],
             group["momentum"],
