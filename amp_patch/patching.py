@@ -52,7 +52,7 @@ class Patches:
 
     def __init__(self) -> None:
         # Owners are held weakly: a patched optimizer that the user drops must go.
-        self._undo: list[tuple[weakref.ref[Any], str, Any, Any]] = []
+        self._undo: list[tuple[Callable[[], Any], str, Any, Any]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._left_alone: set[str] = set()
 
@@ -62,8 +62,9 @@ class Patches:
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set ``owner.name`` to ``new`` and record how to restore it."""
         old = vars(owner).get(name, _ABSENT)
+        reference = _reference_to(owner)
         setattr(owner, name, new)
-        self._undo.append((weakref.ref(owner), name, old, new))
+        self._undo.append((reference, name, old, new))
 
     def replace_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
         """Replace module globals bound to an original, outside torch.
@@ -97,6 +98,14 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+
+
+def _reference_to(owner: Any) -> Callable[[], Any]:
+    """Return what returns an object, held weakly if it can be: a SimpleNamespace cannot."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return lambda: owner
 
 
 def _bindings(

@@ -177,6 +177,14 @@ def test_a_patch_that_is_refused_is_not_recorded() -> None:
     assert not patches
 
 
+def test_an_owner_that_cannot_be_held_weakly_is_patched_and_restored(patches: Patches) -> None:
+    owner = types.SimpleNamespace(function=abs)
+    patches.replace(owner, "function", len)
+    assert owner.function is len
+    patches.undo()
+    assert owner.function is abs
+
+
 def test_patches_keep_no_owner_alive_and_pass_over_dead_ones() -> None:
     _, child, instance, module = Owners().all
     patches = Patches()
