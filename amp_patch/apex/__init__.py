@@ -7,11 +7,13 @@ at the start of every process of ``amp-patch run``.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from typing import Any
 
 from .finder import Finder, is_supplied
+from .real_apex import RealApex
 
 __all__ = ["Installation", "install", "uninstall"]
 
@@ -19,8 +21,11 @@ __all__ = ["Installation", "install", "uninstall"]
 class Installation:
     """What one `install` did; ends with the ``with`` block around it, or by `uninstall`."""
 
-    def __init__(self, finder: Finder, set_aside: dict[str, types.ModuleType]) -> None:
+    def __init__(
+        self, finder: Finder, real: RealApex | None, set_aside: dict[str, types.ModuleType]
+    ) -> None:
         self._finder = finder
+        self._real = real
         self._set_aside = set_aside
 
     def __enter__(self) -> Installation:
@@ -34,6 +39,8 @@ class Installation:
         if self._finder not in sys.meta_path:
             return
         sys.meta_path.remove(self._finder)
+        if self._real is not None:
+            self._real.uninstall()
         if not _installed():
             _forget_modules()
         sys.modules.update(self._set_aside)
@@ -44,7 +51,8 @@ def install(*, force: bool = False) -> Installation:
 
     Args:
         force: take all of these names, also where a real apex is installed. Else its modules
-            stay, and only what it lacks is supplied.
+            stay, and only what it lacks is supplied. A folder named apex that is no package, a
+            clone of its repository say, is none.
 
     Returns:
         A handle with ``uninstall()``, which is a context manager as well.
@@ -59,11 +67,15 @@ def install(*, force: bool = False) -> Installation:
     finder = Finder()
     meta_path: list[Any] = sys.meta_path
     meta_path.insert(0 if force else len(meta_path), finder)
+    real = None if force else RealApex(finder)
+    if real is not None:
+        forced = itertools.takewhile(lambda one: isinstance(one, Finder), meta_path)
+        meta_path.insert(len(list(forced)), real)
     set_aside = {}
     for name in [name for name in sys.modules if finder.owns(name)] if force else ():
         if not is_supplied(sys.modules[name]):
             set_aside[name] = sys.modules.pop(name)
-    installation = Installation(finder, set_aside)
+    installation = Installation(finder, real, set_aside)
     finder.installation = installation
     return installation
 

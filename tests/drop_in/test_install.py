@@ -123,6 +123,39 @@ def test_where_a_real_apex_is_only_what_it_lacks_is_supplied(real_apex: Path) ->
     assert not hasattr(real, "amp")
 
 
+@pytest.mark.parametrize("imported_before", [True, False])
+def test_a_real_apex_has_what_it_lacks_after_import_apex_alone(
+    real_apex: Path, imported_before: bool
+) -> None:
+    if imported_before:
+        importlib.import_module("apex")
+    with amp_patch.apex.install():
+        with amp_patch.apex.install():
+            pass
+        apex = importlib.import_module("apex")
+        assert apex.origin == apex.optimizers.origin == "real"
+        assert callable(apex.amp.initialize)
+        with pytest.raises(AttributeError, match="module 'apex' has no attribute 'transformer'"):
+            _ = apex.transformer
+    assert not hasattr(apex, "amp")
+    assert not [one for one in sys.meta_path if type(one).__module__.startswith("amp_patch")]
+
+
+def test_what_is_forced_stays_under_another_install(real_apex: Path) -> None:
+    with amp_patch.apex.install(force=True), amp_patch.apex.install():
+        assert not hasattr(importlib.import_module("apex"), "origin")
+
+
+def test_a_folder_named_apex_is_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone of apex's repository in the script's folder is a namespace package to Python."""
+    (tmp_path / "apex/apex").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with amp_patch.apex.install():
+        apex = importlib.import_module("apex")
+        assert callable(apex.amp.initialize)
+        assert callable(apex.optimizers.FusedAdam)
+
+
 def test_force_takes_all_and_gives_it_back(real_apex: Path) -> None:
     real = importlib.import_module("apex.optimizers")
     with amp_patch.apex.install(force=True):

@@ -1,0 +1,83 @@
+"""Stands before Python's own finders: tells a real apex from a folder of its name, and lends to it.
+
+Knows nothing of what is supplied but who finds it; imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from .finder import Finder, supplied_in
+
+_NAME = "apex"
+
+
+class RealApex:
+    """In ``sys.meta_path`` for as long as a `Finder` that supplies what a real apex lacks.
+
+    Args:
+        supplied: finds what the real one lacks.
+    """
+
+    def __init__(self, supplied: Finder) -> None:
+        self._supplied = supplied
+        if _NAME in sys.modules:
+            _lend(sys.modules[_NAME])
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return apex's spec; None for other names, and where there is no apex to be found.
+
+        A folder named apex without an ``__init__.py``, as a clone of apex's repository in the
+        script's folder is, is a package to Python, and no apex.
+        """
+        if fullname != _NAME:
+            return None
+        others = [one for one in sys.meta_path if not isinstance(one, (Finder, RealApex))]
+        specs = (one.find_spec(fullname, path, target) for one in others)
+        spec = next(filter(None, specs), None)
+        if spec is None or spec.loader is None:
+            return self._supplied.find_spec(fullname)
+        spec.loader = _Lending(spec.loader)  # type: ignore[assignment]  # a loader
+        return spec
+
+    def uninstall(self) -> None:
+        """Take itself off ``sys.meta_path``; the last one takes what is lent off the real apex."""
+        sys.meta_path.remove(self)
+        names = vars(sys.modules[_NAME]) if _NAME in sys.modules else {}
+        is_last = not any(isinstance(one, RealApex) for one in sys.meta_path)
+        if is_last and names.get("__getattr__") is _import_submodule:
+            del names["__getattr__"]
+
+
+class _Lending:
+    """A real apex's loader; after ``import apex`` alone ``apex.amp`` is there, as it once was."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        _lend(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _lend(module: types.ModuleType) -> None:
+    vars(module).setdefault("__getattr__", _import_submodule)
+
+
+def _import_submodule(name: str) -> types.ModuleType:
+    if name in supplied_in(_NAME):
+        return importlib.import_module(f"{_NAME}.{name}")
+    raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
