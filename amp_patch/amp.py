@@ -227,6 +227,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
         TypeError: not one optimizer.
     """
     arguments.optimizer_of(optimizer, "amp.master_params()")
+    optimizer = session.optimizers.originals_of(optimizer)
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
         step.show_masters()
@@ -253,6 +254,7 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
         RuntimeError: the gradients are still scaled (``delay_unscale``).
     """
     arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()")
+    optimizer = session.optimizers.originals_of(optimizer)
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
     step = session.optimizers.steps.get(optimizer)
     if step is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,12 @@ class PreparedModels:
             self.follow_device(model)
             if level.casts_functions:
                 self._cache.add_model(model)
+
+    def cast_functions(self) -> None:
+        """Cast in the functions that models in half call, too (O2, O3, O5)."""
+        for model, level in list(self.levels.items()):
+            if level.cast_model_type in HALVES:
+                self._attach(model, replace(level, patch_torch_functions=True))
 
     def release(self) -> bool:
         """Take every hook off; parameters in half hold their fp32 values again.

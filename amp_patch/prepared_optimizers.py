@@ -73,6 +73,22 @@ class PreparedOptimizers:
             if level.cast_model_type in HALVES:
                 step.match_state()
 
+    def originals_of(self, optimizers: Any) -> Any:
+        """Return the optimizers that are set up in the place of what wraps or copies them.
+
+        Frameworks do either; that the ``param_groups`` are the same list tells whose they are.
+
+        Args:
+            optimizers: one, or a list or tuple. Others in it are returned as they are.
+        """
+        if isinstance(optimizers, (list, tuple)):
+            originals = [self.originals_of(optimizer) for optimizer in optimizers]
+            return originals if isinstance(optimizers, list) else tuple(originals)
+        groups = getattr(optimizers, "param_groups", None)
+        if groups is None or (isinstance(optimizers, Optimizer) and optimizers in self.steps):
+            return optimizers
+        return next((known for known in self.steps if known.param_groups is groups), optimizers)
+
     def match_state(self) -> None:
         """Bring the optimizers' state to the dtypes of their parameters, which were cast."""
         for step in list(self.steps.values()):

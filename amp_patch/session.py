@@ -113,6 +113,8 @@ class Session:
     def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:
         """Cast in every function from now on, whatever model calls it, on every device.
 
+        A model at O0 goes on in fp32.
+
         Args:
             level: O1 or O4.
             rules: dotted path -> rule of a function.
@@ -121,6 +123,7 @@ class Session:
             self._start(on_error)
             self.functions.set_up(level, rules, self._casting_dtypes(), on_error)
             on_error.pop_all()
+        self.models.cast_functions()
         process.devices = ALL_DEVICES
         self._without_model = {level.half_dtype}
         self.disabled = False
@@ -190,7 +193,7 @@ class Session:
         """Return what was set up for optimizers; None where amp was initialized as disabled.
 
         Args:
-            optimizers: one, or a list or tuple of them.
+            optimizers: one, or a list or tuple of them; also what wraps or copies them.
             caller: how the function is called that takes them; 'with ' may stand before it.
 
         Raises:
@@ -204,7 +207,7 @@ class Session:
         if self._is_disabled(optimizers):
             return None
         call = caller.removeprefix("with ")
-        given = arguments.optimizers_for(call, optimizers)
+        given = arguments.optimizers_for(call, self.optimizers.originals_of(optimizers))
         steps = self.optimizers.steps
         for optimizer in given:
             if optimizer not in steps:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import types
 from collections import OrderedDict
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 
 def test_contrib_optimizers_are_there_after_import_apex(apex: types.ModuleType) -> None:
@@ -27,3 +32,106 @@ def test_applier_reaches_tensors_in_containers_and_batches(apex: types.ModuleTyp
     assert second["a"][1] == "text"
     assert third == "batch in torch.float16"
     assert rest == [None, 3]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "normalization.fused_layer_norm.FusedLayerNormAffineFunction",
+        "normalization.fused_layer_norm.FusedRMSNormAffineFunction",
+        "contrib.layer_norm.layer_norm.FastLayerNormFN",
+    ],
+)
+def test_norm_functions_tell_their_arguments(apex: types.ModuleType, function: str) -> None:
+    """Megatron looks whether their forward takes memory_efficient before it calls apply."""
+    module, _, name = function.rpartition(".")
+    kind = getattr(importlib.import_module(f"apex.{module}"), name)
+    assert "memory_efficient" in inspect.getfullargspec(kind.forward).args
+
+
+class Copy:
+    """An optimizer of Lightning: what is in another one, in a class made for it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__ = {name: x for name, x in vars(optimizer).items() if name != "step"}
+        self.__class__ = type("Copy", (Copy, type(optimizer)), {})
+        self.inside = optimizer
+
+    def step(self) -> None:
+        self.inside.step()
+
+
+class Wrapper:
+    """An optimizer of the kind that Colossal-AI, Accelerate and ESPnet put around torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inside = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inside.param_groups
+
+    def step(self) -> None:
+        self.inside.step()
+
+
+@pytest.mark.parametrize("around", [Copy, Wrapper])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_scale_loss_knows_the_optimizer_in_another(
+    apex: types.ModuleType, amp: types.ModuleType, around: Any, in_list: bool
+) -> None:
+    weights = []
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    for wrap in (lambda optimizer: optimizer, around):
+        torch.manual_seed(1)
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = apex.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        optimizer = wrap(optimizer)
+        for _ in range(3):
+            loss = model(inputs).square().mean()
+            given = [optimizer] if in_list else optimizer
+            with apex.amp.scale_loss(loss, given) as scaled_loss:
+                scaled_loss.backward()
+            nn.utils.clip_grad_norm_(list(apex.amp.master_params(optimizer)), 0.5)
+            optimizer.step()
+            model.zero_grad()
+        weights.append(model.state_dict()["weight"])
+    torch.manual_seed(1)
+    assert not torch.equal(weights[0], nn.Linear(8, 4).weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_init_after_initialize_casts_inside_of_a_half_model(
+    apex: types.ModuleType, amp: types.ModuleType, opt_level: str
+) -> None:
+    """ESPnet does both, for a CTC loss of its model that half has no kernel for."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 5)
+
+        def loss_fn(self, scores: torch.Tensor) -> torch.Tensor:
+            self.dtype = scores.dtype
+            lengths = torch.full((4,), 6), torch.full((4,), 3)
+            return nn.functional.ctc_loss(scores.log_softmax(2), targets, *lengths)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.loss_fn(self.layer(inputs).transpose(0, 1))
+
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(4, 6, 8), torch.randint(1, 5, (4, 3))
+    model = Model()
+    in_fp32 = model(inputs).item()
+    optimizer = torch.optim.Adadelta(model.parameters())
+    model, optimizer = apex.amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    apex.amp.register_float_function(Model, "loss_fn")
+    apex.amp.init()
+    with apex.amp.scale_loss(model(inputs), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert model.dtype is torch.float32
+    assert model.layer.weight.dtype is torch.float16
+    assert model(inputs).item() < in_fp32

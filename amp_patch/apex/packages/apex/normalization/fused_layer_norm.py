@@ -44,39 +44,39 @@ __all__ = [
 
 
 class FusedLayerNormAffineFunction:
-    """What scripts call the apply of."""
+    """What scripts call the apply of; some look for arguments of its forward."""
 
-    apply = staticmethod(fused_layer_norm_affine)
+    apply = forward = staticmethod(fused_layer_norm_affine)
 
 
 class FusedLayerNormAffineMixedDtypesFunction:
-    """What scripts call the apply of."""
+    """What scripts call the apply of; some look for arguments of its forward."""
 
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+    apply = forward = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
 class FusedLayerNormFunction:
-    """What scripts call the apply of."""
+    """What scripts call the apply of; some look for arguments of its forward."""
 
-    apply = staticmethod(fused_layer_norm)
+    apply = forward = staticmethod(fused_layer_norm)
 
 
 class FusedRMSNormAffineFunction:
-    """What scripts call the apply of."""
+    """What scripts call the apply of; some look for arguments of its forward."""
 
-    apply = staticmethod(fused_rms_norm_affine)
+    apply = forward = staticmethod(fused_rms_norm_affine)
 
 
 class FusedRMSNormAffineMixedDtypesFunction:
-    """What scripts call the apply of."""
+    """What scripts call the apply of; some look for arguments of its forward."""
 
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+    apply = forward = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
 
 class FusedRMSNormFunction:
-    """What scripts call the apply of."""
+    """What scripts call the apply of; some look for arguments of its forward."""
 
-    apply = staticmethod(fused_rms_norm)
+    apply = forward = staticmethod(fused_rms_norm)
 
 
 class _Norm(nn.Module):
