@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .fp16util import to_python_float
+
+__all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]
+
 
 class _Scaler:
     """What both scalers do with their scale, ``cur_scale``."""

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from .flat_calls import apply_flat_dist_call, flat_dist_call, flatten, split_by_type, unflatten
+from .flat_calls import (
+    apply_flat_dist_call,
+    flat_dist_call,
+    flatten,
+    split_by_type,
+    split_half_float_double,
+    unflatten,
+)
 from .gradient_reduction import Averaging, GradientReduction
 
 __all__ = [
@@ -26,6 +33,7 @@ __all__ = [
     "flat_dist_call",
     "flatten",
     "split_by_type",
+    "split_half_float_double",
     "unflatten",
 ]
 

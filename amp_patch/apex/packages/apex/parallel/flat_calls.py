@@ -32,6 +32,14 @@ def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
     return buckets
 
 
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the float16, the float32 and the float64 tensors, in lists where there are any."""
+    dtypes = (torch.float16, torch.float32, torch.float64)
+    given = list(tensors)
+    buckets = [[tensor for tensor in given if tensor.dtype is dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]
+
+
 @torch.no_grad()
 def apply_flat_dist_call(
     bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
