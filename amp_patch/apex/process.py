@@ -6,6 +6,7 @@ Knows the environment variables that say so; imports no torch.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,4 +65,7 @@ def environment_of_run(environment: Mapping[str, str], opt_level: str | None) ->
 def _options_of_python() -> list[str]:
     """Return the options between 'python' and what runs now: a script, or '-m' and a module."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]
-    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]
+    *options, last = before[:-1] or [""]
+    if re.fullmatch("-[a-zA-Z]*m", last):  # -um stands for -u -m
+        last = last[:-1].removesuffix("-")
+    return [*options, last] if last else options

@@ -55,6 +55,12 @@ def test_a_module_runs_as_python_runs_it(script: Path) -> None:
     assert "'--opt-level', 'x'" in found.stdout
 
 
+def test_options_of_python_may_stand_in_one_with_m(script: Path) -> None:
+    expected = run([*PYTHON, "-Bu", script, "exit"])
+    found = run([sys.executable, "-Bum", *RUN[2:], script, "exit"])
+    assert (found.stdout, found.returncode) == (expected.stdout, 7), found.stderr
+
+
 def test_two_dashes_end_the_options_of_amp_patch(script: Path) -> None:
     found = run([*RUN, "--opt-level", "O2", "--", script, "exit"])
     assert found.returncode == 7
