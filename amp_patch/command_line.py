@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from . import __version__
-from .apex.process import run_python
+from .apex.process import real_amp, run_python
 
 _LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -20,14 +20,24 @@ def main() -> None:
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option("--opt-level", type=click.Choice(_LEVELS), help="In place of the script's own level.")
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.option("--force", is_flag=True, help="Put amp_patch in the place of a real apex, too.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(opt_level: str | None, is_module: bool, script: str, args: tuple[str, ...]) -> None:
+def run(
+    opt_level: str | None, is_module: bool, force: bool, script: str, args: tuple[str, ...]
+) -> None:
     """Run a script that imports apex, as `python SCRIPT ARGS` would, with apex in place.
 
     The processes that it starts find apex, too.
     """
+    place = None if force else real_amp()
+    if place is not None:
+        click.echo(
+            f"amp-patch: the script uses the apex.amp in {place}, which --opt-level does not reach;"
+            " call amp-patch run --force to put amp_patch in its place.",
+            err=True,
+        )
     try:
-        run_python([*(["-m"] if is_module else []), script, *args], opt_level)
+        run_python([*(["-m"] if is_module else []), script, *args], opt_level, force)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error

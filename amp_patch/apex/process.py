@@ -5,6 +5,7 @@ Knows the environment variables that say so; imports no torch.
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 _STARTUP = str(Path(__file__).parent / "startup")
 
 
-def run_python(command: Sequence[str], opt_level: str | None) -> None:
+def run_python(command: Sequence[str], opt_level: str | None, force: bool = False) -> None:
     """Become ``python COMMAND``, with the options that this Python was started with.
 
     It is the very interpreter that runs the script, so arguments, paths, tracebacks, signals and
@@ -24,6 +25,7 @@ def run_python(command: Sequence[str], opt_level: str | None) -> None:
     Args:
         command: ``["script.py", "arg", ...]`` or ``["-m", "module", "arg", ...]``.
         opt_level: takes the place of what the script gives `initialize`; None leaves it.
+        force: put the drop-in in the place of a real apex, too.
 
     Raises:
         RuntimeError: Python was started with -I, -E or -S, which keep the children from finding
@@ -35,7 +37,7 @@ def run_python(command: Sequence[str], opt_level: str | None) -> None:
             "-I, -E or -S, which ignores one of them. Run python -m amp_patch run without it."
         )
     argv = [sys.executable, *_options_of_python(), *command]
-    environment = environment_of_run(os.environ, opt_level)
+    environment = environment_of_run(os.environ, opt_level, force)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # where exec starts another process and ends this one at once
@@ -43,12 +45,21 @@ def run_python(command: Sequence[str], opt_level: str | None) -> None:
     os.execve(sys.executable, argv, environment)
 
 
-def environment_of_run(environment: Mapping[str, str], opt_level: str | None) -> dict[str, str]:
+def real_amp() -> str | None:
+    """Return where an apex lies that has ``apex.amp`` itself; None where there is none."""
+    spec = importlib.machinery.PathFinder.find_spec("apex")
+    places = [] if spec is None or spec.loader is None else spec.submodule_search_locations or []
+    return next((place for place in places if Path(place, "amp", "__init__.py").is_file()), None)
+
+
+def environment_of_run(
+    environment: Mapping[str, str], opt_level: str | None, force: bool = False
+) -> dict[str, str]:
     """Return the environment in which Python installs the drop-in when it starts.
 
     Args:
         environment: what there is now.
-        opt_level: as `run_python`.
+        opt_level, force: as `run_python`.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     others = [path for path in paths if path != _STARTUP]
@@ -59,6 +70,8 @@ def environment_of_run(environment: Mapping[str, str], opt_level: str | None) ->
     }
     if opt_level is not None:
         changed["AMP_PATCH_OPT_LEVEL"] = opt_level
+    if force:
+        changed["AMP_PATCH_FORCE"] = "1"
     return {**environment, **changed}
 
 

@@ -549,6 +549,24 @@ def test_after_init_recurrent_layers_run_in_half(handle, kind, dtype) -> None:
     assert layer.weight_ih_l0.grad.dtype is torch.float32
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_recurrent_layers_whose_weights_lie_apart_train(amp, level: str) -> None:
+    """apex took them for parts of one memory, and failed with "invalid storage offset"."""
+    layer = nn.LSTM(4, 5)
+    for name, param in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(param.detach().clone().t().contiguous().t()))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    amp.initialize(layer, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    x = torch.randn(3, 2, 4)
+    with amp.disable_casts():
+        expected = torch.autograd.grad(layer(x)[0].sum(), layer.weight_hh_l0)[0]
+    output, _ = layer(x)
+    with amp.scale_loss(output.float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert output.dtype in (torch.float16, torch.bfloat16)
+    torch.testing.assert_close(layer.weight_hh_l0.grad, expected, rtol=0.05, atol=0.05)
+
+
 # Of apex's fp32 list: functions that torch's autocast leaves in half.
 BEYOND_TORCH = {
     "cpu": lambda x: x.cpu(),

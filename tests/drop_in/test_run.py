@@ -174,3 +174,21 @@ def test_the_environment_is_the_users_but_for_the_drop_in() -> None:
     assert environment["AMP_PATCH_OPT_LEVEL"] == "O2"
     again = environment_of_run(environment, None)
     assert again == environment
+
+
+def test_a_real_apex_with_amp_is_used_and_said_to_be_and_force_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    amp = tmp_path / "installed/apex/amp"
+    amp.mkdir(parents=True)
+    (amp.parent / "__init__.py").touch()
+    (amp / "__init__.py").write_text("origin = 'real'\n")
+    script = tmp_path / "train.py"
+    script.write_text("from apex import amp; print(getattr(amp, 'origin', amp.__name__))\n")
+    paths = f"{tmp_path / 'installed'}:{ROOT}"
+    found = run([*RUN, "--opt-level", "O2", script], PYTHONPATH=paths)
+    assert found.stdout == "real\n"
+    assert f"the script uses the apex.amp in {amp.parent}, which --opt-level" in found.stderr
+    forced = run([*RUN, "--force", script], PYTHONPATH=paths)
+    assert (forced.stdout, forced.stderr) == ("apex.amp\n", "")
+    assert run([*RUN, script]).stderr == ""

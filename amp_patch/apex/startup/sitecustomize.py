@@ -33,7 +33,8 @@ def _install() -> None:
         return
     if importlib.util.find_spec("amp_patch") is None:
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
-    importlib.import_module("amp_patch.apex").install()
+    force = os.environ.get("AMP_PATCH_FORCE") == "1"
+    importlib.import_module("amp_patch.apex").install(force=force)
 
 
 _run_the_next()
