@@ -259,7 +259,12 @@ def _castable(param: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _may_keep(param: nn.Parameter) -> bool:
-    """True where a cast made now may be used later: with grad, and on real tensors."""
+    """True where a cast made now may be used later: with grad, and on real tensors.
+
+    Not in torch.jit.trace, which records one made before as a constant.
+    """
+    if torch.jit.is_tracing():
+        return False
     if not (torch.is_grad_enabled() or mode.in_checkpoint) or torch.is_inference_mode_enabled():
         return False
     if param.is_inference() or torch._C._functorch.peek_interpreter_stack() is not None:

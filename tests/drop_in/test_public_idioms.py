@@ -135,3 +135,15 @@ def test_init_after_initialize_casts_inside_of_a_half_model(
     assert model.dtype is torch.float32
     assert model.layer.weight.dtype is torch.float16
     assert model(inputs).item() < in_fp32
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_a_model_is_traced_with_its_casts(apex: types.ModuleType, amp: types.ModuleType) -> None:
+    """Catalyst initializes a model without an optimizer to trace it, twice to compare."""
+    model = apex.amp.initialize(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)))
+    inputs = torch.randn(3, 8)
+    traced = torch.jit.trace(model.eval(), inputs)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert traced(inputs).dtype is torch.float16
+    assert torch.equal(traced(inputs), model(inputs))
