@@ -263,7 +263,7 @@ def _may_keep(param: nn.Parameter) -> bool:
 
     Not in torch.jit.trace, which records one made before as a constant.
     """
-    if torch.jit.is_tracing():
+    if torch._C._is_tracing():
         return False
     if not (torch.is_grad_enabled() or mode.in_checkpoint) or torch.is_inference_mode_enabled():
         return False
