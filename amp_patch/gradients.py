@@ -173,13 +173,13 @@ class Gradients:
         if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
             check = reception.receive(grads, scale)
             if self._aside or not reception.is_in_place:
-                self._add_earlier(held, check.grads)
+                check.found_inf += self._add_earlier(held, check.grads)
             return check
         looked = reception.look(grads, scale)
         check = reception.receive(grads, scale) if looked is None else looked
         received = reception.of_masters(check.grads)
         if any(map(_IS_SPARSE, received)):
-            self._add_earlier(held, check.grads)
+            check.found_inf += self._add_earlier(held, check.grads)
             return check
         source: Source = Made(received)
         if looked is not None:
@@ -187,26 +187,31 @@ class Gradients:
         lazy.hold(masters, source)
         if len(masters) < len(grads):
             others = Held(*map(reception.in_place, held))
-            self._add_earlier(others, reception.in_place(check.grads))
+            check.found_inf += self._add_earlier(others, reception.in_place(check.grads))
         return check
 
-    def _add_earlier(self, held: Held, targets: list[Tensor]) -> None:
-        """Add what was there before the backward: gradients set aside, or a master's own."""
+    def _add_earlier(self, held: Held, targets: list[Tensor]) -> list[Tensor]:
+        """Add what was there before the backward: gradients set aside, or a master's own.
+
+        Returns:
+            Flags as `GradCheck` has them, not 0 where only the sum overflowed.
+        """
         params, stepped = held
         if self._aside:
-            self._add(params, stepped, targets)
-            return
+            return self._add(params, stepped, targets)
         earlier_grads = list(map(_GRAD, stepped))
         if same(earlier_grads, targets):
-            return
+            return []
         if all(map(operator.is_, earlier_grads, repeat(None))):
             for master, target in zip(stepped, targets, strict=True):
                 master.grad = target
-        else:
-            self._add(params, stepped, targets)
+            return []
+        return self._add(params, stepped, targets)
 
     @torch.no_grad()
-    def _add(self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]) -> None:
+    def _add(
+        self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]
+    ) -> list[Tensor]:
         aside = {id(param): grad for param, grad in self._aside}
         sums: list[tuple[Tensor, Tensor]] = []
         for param, master, target in zip(params, stepped, targets, strict=True):
@@ -220,6 +225,9 @@ class Gradients:
                 master.grad = earlier
         if sums:
             kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
+        # Two finite numbers of other dtypes do not add up to inf in any training.
+        halves = [earlier for earlier, _ in sums if earlier.dtype is torch.float16]
+        return kernels.Unscale(halves, halves).run(halves, halves, 1.0).found_inf if halves else []
 
     def put_unwritten_back(self) -> None:
         """Restore the gradients that were set aside for a backward that did not write to them."""

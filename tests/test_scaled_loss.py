@@ -451,3 +451,19 @@ def test_delayed_checks_train_as_checks_made_at_once(amp: ModuleType, level: str
         assert torch.equal(runs[0][0].weight, runs[1][0].weight)
 
     run()
+
+
+def test_a_sum_of_halves_that_alone_overflows_skips_the_step(amp: ModuleType) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.125)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    # O3 with a scale that checks and changes nothing
+    options = {"loss_scale": "dynamic", "max_loss_scale": 1.0, "verbosity": 0}
+    amp.initialize(model, optimizer, opt_level="O3", **options)
+    for expected in (False, True):
+        with amp.scale_loss(model(torch.tensor([[40000.0]])).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert model.weight.grad.isinf().item() == expected
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert model.weight.item() == 0.125

@@ -221,6 +221,9 @@ class LossScaler:
         self._unskipped = state.get("_unskipped", 0)
 
 
+# Checkpoints hold it, an FP16_Optimizer's for one, and torch.load(path) refuses unknown classes.
+torch.serialization.add_safe_globals([LossScaler])
+
 #: Those handed out last: what a script sets on one stays while the scaler behind it does.
 _views: list[LossScaler] = []
 

@@ -9,16 +9,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..amp import _amp_state
 from ..amp.scaler import LossScaler
 from .fp16util import clip_grad_norm, master_params_to_model_params
 from .master_groups import gradient_of, gradients, multiply, put_masters, refuse_other_dtypes
-
-# It is in every checkpoint of this optimizer, and torch.load(path) refuses unknown classes.
-torch.serialization.add_safe_globals([LossScaler])
 
 
 class FP16_Optimizer:
