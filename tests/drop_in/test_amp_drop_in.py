@@ -826,4 +826,6 @@ def test_deprecated_helpers_answer(amp) -> None:
         "HalfTensor",
     }
     assert utils.as_inplace(["exp"]) == ["exp_"]
+    assert utils.maybe_half([torch.ones(1), 1])[0].dtype is torch.float16
+    assert utils.maybe_float(torch.ones(1).half()).dtype is torch.float32
     assert amp.rnn_compat.has_old_rnns() is False

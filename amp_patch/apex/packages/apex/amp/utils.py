@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.casting import to_float, to_half
+from amp_patch.half_model import cast_floats
 
 __all__ = [
     "as_inplace",
@@ -58,13 +58,13 @@ def type_string(x: Tensor) -> str:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return it with floating tensors on the models' devices in fp16."""
-    return to_half(x, torch.float16)
+    """Return it with floating tensors in fp16; float64 stays."""
+    return cast_floats(x, torch.float16)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return it with half tensors on the models' devices in fp32."""
-    return to_float(x)
+    """Return it with half tensors in fp32."""
+    return cast_floats(x, torch.float32)
 
 
 def casted_args(cast_fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
