@@ -163,8 +163,9 @@ class Session:
         self._reset()
 
     def call_at_deactivate(self, undo: Callable[[], None]) -> None:
-        """Have something of the caller's undone with the rest."""
-        self._at_deactivate.append(undo)
+        """Have something of the caller's undone with the rest; once, however often it is said."""
+        if undo not in self._at_deactivate:
+            self._at_deactivate.append(undo)
 
     def settle(self) -> None:
         """Wait for every outcome on its way from a device, and say what is to be said of it."""

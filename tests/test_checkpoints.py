@@ -32,10 +32,6 @@ def equal(left: Any, right: Any) -> bool:
     return left == right
 
 
-# what the one process trained that the others are compared with
-pytestmark = pytest.mark.xdist_group("checkpoints")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train and save every variant here, and resume all of them in one new process."""

@@ -17,8 +17,6 @@ import torch
 
 from amp_patch import amp as amp_api
 
-pytestmark = pytest.mark.xdist_group("examples")  # what one test trains the next looks at
-
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 # torch 2.6 leaves a temporary folder to its finalizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import inspect
 import io
@@ -10,6 +11,7 @@ import itertools
 import pickle
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -485,6 +487,16 @@ def test_copies_pickles_and_replicas_run_their_own_weights(amp) -> None:
         assert not other(torch.ones(1, 2)).any()
         assert not other.forward(torch.ones(1, 2).half()).any() or other is replica
     assert model(torch.ones(1, 2)).any()
+
+
+def test_models_and_optimizers_that_a_script_drops_are_freed(amp) -> None:
+    """apex kept every model that it had ever initialized."""
+    for level in LEVELS:
+        model, optimizer = trained(amp, level)
+        dropped = weakref.ref(model), weakref.ref(optimizer)
+        del model, optimizer
+        gc.collect()
+        assert [reference() for reference in dropped] == [None, None]
 
 
 def test_models_that_call_each_other_in_hooks_run(amp) -> None:

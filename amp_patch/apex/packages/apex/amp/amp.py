@@ -72,14 +72,15 @@ def init(
     Returns:
         A handle with ``wrap_optimizer``, ``scale_loss`` and ``_deactivate``.
     """
+    handle: AmpHandle | NoOpHandle = NoOpHandle()
     if not enabled:
-        _amp_state.handle = NoOpHandle()
-        return _amp_state.handle  # type: ignore[no-any-return]
+        _amp_state.handle = handle
+        return handle
     if isinstance(enable_caching, torch.dtype):
         patch_type, enable_caching = enable_caching, True
     level = resolve("O4" if patch_type is torch.bfloat16 else "O1")
     session.tell_of_casts(verbose)
     session.cast_without_model(level, rules_of_lists(allow_banned))
     session.call_at_deactivate(_amp_state.forget)
-    _amp_state.handle = AmpHandle(loss_scale, enable_caching, verbose)
-    return _amp_state.handle  # type: ignore[no-any-return]
+    _amp_state.handle = handle = AmpHandle(loss_scale, enable_caching, verbose)
+    return handle

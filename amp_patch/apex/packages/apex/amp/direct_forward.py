@@ -8,13 +8,14 @@ from __future__ import annotations
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from amp_patch.patching import Patches
 from amp_patch.session import session
 
 __all__ = ["cast_direct_calls"]
@@ -32,14 +33,25 @@ _calls = _Calls()
 
 def cast_direct_calls(model: nn.Module) -> None:
     """Have ``model.forward(x)`` do what ``model(x)`` does, until `amp.deactivate`."""
-    forward = vars(model).get("forward")
-    if hasattr(forward, "_casts_direct_calls"):
+    own = vars(model).get("forward")
+    if hasattr(own, "_casts_direct_calls"):
         return
-    patches = Patches()
-    patches.replace(model, "forward", types.MethodType(_casting(type(model), forward), model))
+    model.forward = types.MethodType(_casting(type(model), own), model)
     hook = model.register_forward_pre_hook(_begin)
-    session.call_at_deactivate(patches.undo)
-    session.call_at_deactivate(hook.remove)
+    # What is kept for the undoing must not keep the model, as its own methods would.
+    session.call_at_deactivate(functools.partial(_undo, weakref.ref(model), hook))
+
+
+def _undo(reference: weakref.ref[nn.Module], hook: RemovableHandle) -> None:
+    hook.remove()
+    model = reference()
+    forward: Any = None if model is None else vars(model).get("forward")
+    if model is None or not hasattr(forward, "_casts_direct_calls"):
+        return
+    if forward._own is None:
+        del model.forward
+    else:
+        model.forward = forward._own
 
 
 def _begin(model: nn.Module, args: Any) -> None:
@@ -62,5 +74,5 @@ def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[
 
     # Methods are pickled by the name of their function; a copy from a file has the class's own.
     forward.__name__ = "forward"
-    forward._casts_direct_calls = True  # type: ignore[attr-defined]  # our own mark
+    vars(forward).update(_casts_direct_calls=True, _own=own)
     return forward

@@ -40,7 +40,6 @@ class AmpHandle:
         self._enable_caching = enable_caching
         self._verbose = verbose
         self._is_active = True
-        self._all_wrappers: list[Any] = []
 
     def is_active(self) -> bool:
         """Return whether functions are cast."""

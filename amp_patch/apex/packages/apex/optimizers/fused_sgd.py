@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import amp_C  # type: ignore[import-not-found]
+import amp_C
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required

@@ -92,7 +92,7 @@ class LARC(Optimizer):
         self.optim.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # torch has a variable
         """The defaults of the wrapped optimizer."""
         return self.optim.defaults
 

@@ -38,7 +38,7 @@ def apply_weight_norm(
         if not isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, own).dim() > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                torch.nn.utils.weight_norm(owner, own, dim)  # type: ignore[arg-type]
+                torch.nn.utils.weight_norm(owner, own, dim)  # type: ignore[arg-type]  # dim may be None
     return module
 
 
