@@ -48,7 +48,7 @@ setup(
     license="MIT",
     python_requires=">=3.10",
     install_requires=["click>=8.1", "torch>=2.6", "wrapt>=1.16"],
-    entry_points={"console_scripts": ["amp-patch=amp_patch.command_line:main"]},
+    entry_points={"console_scripts": ["amp-patch=amp_patch.tools.command_line:main"]},
     extras_require=EXTRAS,
     # csrc/ stands at the top of the repository and inside the package once installed
     packages=[*find_packages(include=["amp_patch", "amp_patch.*"]), "amp_patch.csrc"],

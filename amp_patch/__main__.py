@@ -1,6 +1,6 @@
 """``python -m amp_patch``: the command line."""
 
-from .command_line import main
+from .tools.command_line import main
 
 if __name__ == "__main__":
     main(prog_name="amp-patch")

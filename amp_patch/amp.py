@@ -14,17 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import (
-    arguments,
-    forced_level,
-    kernels,
-    loss_scaler,
-    patched_functions,
-    regions,
-)
-from .initialization import initialize_at
-from .scaled_loss import ScaledLoss
-from .session import session
+from . import arguments, kernels, levels
+from .casting import patched_functions, regions
+from .scaling import loss_scaler
+from .session import initialize_at, session
+from .step.scaled_loss import ScaledLoss
 from .user_functions import (
     bfloat16_function,
     float_function,
@@ -127,7 +121,7 @@ def initialize(
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
-    resolved = forced_level.resolve(
+    resolved = levels.resolve_forced(
         opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .captures import captures
-from .device_scaler import DeviceScaler
+from .kernels.graph_capture import captures
+from .scaling.device_scaler import DeviceScaler
 from .session import session
 
 _LEAST_WARM_UP = 2

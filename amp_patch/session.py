@@ -21,20 +21,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import arguments, torch_compile, torch_hooks
-from .cast_mode import ALL_DEVICES, HALVES, mode, process
-from .casting import Casts
-from .fp32_store import FP32Store
-from .loss_scaler import LossScaler
-from .opt_levels import OptLevel
-from .optimizer_step import OptimizerStep
-from .patched_functions import PatchedFunctions
+from . import arguments
+from .casting import torch_compile, torch_sites
+from .casting.mode import ALL_DEVICES, HALVES, mode, process
+from .casting.patched_functions import PatchedFunctions
+from .casting.weight_cache import WeightCache
+from .casting.wrappers import Casts
+from .levels import OptLevel, Resolved, print_level
 from .patching import Patches
-from .prepared_models import ModelHooks, PreparedModels
-from .prepared_optimizers import PreparedOptimizers
-from .scale_rule import ScaleRule
-from .snapshot import Snapshot
-from .weight_cache import WeightCache
+from .scaling.loss_scaler import LossScaler
+from .scaling.scale_rule import ScaleRule
+from .step.optimizer_step import OptimizerStep
+from .step.prepared_optimizers import PreparedOptimizers
+from .weights.fp32_values import FP32Store
+from .weights.prepared_models import ModelHooks, PreparedModels
+from .weights.rollback import Snapshot
 
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
 
@@ -138,7 +139,7 @@ class Session:
             return
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
-        torch_hooks.install(self._torch_patches)
+        torch_sites.install(self._torch_patches)
         self._step_hooks = [
             register_optimizer_step_pre_hook(_before_any_step),
             register_optimizer_step_post_hook(_after_any_step),
@@ -291,3 +292,45 @@ _HOOKS = ModelHooks(_observe_model, _observe_cast_model, _write_state, _read_sta
 #: The session of this process.
 session = Session()
 atexit.register(session.settle)
+
+
+def initialize_at(
+    resolved: Resolved,
+    models: Any,
+    optimizers: Any,
+    *,
+    rules: Mapping[str, str],
+    num_losses: int,
+    verbosity: int,
+    fused_step: bool = False,
+    allow_half: bool = False,
+    **scale_options: Any,
+) -> None:
+    """Prepare models and optimizers at a level, and print it; nothing changes before all checks.
+
+    Args:
+        resolved: the level, and what is to be said of it.
+        models, optimizers, num_losses, verbosity, fused_step: as `amp.initialize` takes them.
+        rules: dotted path -> rule of a function, at levels that cast functions.
+        allow_half: take models with half parameters, too.
+        scale_options: of `ScaleRule.resolve`.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as `amp.initialize`.
+    """
+    level, message = resolved
+    scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
+    verbosity = arguments.verbosity_of(verbosity)
+    session.tell_of_casts(verbosity > 1)
+    session.initialize(
+        arguments.models_of(models, allow_half),
+        arguments.optimizers_of(optimizers),
+        level,
+        scale_rule,
+        arguments.count_of(num_losses),
+        rules,
+        arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
+    )
+    session.verbosity = verbosity
+    if verbosity > 0:
+        print_level(level, message)

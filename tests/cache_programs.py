@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from amp_patch import amp
-from amp_patch.weight_cache import WeightCache
+from amp_patch.casting.weight_cache import WeightCache
 
 SCALE = 8.0
 Program = list[tuple[str, int]]

@@ -23,8 +23,8 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import amp as public
-from amp_patch.cast_mode import process
-from amp_patch.opt_levels import describe, resolve
+from amp_patch.casting.mode import process
+from amp_patch.levels import describe, resolve
 from amp_patch.session import session
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

@@ -8,85 +8,40 @@ import ast
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "amp_patch"
-CORE = sorted(PACKAGE.glob("*.py"))
-#: What is built on the core.
-RING = sorted(PACKAGE.glob("apex/**/*.py"))
+#: What is built on the core, under the names that apex had.
+DROP_IN = sorted(PACKAGE.glob("apex/**/*.py"))
+CORE = sorted(set(PACKAGE.glob("**/*.py")) - set(DROP_IN))
+TESTS = sorted(ROOT.glob("tests/**/test_*.py"))
 
-# A module imports from lower layers only; modules of one layer never import each other.
-LAYERS = {
-    "__main__": 16,
-    "command_line": 15,
-    "apex": 14,
-    "amp": 13,
-    "initialization": 12,
-    "cuda_graph": 12,
-    "user_functions": 12,
-    "session": 11,
-    "prepared_optimizers": 10,
-    "scaled_loss": 10,
-    "optimizer_step": 9,
-    "optimizer_backward": 8,
-    "patched_functions": 8,
-    "casting": 7,
-    "fused_step": 7,
-    "gradients": 7,
-    "prepared_models": 7,
-    "torch_hooks": 7,
-    "autocast_blocks": 6,
-    "fused_launch": 6,
-    "half_model": 6,
-    "master_weights": 6,
-    "reception": 6,
-    "weight_cache": 6,
-    "device_scaler": 5,
-    "fused_updates": 5,
-    "half_gradients": 5,
-    "kept_casts": 5,
-    "pooling": 5,
-    "regions": 5,
-    "stray_gradients": 5,
-    "torch_compile": 5,
-    "cuda_updates": 4,
-    "kernels": 4,
-    "cuda_kernels": 3,
-    "cuda_module": 2,
-    "dense_rows": 2,
-    "optimizers": 2,
-    "scaler_state": 2,
-    "cuda_compiler": 1,
-    "device_skip": 1,
-    "forced_level": 1,
-    "fp32_store": 1,
-    "loss_scaler": 1,
-    "tensor_tables": 1,
-    "torch_kernels": 1,
-    "torch_updates": 1,
-    "__init__": 0,
-    "__version__": 0,
-    "arguments": 0,
-    "captures": 0,
-    "cast_mode": 0,
-    "cast_rules": 0,
-    "containers": 0,
-    "host_copy": 0,
-    "lazy_gradients": 0,
-    "opt_levels": 0,
-    "patching": 0,
-    "reuse": 0,
-    "scale_rule": 0,
-    "snapshot": 0,
-}
+# The floors of the house, the highest first: a room imports from itself and from floors below,
+# never from a neighbour. Within a room imports make no circle.
+FLOORS = (
+    {"__main__"},
+    {"tools"},
+    {"apex"},
+    {"amp"},
+    {"user_functions", "cuda_graph"},
+    {"session"},
+    {"step"},
+    {"optimizers", "scaling", "half_model"},
+    {"weights"},
+    {"casting"},
+    {"kernels"},
+    {"levels", "arguments", "patching", "__init__"},
+)
 MAX_FUNCTION_LINES = 60
-MAY_IMPORT_CUPY = ("cuda_compiler", "cuda_module")
-# cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not
-LATE_IMPORTS = ("cupy.", "torch._dynamo.")
+MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
+# cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not;
+# the command line needs the levels, and torch with them, only where one is named
+LATE_IMPORTS = ("cupy.", "torch._dynamo.", "amp_patch.levels.")
 
 # What any module may set on an object that is not its own: a tensor's data and gradient, the flag
 # that tells schedulers of a step, the two that torch's fused optimizers skip by, and the metadata
@@ -106,20 +61,72 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def own_imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of this package's modules that a module imports, however it says so."""
+def own_imports(tree: ast.Module, package: str = "amp_patch") -> Iterator[str]:
+    """Yield the modules and names of this package that a module imports, however it says so.
+
+    Args:
+        tree: the module.
+        package: the dotted package that it lies in.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = f"amp_patch.{node.module or ''}" if node.level else str(node.module)
-            names = [f"{base.rstrip('.')}.{alias.name}" for alias in node.names]
+            base = str(node.module)
+            if node.level:
+                parents = package.split(".")
+                parents = parents[: len(parents) - node.level + 1]
+                base = ".".join([*parents, *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            package, _, rest = name.partition(".")
-            if package == "amp_patch":
-                yield rest.partition(".")[0] or "__init__"
+        yield from (name for name in names if name.partition(".")[0] == "amp_patch")
+
+
+def place_of(path: Path) -> str:
+    """Return a file's dotted name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def room_of(dotted: str) -> str:
+    """Return the room of a module or of a name in one: its first folder, or root module."""
+    return (*dotted.split("."), "__init__")[1]
+
+
+def upward_imports(place: str, imported: Iterable[str]) -> list[str]:
+    """Imports of a room on the same floor or above, by a module at ``place``."""
+    floor = {room: number for number, rooms in enumerate(reversed(FLOORS)) for room in rooms}
+    room = room_of(place)
+    assert room in floor, f"{room} is new: give it a floor in FLOORS"
+    return [
+        name
+        for name in imported
+        if (other := room_of(name)) != room
+        and other != "__init__"
+        and not (other in floor and floor[other] < floor[room])
+        and name != "amp_patch.__version__"
+    ]
+
+
+def circles(imports: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the modules that import each other in a circle."""
+    try:
+        list(TopologicalSorter(imports).static_order())
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def imports_within(paths: Iterable[Path]) -> dict[str, set[str]]:
+    """Return what each of these modules imports of the others."""
+    places = {place_of(path) for path in paths}
+    found = {}
+    for path in paths:
+        place = place_of(path)
+        imported = own_imports(parse(path), place.rpartition(".")[0])
+        modules = {name if name in places else name.rpartition(".")[0] for name in imported}
+        found[place] = (modules & places) - {place}
+    return found
 
 
 def star_imports(tree: ast.Module) -> list[str]:
@@ -327,55 +334,90 @@ def is_literal(node: ast.expr | None) -> bool:
 OWN_ATTRIBUTES = set().union(*(declared_attributes(parse(path)) for path in CORE))
 
 
-@pytest.fixture(params=CORE, ids=lambda path: path.name)
-def module(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def violations(rule: Rule, paths: Iterable[Path]) -> dict[str, list[str]]:
+    """Return what breaks a rule, by file."""
+    found = {str(path.relative_to(ROOT)): rule(parse(path)) for path in paths}
+    return {name: broken for name, broken in found.items() if broken}
 
 
-def test_imports_point_down_only(module: Path) -> None:
-    assert module.stem in LAYERS, f"{module.name} is new: give it a layer in LAYERS"
-    upward = [
-        name
-        for name in own_imports(parse(module))
-        if name not in LAYERS or (LAYERS[name] >= LAYERS[module.stem] and name != "__init__")
-    ]
-    assert not upward
+def test_imports_point_down_only() -> None:
+    assert len(CORE) > 50  # an empty list would break no rule
+    assert len(DROP_IN) > 50
+    upward = {}
+    for path in (*CORE, *DROP_IN):
+        place = place_of(path)
+        imported = own_imports(parse(path), place.rpartition(".")[0])
+        upward[place] = upward_imports(place.removesuffix(".__init__"), imported)
+    assert not {place: names for place, names in upward.items() if names}
+
+
+def test_no_room_has_a_circle() -> None:
+    assert circles(imports_within(CORE)) == []
 
 
 @pytest.mark.parametrize(
-    "rule", [star_imports, late_imports, global_statements, long_functions, missing_docstrings]
+    "rule",
+    [
+        star_imports,
+        late_imports,
+        global_statements,
+        long_functions,
+        missing_docstrings,
+    ],
 )
-def test_every_module_keeps(rule: Rule, module: Path) -> None:
-    assert not rule(parse(module))
+def test_the_core_keeps(rule: Rule) -> None:
+    assert not violations(rule, CORE)
 
 
-@pytest.mark.parametrize("path", RING, ids=lambda path: str(path.relative_to(PACKAGE)))
 @pytest.mark.parametrize(
     "rule",
     [star_imports, cupy_imports, global_statements, long_functions, missing_docstrings, private],
 )
-def test_every_module_of_a_ring_keeps(rule: Rule, path: Path) -> None:
-    assert not rule(parse(path))
+def test_the_drop_in_keeps(rule: Rule) -> None:
+    assert not violations(rule, DROP_IN)
 
 
-def test_only_patching_assigns_to_foreign_attributes(module: Path) -> None:
-    violations = foreign_assignments(parse(module))
-    assert bool(violations) == (module.stem == "patching"), violations
+def test_only_patching_assigns_to_foreign_attributes() -> None:
+    assert list(violations(foreign_assignments, CORE)) == ["amp_patch/patching.py"]
 
 
-def test_only_the_cuda_side_may_import_cupy(module: Path) -> None:
-    assert module.stem in MAY_IMPORT_CUPY or not cupy_imports(parse(module))
+def test_only_the_cuda_side_may_import_cupy() -> None:
+    allowed = [PACKAGE / name for name in MAY_IMPORT_CUPY]
+    assert not violations(cupy_imports, set(CORE) - set(allowed))
+    assert len(violations(cupy_imports, allowed)) == len(MAY_IMPORT_CUPY)
 
 
 def test_cast_rules_are_data() -> None:
-    assert not not_literal(parse(PACKAGE / "cast_rules.py"))
+    assert not not_literal(parse(PACKAGE / "casting" / "rules.py"))
+
+
+def test_every_property_draws_a_hundred_examples() -> None:
+    assert not violations(few_examples, TESTS)
 
 
 @pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("tests/**/test_*.py")), ids=lambda path: path.name
+    ("place", "name"),
+    [
+        ("amp_patch.kernels.choice", "amp_patch.casting.mode"),
+        ("amp_patch.scaling.loss_scaler", "amp_patch.optimizers.lamb"),
+        ("amp_patch.levels", "amp_patch.patching"),
+        ("amp_patch.step.skip", "amp_patch.session.session"),
+        ("amp_patch.session", "amp_patch.apex"),
+        ("amp_patch.apex.finder", "amp_patch.tools.command_line"),
+        ("amp_patch.step.skip", "amp_patch.made_up"),
+    ],
 )
-def test_every_property_draws_a_hundred_examples(path: Path) -> None:
-    assert not few_examples(parse(path))
+def test_an_import_that_points_up_is_seen(place: str, name: str) -> None:
+    assert upward_imports(place, [name]) == [name]
+
+
+def test_a_room_without_a_floor_is_seen() -> None:
+    with pytest.raises(AssertionError, match="made_up is new"):
+        upward_imports("amp_patch.made_up.module", [])
+
+
+def test_a_circle_is_seen() -> None:
+    assert set(circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(
@@ -440,18 +482,20 @@ def test_no_rule_fails_what_is_allowed(rule: Rule, snippet: str) -> None:
 @pytest.mark.parametrize(
     ("snippet", "imported"),
     [
-        ("import amp_patch.session", ["session"]),
-        ("import amp_patch", ["__init__"]),
-        ("from amp_patch import session, casting", ["session", "casting"]),
-        ("from amp_patch.session import Session", ["session"]),
-        ("from . import session", ["session"]),
-        ("from .session import Session", ["session"]),
-        ("def f():\n    from amp_patch.session import Session", ["session"]),
+        ("import amp_patch.session", ["amp_patch.session"]),
+        ("import amp_patch", ["amp_patch"]),
+        ("from amp_patch import step, session", ["amp_patch.step", "amp_patch.session"]),
+        ("from amp_patch.step.skip import Skip", ["amp_patch.step.skip.Skip"]),
+        ("from . import skip", ["amp_patch.step.skip"]),
+        ("from .skip import Skip", ["amp_patch.step.skip.Skip"]),
+        ("from .. import session", ["amp_patch.session"]),
+        ("from ..session import Session", ["amp_patch.session.Session"]),
+        ("def f():\n    from amp_patch.session import Session", ["amp_patch.session.Session"]),
         ("import torch.amp", []),
     ],
 )
 def test_own_imports_are_seen_in_every_spelling(snippet: str, imported: list[str]) -> None:
-    assert list(own_imports(ast.parse(snippet))) == imported
+    assert list(own_imports(ast.parse(snippet), "amp_patch.step")) == imported
 
 
 @pytest.fixture
@@ -483,8 +527,7 @@ def effects_of_import(tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def test_importing_the_package_touches_no_torch_attribute_and_no_cupy(effects_of_import) -> None:
-    modules = [f"amp_patch.{path.stem}" for path in CORE if path.stem != "__init__"]
-    assert effects_of_import("amp_patch", *modules) == []
+    assert effects_of_import(*(place_of(path).removesuffix(".__init__") for path in CORE)) == []
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import torch
 from benchmarks import kernels
 from benchmarks.kernels import Measured
 from benchmarks.model_shapes import MODELS
-from test_kernel_choice import Gpu
+from cuda_on_cpu.fake_gpu import Gpu
 
-from amp_patch import scaled_loss
+from amp_patch.step import scaled_loss
 
 VARIABLE = "AMP_PATCH_KERNELS"
 SCRIPT = Path(__file__).parent / "benchmarks" / "kernels.py"

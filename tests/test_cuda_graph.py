@@ -20,19 +20,21 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernel_choice import Gpu
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amp_patch import cuda_graph, device_scaler, optimizer_step, scaled_loss
-from amp_patch.captures import Captures
-from amp_patch.host_copy import HostCopy
+from amp_patch import cuda_graph
+from amp_patch.kernels.graph_capture import Captures
+from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.optimizers import FusedLAMB
+from amp_patch.scaling import device_scaler
 from amp_patch.session import session
+from amp_patch.step import optimizer_step, scaled_loss
 
 CPU = torch.device("cpu")
 WARM_UP = 2

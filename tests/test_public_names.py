@@ -41,8 +41,7 @@ def public_names_of(module_name: str) -> list[str]:
 
 def options(command: click.Command, prefix: str) -> Iterator[str]:
     for param in command.params:
-        kind = type(param.type).__name__
-        yield f"{prefix}: {param.param_type_name} {'/'.join(param.opts)} {kind}"
+        yield f"{prefix}: {param.param_type_name} {'/'.join(param.opts)}"
     for name, sub in sorted(getattr(command, "commands", {}).items()):
         yield from options(sub, f"{prefix} {name}")
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from amp_patch import amp, cast_rules, opt_levels
+from amp_patch import amp, levels
+from amp_patch.casting import rules
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -100,17 +101,17 @@ def test_every_call_is_in_the_reference() -> None:
     assert len(missing) <= 3
 
 
-@pytest.mark.parametrize("option", list(opt_levels.OPT_LEVELS["O0"].options())[2:])
+@pytest.mark.parametrize("option", list(levels.OPT_LEVELS["O0"].options())[2:])
 def test_the_level_table_says_what_the_levels_are(option: str) -> None:
     row = re.search(rf"^\| `{option}` \|(.*)\|$", text(), re.MULTILINE).group(1)
     cells = [cell.strip() for cell in row.split("|")]
-    values = [level.options()[option] for level in opt_levels.OPT_LEVELS.values()]
+    values = [level.options()[option] for level in levels.OPT_LEVELS.values()]
     assert cells == [str(value).removeprefix("torch.") for value in values]
 
 
 def rules_table() -> str:
     by_rule: dict[str, list[str]] = {}
-    for operator, rule in sorted(cast_rules.rules().items()):
+    for operator, rule in sorted(rules.rules().items()):
         if not operator.startswith("_"):
             by_rule.setdefault(rule, []).append(f"`{operator}`")
     rows = [f"| *{rule}* | {' '.join(names)} |" for rule, names in sorted(by_rule.items())]
@@ -118,7 +119,7 @@ def rules_table() -> str:
 
 
 def differences_table() -> str:
-    rows = [f"| `{name}` | {reason} |" for name, reason in cast_rules.DIFFERENCES.items()]
+    rows = [f"| `{name}` | {reason} |" for name, reason in rules.DIFFERENCES.items()]
     return "\n".join(["| operator | here |", "|---|---|", *rows, ""])
 
 

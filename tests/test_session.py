@@ -19,17 +19,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from amp_patch import (
-    casting,
-    half_model,
-    optimizer_backward,
-    optimizer_step,
-    prepared_optimizers,
-    torch_hooks,
-)
-from amp_patch.cast_mode import OFF, process
+from amp_patch.casting import torch_sites, wrappers
+from amp_patch.casting.mode import OFF, process
+from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.session import session
-from amp_patch.weight_cache import WeightCache
+from amp_patch.step import optimizer_backward, optimizer_step, prepared_optimizers
+from amp_patch.weights import half_model
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
@@ -75,7 +70,7 @@ def failing_at(call: int, function: Callable[..., Any]) -> Callable[..., Any]:
 HALF = ("O2", "O3", "O5")
 # What raises, at which call, and at which levels it is called at all.
 FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
-    "hooks": (torch_hooks, "install", 1, LEVELS),
+    "hooks": (torch_sites, "install", 1, LEVELS),
     "conversion": (half_model, "convert", 1, HALF),
     "conversion of the second": (half_model, "convert", 2, HALF),
     "forward casts": (half_model.ForwardCasts, "attach", 2, LEVELS),
@@ -84,7 +79,7 @@ FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
     "masters": (optimizer_backward, "MasterWeights", 1, ("O2", "O5")),
     "optimizer": (prepared_optimizers, "OptimizerStep", 2, LEVELS),
     "state": (optimizer_step.OptimizerStep, "match_state", 2, HALF),
-    "casts": (casting.Casts, "wrap", 100, CASTING),
+    "casts": (wrappers.Casts, "wrap", 100, CASTING),
 }
 
 

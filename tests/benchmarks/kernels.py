@@ -37,10 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.model_shapes import MODELS, Shape
 
 from amp_patch import amp, kernels
-from amp_patch.cuda_updates import Batch, Factors
-from amp_patch.fused_step import FusedStep
-from amp_patch.fused_updates import UPDATES, KeptGroups
+from amp_patch.kernels.cuda_optimizers import Batch, Factors
 from amp_patch.optimizers import FusedLAMB
+from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.optimizers.groups import UPDATES, KeptGroups
 
 RESULTS = Path(__file__).with_name("results")
 LARGE = "one tensor of 2**28 elements"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cuda_on_cpu
-from amp_patch.cuda_module import Argument, Kernel
+from amp_patch.kernels.cuda_module import Argument, Kernel
 
 
 class EmulatedModules:

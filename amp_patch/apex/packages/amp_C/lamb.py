@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_patch import torch_updates
-from amp_patch.kernels import alike
+from amp_patch.kernels import alike, torch_optimizers
 
 from .tensor_lists import Lists, columns_of, like, widened, write_back
 
@@ -49,7 +48,7 @@ def multi_tensor_lamb(
     for columns in alike(*columns_of(tensor_lists, 4)):
         wide = widened(columns)
         grads, params, averages, squares = wide
-        torch_updates.lamb(
+        torch_optimizers.lamb(
             params,
             _clipped(grads, global_grad_norm, max_grad_norm),
             averages,

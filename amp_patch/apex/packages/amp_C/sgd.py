@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amp_patch import torch_updates
-from amp_patch.kernels import alike
+from amp_patch.kernels import alike, torch_optimizers
 
 from .tensor_lists import Lists, columns_of, is_known_set, unless_set, widened, write_back
 
@@ -52,7 +51,7 @@ def multi_tensor_sgd(
                 torch._foreach_mul_(params, 1 - float(lr) * wd)
             buffers: list[Tensor | None] = [None] * len(momenta) if first_run else [*momenta]
             decay = 0.0 if wd_after_momentum else wd
-            torch_updates.sgd(
+            torch_optimizers.sgd(
                 params,
                 grads,
                 buffers,

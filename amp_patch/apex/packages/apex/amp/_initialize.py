@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from amp_patch.arguments import models_of, optimizers_of
-from amp_patch.containers import map_tensors
-from amp_patch.half_model import cast_floats
+from amp_patch.casting.nested import map_tensors
+from amp_patch.weights.half_model import cast_floats
 
 __all__ = ["applier", "check_models", "check_optimizers", "check_params_fp32", "to_type"]
 

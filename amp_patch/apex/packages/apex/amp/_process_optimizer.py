@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.loss_scaler import LossScaler as CoreScaler
-from amp_patch.optimizer_step import OptimizerStep
 from amp_patch.patching import Patches
+from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session
+from amp_patch.step.optimizer_step import OptimizerStep
 
 from ._amp_state import _amp_state
 from .scaler import LossScaler

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from amp_patch import opt_levels as core_levels
+from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
-from amp_patch.forced_level import Resolved, resolve
-from amp_patch.initialization import initialize_at
-from amp_patch.opt_levels import OptLevel
-from amp_patch.session import session
+from amp_patch.levels import OptLevel, Resolved, resolve_forced
+from amp_patch.session import initialize_at, session
 
 from ._amp_state import _amp_state, warn_or_err
 from ._process_optimizer import attach, renew_scalers
@@ -167,12 +165,12 @@ def _resolve(opt_level: str, **overrides: Any) -> Resolved:
     if _amp_state.hard_override:
         for option, value in overrides.items():
             try:
-                resolve(opt_level, **{option: value})
+                resolve_forced(opt_level, **{option: value})
             except RuntimeError as error:
                 warn_or_err(str(error))
                 forced_values[option] = value
     taken = {option: value for option, value in overrides.items() if option not in forced_values}
-    level, message = resolve(opt_level, **taken)
+    level, message = resolve_forced(opt_level, **taken)
     return Resolved(replace(level, **forced_values), message)
 
 

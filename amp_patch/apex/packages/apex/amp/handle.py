@@ -10,10 +10,8 @@ from torch import Tensor
 
 from amp_patch import amp
 from amp_patch.amp import disable_casts, scale_loss
-from amp_patch.forced_level import Resolved
-from amp_patch.initialization import initialize_at
-from amp_patch.opt_levels import resolve
-from amp_patch.session import session
+from amp_patch.levels import Resolved, resolve
+from amp_patch.session import initialize_at, session
 
 from ._process_optimizer import attach
 from .opt import OptimWrapper

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.loss_scaler import LossScaler as CoreScaler
-from amp_patch.scale_rule import ScaleRule
+from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
+from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
 
 

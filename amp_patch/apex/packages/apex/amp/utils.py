@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.half_model import cast_floats
+from amp_patch.weights.half_model import cast_floats
 
 __all__ = [
     "as_inplace",

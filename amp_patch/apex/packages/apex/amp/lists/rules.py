@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_patch import cast_rules
+from amp_patch.casting import rules as cast_rules
 
 from . import functional_overrides, tensor_overrides, torch_overrides
 

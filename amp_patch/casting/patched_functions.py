@@ -1,0 +1,129 @@
+"""Which functions are patched for O1 and O4, and by whose rules; knows no model or optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from amp_patch.levels import OptLevel
+from amp_patch.patching import Patches
+
+from . import rules as cast_rules
+from . import torch_compile
+from .mode import OFF, process
+from .wrappers import Casts
+
+USER_RULES = ("half", "float", "promote", "bfloat16", "off")
+
+
+def expand(rules: Mapping[str, str]) -> dict[str, str]:
+    """Return dotted path -> rule for a user's ``rules``.
+
+    Raises:
+        ValueError: no such rule, or no such function.
+    """
+    expanded = {}
+    for name, rule in rules.items():
+        if rule not in USER_RULES:
+            raise ValueError(
+                f"a rule must be one of {', '.join(map(repr, USER_RULES))}; got {rule!r} for "
+                f"{name!r}; call amp.initialize(..., rules={{{name!r}: 'float'}})."
+            )
+        for path in cast_rules.user_rule_targets(name):
+            expanded[path] = rule
+    return expanded
+
+
+class PatchedFunctions:
+    """The functions that cast their arguments while a model at O1 or O4 lives, and only then.
+
+    Args:
+        casts: makes the wrappers.
+        registered: ``(id(module), name) -> (module, name, rule)``, what `register` was told;
+            filled here, and the caller's, for it outlives `undo`.
+    """
+
+    def __init__(
+        self, casts: Casts, registered: dict[tuple[int, str], tuple[Any, str, str]]
+    ) -> None:
+        self._casts = casts
+        self._registered = registered
+        self._rules: dict[str, str] = {}
+        self._observer = casts.observer
+        self._patches = Patches()
+
+    def set_up(
+        self,
+        level: OptLevel,
+        rules: Mapping[str, str],
+        casting: set[torch.dtype],
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        """Patch for models that come at ``level``; earlier rules hold while ``casting`` has any.
+
+        Args:
+            level: of the models that come.
+            rules: dotted path -> rule, see `expand`.
+            casting: the half dtypes of the models that live at O1 or O4.
+            on_error: gets what undoes it.
+        """
+        on_error.callback(process.restore, process.save())
+        process.region_dtype = level.half_dtype
+        if not level.casts_functions:
+            return
+        process.dtype = level.half_dtype
+        rules = {**(self._rules if casting else {}), **rules}
+        if rules == self._rules and self._patches and self._casts.observer is self._observer:
+            return
+        on_error.callback(self._set_rules, self._rules, bool(self._patches))
+        self._set_rules(rules, True)
+
+    def follow_models(self, casting: set[torch.dtype]) -> None:
+        """Cast to a dtype of the models that live at O1 or O4; without any, patch nothing."""
+        if not casting:
+            process.dtype = OFF
+            self._set_rules({}, False)
+        elif process.dtype not in casting:
+            process.dtype = next(iter(casting))
+
+    def register(self, module: Any, name: str, rule: str) -> None:
+        """Cast the arguments of ``module.name`` by ``rule`` from the next O1/O4 on, or from now.
+
+        Raises:
+            TypeError: its owner's attributes cannot be replaced.
+        """
+        before = dict(self._registered)
+        self._registered[id(module), name] = (module, name, rule)
+        if not self._patches:
+            return
+        try:
+            self._reinstall()
+        except BaseException:
+            self._registered.clear()
+            self._registered.update(before)
+            self._reinstall()
+            raise
+
+    def undo(self) -> None:
+        """Restore every function and forget the rules; what was registered stays registered."""
+        self._set_rules({}, False)
+
+    def _set_rules(self, rules: dict[str, str], patched: bool) -> None:
+        self._rules = rules
+        if patched:
+            self._reinstall()
+        else:
+            self._patches.undo()
+
+    def _reinstall(self) -> None:
+        self._patches.undo()
+        self._observer = self._casts.observer
+        try:
+            torch_compile.install(self._patches)
+            self._casts.install(self._patches, self._rules, self._registered.values())
+        except BaseException:
+            self._patches.undo()
+            raise

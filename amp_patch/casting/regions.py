@@ -1,0 +1,222 @@
+"""Local precision: everything in one dtype inside a ``with``, at every level; or no casts there.
+
+Knows which functions compute (`rules.region_targets`) and the mode of the thread; knows
+nothing of patches, for a region acts through torch's own function modes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from amp_patch.patching import resolve
+
+from . import rules
+from .mode import mode, process
+from .nested import map_tensors
+
+F = TypeVar("F", bound=Callable[..., Any])
+B = TypeVar("B", bound="Block")
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Region(TorchFunctionMode):
+    """Casts the floating arguments of every computing function to one dtype.
+
+    Acts only while it is the innermost region of its thread: an outer region sees the calls of
+    an inner one, and ``disable_casts`` inside a region turns it off.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if mode.region is not self or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        if func.__name__ not in _COMPUTING:
+            return func(*args, **kwargs)
+        dtype = self.dtype
+        if func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
+            dtype = torch.float32
+        if func.__name__ in _FIRST_ARGUMENT:
+            return _normalize(func, dtype, args, dict(kwargs))
+        args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+class Block:
+    """A ``with`` block, or each call of a function that it decorates, in a mode of its own.
+
+    Its state is in the thread's mode: one object may be entered again, and in several threads.
+    A class and no generator: torch 2.6 does not compile those.
+    """
+
+    def __call__(self, function: F) -> F:
+        """Return ``function`` with each of its calls run in such a block.
+
+        Raises:
+            TypeError: what computes after its call returned (a generator function, a coroutine),
+                or is no function.
+        """
+        _refuse_no_function(function)
+
+        @functools.wraps(function)
+        def in_block(*args: Any, **kwargs: Any) -> Any:
+            # torch.compile enters only what it has seen being made.
+            with type(self)():
+                return function(*args, **kwargs)
+
+        return cast(F, in_block)
+
+    def __enter__(self) -> None:
+        mode.around.append(mode.save())
+        self._begin()
+
+    def __exit__(self, *error: object) -> None:
+        if not mode.around:
+            raise RuntimeError(
+                "a region ends where it began, in the same thread; got an end without a beginning; "
+                "call 'with amp.half_region():' (or the like), which does both."
+            )
+        saved = mode.around.pop()
+        if mode.region is not None and mode.region is not saved.region:
+            mode.region.__exit__(*error)
+        mode.restore(saved)
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+
+class CastsOff(Block):
+    """The casts of O1 and O4 are off inside, and no region around acts."""
+
+    def _begin(self) -> None:
+        mode.switch_off()
+
+
+class HalfRegion(Block):
+    """Everything is in the level's half dtype inside; nothing happens before initialize."""
+
+    def _begin(self) -> None:
+        _begin_region(half=True)
+
+
+class FloatRegion(Block):
+    """Everything is in fp32 inside; nothing happens before initialize."""
+
+    def _begin(self) -> None:
+        _begin_region(half=False)
+
+
+def without_arguments(make: Callable[[], B]) -> Callable[[], B]:
+    """Decorate what makes a block: ``@amp.half_region`` for ``@amp.half_region()`` is told so."""
+
+    @functools.wraps(make)
+    def made(*given: Any) -> B:
+        if given:
+            raise TypeError(
+                f"amp.{make.__name__}() takes no argument; got {given[0]!r}; call it with empty "
+                f"parentheses: @amp.{make.__name__}() to decorate a function."
+            )
+        return make()
+
+    return made
+
+
+def _refuse_no_function(function: Any) -> None:
+    computes_later = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    is_late = any(check(function) for check in computes_later)
+    if is_late or isinstance(function, type) or not callable(function):
+        raise TypeError(
+            "a region decorates a function that computes before it returns, no generator, "
+            f"coroutine or class; got {function!r}; write 'with amp.half_region():' (or the like) "
+            "inside of it, around what computes there."
+        )
+
+
+def _begin_region(half: bool) -> None:
+    half_dtype = mode.region_dtype or process.region_dtype
+    if half_dtype is not None:
+        region = Region(half_dtype if half else torch.float32)
+        mode.switch_off(region)
+        region.__enter__()
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    found = tensor.dtype
+    if found is dtype or found not in _FLOATS or tensor.device.type not in process.devices:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _normalize(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a norm that writes to running statistics: a cast copy of them is copied back.
+
+    A half region leaves them and the weights in fp32, which norms take with a half input.
+    """
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    written = []
+    for key, value in values.items():
+        is_input = key in (0, "input")
+        if not isinstance(value, Tensor) or not (is_input or dtype is torch.float32):
+            continue
+        values[key] = _cast(value, dtype)
+        if values[key] is not value and not is_input and not _is_weight(value):
+            written.append((value, values[key]))
+    result = func(*[values[i] for i in range(len(args))], **{k: values[k] for k in kwargs})
+    for statistic, copied in written:
+        statistic.copy_(copied)
+    return result
+
+
+def _is_weight(value: Tensor) -> bool:
+    return value.requires_grad or isinstance(value, nn.Parameter)
+
+
+def _on_cpu(value: Any) -> bool:
+    found: list[bool] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor.device.type == "cpu")
+        return tensor
+
+    map_tensors(note, value)
+    return any(found)
+
+
+def _names(paths: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for path in paths for name in (path.rpartition(".")[2], _own_name(path)))
+
+
+def _own_name(path: str) -> str:
+    return str(getattr(resolve(path)[2], "__name__", path))
+
+
+# By name, for torch.compile cannot look functions up in a set; made at import, for a first use
+# may be while it traces.
+_COMPUTING = _names(rules.region_targets())
+# The running statistics of a norm are written to, so a cast copy of them will not do.
+_FIRST_ARGUMENT = _names(rules.first_argument_targets())
+# No half kernel on the CPU: a half region runs these in fp32 there.
+_FLOAT_ON_CPU = _names(
+    path for path, rule in rules.targets().items() if rule in ("float_on_cpu", "banned")
+)

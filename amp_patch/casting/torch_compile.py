@@ -1,0 +1,231 @@
+"""How torch.compile sees patched functions; knows nothing of rules or models.
+
+torch.compile traces into a patched function, for that is a plain closure, but it reads operators
+(``a @ b``) and methods (``a.matmul(b)``) off its own tables, and the graph that it captures calls
+torch's functions by name. The replacements here make the traced line decide, as in eager mode.
+All are of torch's internals: what a version of torch does not have is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from amp_patch.patching import Patches, resolve
+
+from .mode import mode
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def make_tables() -> None:
+    """Let torch.compile make its tables of functions, before anything of torch is replaced.
+
+    It makes them on first use and keeps them: a table made later would hold what stood there
+    then, and not the originals, also when nothing is patched any more.
+    """
+    # Imported late, for that changes torch (it replaces torch.manual_seed). Building any torch
+    # optimizer has imported it already.
+    import torch._dynamo.output_graph  # noqa: F401 - for the tables
+
+    for path in _TABLES:
+        with contextlib.suppress(AttributeError):
+            resolve(path)[2]()
+
+
+def install(patches: Patches) -> None:
+    """Replace them, before any function of torch is patched and after `make_tables`."""
+    import torch._dynamo.output_graph
+
+    for path, make in _REPLACEMENTS.items():
+        try:
+            owner, name, original = resolve(path)
+        except AttributeError:
+            continue
+        patches.replace(owner, name, make(original))
+    handlers = torch._dynamo.variables.builtin.BuiltinVariable
+    getattr(handlers, "call_function_handler_cache", {}).clear()
+
+
+def call_as_traced(function: F) -> F:
+    """Call it whenever a call of it is traced, and compile nothing of it.
+
+    A decorator, as `torch.compiler.assume_constant_result`, which imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile's mark
+    return function
+
+
+def leave_out(function: F) -> F:
+    """Never compile a call of this by itself; where another function is traced it still is.
+
+    A decorator: torch.compile runs the hooks of a model around the graph of its forward, and
+    would compile each, and what each calls, for each model.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        return function
+
+    # Before torch 2.7 a skipped function's callees are compiled.
+    @functools.wraps(function)
+    def left_out(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        compiler = frames.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            frames.set_eval_frame(compiler)
+
+    frames.skip_code(cast(types.FunctionType, left_out).__code__)
+    return cast(F, left_out)
+
+
+def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Call the original with casts off."""
+
+    @functools.wraps(original)
+    def without_casts(*args: Any, **kwargs: Any) -> Any:
+        saved = mode.switch_off()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            mode.restore(saved)
+
+    return without_casts
+
+
+def _call_user_compiler(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile and run graphs with casts off: the casts are in them already."""
+    compile_graph = _without_casts(original)
+
+    @functools.wraps(original)
+    def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
+        return _without_casts(compile_graph(*args, **kwargs))
+
+    return call_user_compiler
+
+
+def _handle_operator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace an operator on tensors through the patched function that eager mode would reach."""
+
+    @functools.wraps(original)
+    def handle(self: Any, tx: Any, given: Any, kwargs: Any) -> Any:
+        args = given
+        name, reflected = _OPERATORS.get(self.fn, (None, None))
+        on_tensors = [_is_tensor(arg) for arg in args]
+        if on_tensors == [False, True]:
+            name, args = reflected, [args[1], args[0]]
+        # torch.compile keeps handlers, so this one may be called when nothing is patched any more.
+        if name is None or not any(on_tensors) or not _is_patched(getattr(torch.Tensor, name)):
+            return original(self, tx, given, kwargs)
+        return _traced(tx, f"Tensor.{name}.traced").call_function(tx, list(args), kwargs)
+
+    return handle
+
+
+def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a method of a tensor through the patched method."""
+    being_traced: list[str] = []
+
+    @functools.wraps(original)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        method = getattr(torch.Tensor, name, None)
+        # The patched method calls the original, which comes here again.
+        if not hasattr(method, "traced") or name in being_traced:
+            return original(self, tx, name, args, kwargs)
+        being_traced.append(name)
+        try:
+            function = _traced(tx, f"Tensor.{name}.traced")
+            return function.call_function(tx, [self, *args], kwargs)
+        finally:
+            being_traced.pop()
+
+    return call_method
+
+
+def _lookup_inner(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace into the functions of torch that call a patched one.
+
+    torch.compile would put a call of ``torch.nn.functional.normalize`` into its graph as it is,
+    where nothing casts any more.
+    """
+    from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
+
+    @functools.wraps(original)
+    def lookup_inner(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = original(obj, *args, **kwargs)
+        if rule is TorchInGraphFunctionVariable and _calls_patched(obj, set()):
+            return UserFunctionVariable
+        return rule
+
+    return lookup_inner
+
+
+def _calls_patched(function: Any, seen: set[int]) -> bool:
+    """Tell whether a Python function of torch, not patched itself, names one that is."""
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return False
+    seen.add(id(function))
+    own: dict[str, Any] = function.__globals__
+    if id(own.get(function.__name__)) != id(function):
+        return False
+    for name in function.__code__.co_names:
+        if any(_is_patched(getattr(place, name, None)) for place in _PLACES):
+            return True
+        if _is_patched(own.get(name)) or _calls_patched(own.get(name), seen):
+            return True
+    return False
+
+
+def _is_patched(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and hasattr(value, "__prepare_scriptable__")
+
+
+def _traced(tx: Any, path: str) -> Any:
+    """Return torch.compile's view of the function that stands at ``torch.<path>`` now."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+
+    source: Any = tx.import_source("torch")
+    for name in path.split("."):
+        source = AttrSource(source, name)
+    return VariableTracker.build(tx, resolve(f"torch.{path}")[2], source)
+
+
+def _is_tensor(variable: Any) -> bool:
+    from torch._dynamo.variables import TensorVariable
+
+    return isinstance(variable, TensorVariable)
+
+
+# The methods that eager mode calls for an operator, and for one with the tensor on its right only.
+_OPERATORS: dict[Callable[..., Any], tuple[str | None, str]] = {
+    operator.matmul: ("__matmul__", "__rmatmul__"),
+    operator.pow: ("__pow__", "__rpow__"),
+    operator.truediv: (None, "__rtruediv__"),
+}
+_PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
+# They must hold the originals, for these are what a graph calls.
+_TABLES = (
+    "torch._dynamo.trace_rules.get_tensor_method",
+    "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+    "torch._dynamo.variables.builtin.populate_builtin_to_tensor_fn_map",
+    "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
+    "torch._dynamo.variables.torch.get_overridable_functions",
+)
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    "torch._dynamo.output_graph.OutputGraph.call_user_compiler": _call_user_compiler,
+    "torch._dynamo.trace_rules.lookup_inner": _lookup_inner,
+    "torch._dynamo.utils.run_node": _without_casts,
+    "torch._dynamo.variables.builtin.BuiltinVariable._handle_insert_op_in_graph": _handle_operator,
+    "torch._dynamo.variables.tensor.TensorVariable.call_method": _call_method,
+}

@@ -1,0 +1,147 @@
+"""The places of torch that ask about dtypes or autocast, made to ask about our casts as well.
+
+Knows the mode of the thread and nothing of models; installed with every level, for a region
+casts at every level.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.backends.mha
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from amp_patch.patching import Patches, as_if_defined_at, resolve
+
+from . import autocast_blocks
+from .mode import casts_are_on, mode
+
+
+def install(patches: Patches) -> None:
+    """Replace them; `_REPLACEMENTS` lists all."""
+    bindings: dict[int, tuple[Any, Any]] = {}
+    for path, make in _REPLACEMENTS.items():
+        owner, name, original = resolve(path)
+        replacement = make(original)
+        as_if_defined_at(replacement, path)
+        patches.replace(owner, name, replacement)
+        bindings[id(original)] = (original, replacement)
+    patches.replace_bindings(bindings)
+
+
+def _checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the checkpointed function each time in the mode of its first run.
+
+    The repetition happens in backward: outside the model, the region and perhaps the thread that
+    the first run was in.
+    """
+
+    @functools.wraps(original)
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(function, *args, **kwargs)
+        first = mode.save()
+        region_dtype = mode.region_dtype
+        with_grad = torch.is_grad_enabled()
+
+        def run(*inputs: Any, **options: Any) -> Any:
+            now, now_in, now_dtype = mode.save(), mode.in_checkpoint, mode.region_dtype
+            repeated = first.region is not None and now.region is not first.region
+            mode.restore(first)
+            mode.in_checkpoint, mode.region_dtype = with_grad, region_dtype
+            try:
+                with first.region if repeated else contextlib.nullcontext():
+                    return function(*inputs, **options)
+            finally:
+                mode.restore(now)
+                mode.in_checkpoint, mode.region_dtype = now_in, now_dtype
+
+        return original(run, *args, **kwargs)
+
+    return checkpoint
+
+
+def _get_fastpath_enabled(original: Callable[[], bool]) -> Callable[[], bool]:
+    """Keep ``nn.TransformerEncoderLayer`` from its fused path, which takes one dtype only."""
+
+    @functools.wraps(original)
+    def get_fastpath_enabled() -> bool:
+        return original() and not casts_are_on()
+
+    return get_fastpath_enabled
+
+
+def _check_input(original: Callable[..., None]) -> Callable[..., None]:
+    """Let RNNs take input of another dtype than their weights: the call below casts both."""
+
+    @functools.wraps(original)
+    def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        if casts_are_on() and input.is_floating_point():
+            weight = self._flat_weights[0]
+            dtype = input.dtype if weight is None else weight.dtype
+            input = torch.empty_like(input, dtype=dtype, device="meta")
+        original(self, input, batch_sizes)
+
+    return check_input
+
+
+def _find_builtin(original: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    """Let TorchScript see the operator behind a patched function.
+
+    torch looks operators up in a table of functions by identity, which it makes on first use:
+    here, for it must hold the functions that are found when nothing is patched.
+    """
+    original(None)
+
+    @functools.wraps(original)
+    def find_builtin(fn: Any) -> str | None:
+        if isinstance(fn, types.FunctionType) and hasattr(fn, "__prepare_scriptable__"):
+            fn = fn.__prepare_scriptable__()
+        return original(fn)
+
+    return find_builtin
+
+
+def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let TorchScript compile a model without our hooks, which are Python's, and their casts."""
+
+    @functools.wraps(original)
+    def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as hidden:
+            for module in nn_module.modules():
+                for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                    hidden.enter_context(_without_ours(hooks))
+            return original(nn_module, *args, **kwargs)
+
+    return create_script_module
+
+
+@contextlib.contextmanager
+def _without_ours(hooks: dict[int, Any]) -> Iterator[None]:
+    every = dict(hooks)
+    for key, hook in every.items():
+        if getattr(hook, "__module__", "").partition(".")[0] == "amp_patch":
+            del hooks[key]
+    try:
+        yield
+    finally:
+        if len(hooks) < len(every):
+            hooks.clear()
+            hooks.update(every)
+
+
+_REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
+    "torch.utils.checkpoint.checkpoint": _checkpoint,
+    "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
+    "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
+    "torch.jit._builtins._find_builtin": _find_builtin,
+    "torch.jit._recursive._find_builtin": _find_builtin,
+    "torch.jit._recursive.create_script_module": _create_script_module,
+    **autocast_blocks.REPLACEMENTS,
+}

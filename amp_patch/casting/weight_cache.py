@@ -1,0 +1,279 @@
+"""Half copies of fp32 parameters that live from one iteration to the next (O1, O4).
+
+Knows nothing of the patched functions that ask for them. A copy keeps its place in the autograd
+graph when its data is refreshed, so after the first iteration all copies are brought up to date
+by one multi-tensor call and no weight is cast in a forward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.kernels.reusable import is_held
+
+from .cached_casts import Bulk, Entry, Group, Owner
+from .mode import mode, process
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
+_RUN_AT_ONCE = 1 << 63
+
+
+class WeightCache:
+    """Casts each parameter of the known models once; refreshes all casts of a model in one call.
+
+    A cast is handed out again only while nothing can have changed its parameter: the version
+    counter, the storage, ``requires_grad`` and the registration on its module are compared.
+    What moves none of these (fused optimizers, writes through ``.data``) is covered by
+    `mark_stale` at the end of every step. A cast holds its parameter through its graph node, so
+    entries go when the module that owns the parameter goes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all models and casts."""
+        with self._lock:
+            self._groups: dict[int, Group] = {}
+            self._entries: dict[int, Entry] = {}
+            self._owners: dict[int, Owner] = {}
+            self._watched: dict[int, weakref.ref[nn.Module]] = {}
+            self._foreign: dict[int, weakref.ref[nn.Parameter]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def mark_stale(self) -> None:
+        """Weights may have changed: the next use of a model's weights refreshes its casts."""
+        for group in list(self._groups.values()):
+            group.stale = True
+
+    def drop_casts(self) -> None:
+        """Forget the casts, not the models: the next use of each weight casts it anew."""
+        with self._lock:
+            for param_id in list(self._entries):
+                self._drop(param_id)
+
+    def casts(self) -> list[Tensor]:
+        """Return the casts that are kept; whoever holds one keeps it from being refreshed."""
+        return [entry.cast for entry in self._entries.values()]
+
+    def observe(self, model: nn.Module) -> None:
+        """Call at the start of a model's forward: a copy of a model becomes known, too.
+
+        A change between training and evaluation makes its casts stale: weights are swapped
+        there (for their moving average, say) through ``.data``, which leaves no trace.
+        """
+        group = self._groups.get(id(model))
+        if group is None or group.root() is not model:
+            group = self.add_model(model)
+        if group.training != model.training:
+            group.training = model.training
+            group.stale = True
+
+    def add_model(self, model: nn.Module) -> Group:
+        """Cache casts of this model's parameters from now on."""
+        with self._lock:
+            dead = [key for key, group in self._groups.items() if group.root() is None]
+            for key in dead:
+                del self._groups[key]
+            group = self._groups.get(id(model)) or Group(model)
+            self._groups[id(model)] = group
+            self._scan(group)
+            return group
+
+    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Return ``param`` in ``dtype``: the cached cast where it is right, else a new one.
+
+        Differentiable. Without grad (except in a checkpoint's own forward, which is repeated
+        with grad) the weight is read as it is now.
+        """
+        entry = self._entries.get(id(param))
+        # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
+        # entry keeps its parameter alive: no other one has its id.
+        if (
+            entry is not None
+            and not entry.group.stale
+            and entry.version == param._version
+            and entry.dtype is dtype
+            and entry.pointer == param.data_ptr()
+            and entry.requires_grad == param.requires_grad
+            and (_is_grad_enabled() or mode.in_checkpoint)
+            and not _count_dispatch_modes()
+        ):
+            return entry.cast
+        # What an outdated cast holds must go before the next is made (see _drop).
+        del entry
+        return self._find_or_cast(param, dtype)
+
+    def _find_or_cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        if not _castable(param, dtype):
+            return param
+        if not _may_keep(param):
+            self._drop_if_moved(param)
+            return param.to(dtype)
+        with self._lock:
+            group = self._group_of(param)
+            if group is None:
+                return param.to(dtype)
+            if group.stale:
+                self._refresh(group)
+            entry = group.entries.get(id(param))
+            if (
+                entry is not None
+                and entry.version == param._version
+                and entry.dtype is dtype
+                and entry.stands()
+            ):
+                return entry.cast
+            del entry
+            return self._keep(param, dtype, group)
+
+    def _keep(self, param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
+        self._drop(id(param))
+        with torch.enable_grad():
+            cast = param.to(dtype)
+        # A mode or a transform may hand out something else than a plain tensor, and a cast of a
+        # released storage has no address to compare.
+        if type(cast) is Tensor and param.data_ptr() != 0:
+            entry = Entry(param, cast, group)
+            if cast.grad_fn is not None:
+                # The engine runs later nodes first: the node of a kept cast, older than all of
+                # its iteration's, would wait for the end and hold every half gradient till then.
+                cast.grad_fn._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]  # no stub
+            group.bulk = None
+            group.entries[id(param)] = self._entries[id(param)] = entry
+        return cast
+
+    def _refresh(self, group: Group) -> None:
+        """Bring the casts of a group up to date in one call; drop those that must be made anew."""
+        bulk = group.bulk
+        if bulk is None or not bulk.usable():
+            # Its lists would make each cast look held.
+            group.bulk = bulk = None
+            for key, entry in list(group.entries.items()):
+                if not self._usable(entry) or is_held(entry.cast):
+                    self._drop(key)
+            entries = list(group.entries.values())
+            owners = [self._owners[key] for key in group.entries]
+            group.bulk = bulk = Bulk(entries, owners)
+        bulk.refresh()
+        group.stale = False
+
+    def _usable(self, entry: Entry) -> bool:
+        owner = self._owners.get(id(entry.param))
+        return owner is not None and owner.owns(entry.param) and entry.stands()
+
+    def _group_of(self, param: nn.Parameter) -> Group | None:
+        """Find the model that owns ``param``, looking through the models anew after a miss."""
+        owner = self._owners.get(id(param))
+        if owner is not None and owner.owns(param):
+            return owner.group
+        foreign = self._foreign.get(id(param))
+        if foreign is not None and foreign() is param:
+            return None
+        self._forget_replaced()
+        for group in list(self._groups.values()):
+            self._scan(group)
+        owner = self._owners.get(id(param))
+        if owner is not None and owner.owns(param):
+            return owner.group
+        self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
+        self._foreign[id(param)] = weakref.ref(param)
+        return None
+
+    def _scan(self, group: Group) -> None:
+        root = group.root()
+        for module, name, param in _registered(root) if root is not None else ():
+            owner = self._owners.get(id(param))
+            if owner is None or not owner.owns(param):
+                self._drop(id(param))
+                self._owners[id(param)] = Owner(self._watch(module), name, group)
+
+    def _watch(self, module: nn.Module) -> weakref.ref[nn.Module]:
+        """Return a weak reference that drops the casts of ``module``'s parameters with it."""
+        known = self._watched.get(id(module))
+        if known is not None and known() is module:
+            return known
+        key = id(module)
+        cache = weakref.ref(self)
+
+        def forget(reference: weakref.ref[nn.Module]) -> None:
+            alive = cache()
+            if alive is not None:
+                alive._forget(key, reference)
+
+        self._watched[key] = weakref.ref(module, forget)
+        return self._watched[key]
+
+    def _forget(self, key: int, reference: weakref.ref[nn.Module]) -> None:
+        with self._lock:
+            if self._watched.get(key) is reference:
+                del self._watched[key]
+            for param_id, owner in list(self._owners.items()):
+                if owner.module is reference:
+                    del self._owners[param_id]
+                    self._drop(param_id)
+
+    def _forget_replaced(self) -> None:
+        """Let go of parameters that a living module no longer has."""
+        for param_id, owner in list(self._owners.items()):
+            if owner.param_id() != param_id:
+                self._owners.pop(param_id, None)
+                self._drop(param_id)
+
+    def _drop_if_moved(self, param: nn.Parameter) -> None:
+        """The address of a storage that was replaced may come back with other values."""
+        entry = self._entries.get(id(param))
+        if entry is not None and entry.pointer != param.data_ptr():
+            self._drop(id(param))
+
+    def _drop(self, param_id: int) -> None:
+        """Forget a cast, and with it the graph node that holds the gradient accumulator.
+
+        A parameter whose ``.data`` got another shape needs a new accumulator.
+        """
+        entry = self._entries.pop(param_id, None)
+        if entry is not None:
+            entry.group.entries.pop(param_id, None)
+            entry.group.bulk = None
+
+
+def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if type(param) is nn.Parameter:
+                yield module, name, param
+
+
+def _castable(param: Tensor, dtype: torch.dtype) -> bool:
+    found = param.dtype
+    return found in _FLOATS and found is not dtype and param.device.type in process.devices
+
+
+def _may_keep(param: nn.Parameter) -> bool:
+    """True where a cast made now may be used later: with grad, and on real tensors.
+
+    Not in torch.jit.trace, which records one made before as a constant.
+    """
+    if torch._C._is_tracing():
+        return False
+    if not (torch.is_grad_enabled() or mode.in_checkpoint) or torch.is_inference_mode_enabled():
+        return False
+    if param.is_inference() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(torch._C._get_dispatch_mode(key) is None for key in _TRACING_MODES)
+
+
+_TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+)

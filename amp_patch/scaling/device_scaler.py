@@ -1,0 +1,102 @@
+"""A loss scaler that moves on its device, so that no step waits for what a check has found.
+
+Knows one `LossScaler`, which it brings up to date when the outcome has arrived; no optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.kernels import HostCopy, ScalerState
+from amp_patch.kernels.graph_capture import captures
+
+from .loss_scaler import LossScaler
+
+#: Outcomes that may be on their way: the host is not to run further ahead of the device.
+_MOST_PENDING = 2
+
+
+class DeviceScaler:
+    """The twin of a loss scaler on a device.
+
+    Args:
+        scaler: what it says when this is made, or is changed to later, is taken over. Whoever
+            reads it waits for the outcomes on their way.
+        device: where losses and gradients are.
+    """
+
+    def __init__(self, scaler: LossScaler, device: torch.device) -> None:
+        self.device = device
+        self._scaler = scaler
+        self._state = ScalerState(scaler, device)
+        self._known = scaler.numbers()
+        self._scale: Tensor | None = None
+        self._pending: deque[tuple[HostCopy, Callable[[], None]]] = deque()
+
+    @classmethod
+    def of(cls, scaler: LossScaler, device: torch.device) -> DeviceScaler:
+        """Return the twin of a scaler on a device, made where there is none."""
+        twin = scaler.twin
+        if not isinstance(twin, cls) or twin.device != device:
+            if twin is not None:
+                twin.settle()
+            scaler.twin = twin = cls(scaler, device)
+        return twin
+
+    def scale(self) -> Tensor:
+        """Return the factor of the next loss, 0-dim fp32; the same object until it may move."""
+        self._take_over()
+        if self._scale is None:
+            self._scale = self._state.scale.clone().reshape(())
+        return self._scale
+
+    def renew(self) -> None:
+        """Take over what the scaler says now, for a CUDA graph; `scale` is another object then."""
+        self._take_over()
+        self._scale = None
+
+    def _take_over(self) -> None:
+        if not self._pending and self._scaler.numbers() != self._known:
+            self._known = self._scaler.numbers()
+            self._state.write(self._scaler)
+            self._scale = None
+
+    def update(self, found_inf: Tensor, on_outcome: Callable[[], None]) -> None:
+        """Move the scale after one backward pass, without waiting.
+
+        Args:
+            found_inf: fp32, shape (1,), on the device; not 0 where a gradient overflowed.
+            on_outcome: called when the scaler has been brought up to date.
+        """
+        kernels.update_scale(self._state, found_inf, self._scaler.rule)
+        self._scale = None
+        state = self._state.buffer
+        if captures.are_made(self.device):
+            state = state.clone()  # a graph may move the scale again
+        captures.follow(self.device, functools.partial(self._expect, state, on_outcome))
+
+    def poll(self) -> None:
+        """Take in the outcomes that have arrived."""
+        while self._pending and (len(self._pending) > _MOST_PENDING or self._pending[0][0].ready()):
+            self._take_in()
+
+    def settle(self) -> None:
+        """Take in all outcomes; waits for those on their way."""
+        while self._pending:
+            self._take_in()
+
+    def _expect(self, state: Tensor, on_outcome: Callable[[], None]) -> None:
+        self._scale = None
+        self._pending.append((HostCopy(state), on_outcome))
+
+    def _take_in(self) -> None:
+        copy, on_outcome = self._pending.popleft()
+        ScalerState.read(copy.wait(), self._scaler)
+        self._known = self._scaler.numbers()
+        on_outcome()

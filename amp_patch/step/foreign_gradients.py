@@ -1,0 +1,83 @@
+"""Gradients that the backward of another optimizer's scaled loss wrote; knows no optimizer.
+
+They are multiplied by a loss scale that nobody takes out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from amp_patch import kernels
+from amp_patch.weights.lazy_gradients import stored_grad
+
+
+class Watch(NamedTuple):
+    """Parameters with their gradients as they were, and how many own blocks there had been."""
+
+    rows: list[tuple[Tensor, Tensor | None, int]]
+    own_blocks: int
+
+
+class StrayGradients:
+    """Which of one optimizer's parameters have such gradients."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, TensorWeakRef]] = []
+        self._own_blocks = 0
+
+    def watch(self, params: Sequence[Tensor]) -> Watch:
+        """Return what `note` needs after a backward that these parameters are not meant to get."""
+        grads = [(param, stored_grad(param)) for param in params]
+        rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
+        return Watch(rows, self._own_blocks)
+
+    def note_own_block(self) -> None:
+        """A block of the optimizer itself ended, perhaps inside of the one that is watched."""
+        self._own_blocks += 1
+
+    def note(self, watch: Watch, unscaled: Collection[int]) -> None:
+        """Find out what that backward wrote.
+
+        Args:
+            watch: what `watch` returned before it.
+            unscaled: ids of the parameters whose gradients another optimizer unscales.
+        """
+        for param, grad, version in watch.rows if watch.own_blocks == self._own_blocks else ():
+            now = stored_grad(param)
+            is_written = now is not None and (now is not grad or now._version != version)
+            if now is not None and is_written and id(param) not in unscaled:
+                self._found.append((param, TensorWeakRef(now)))
+
+    def drop_cleared(self) -> None:
+        """Forget those that the user has dropped or set to zero."""
+        if self._found:
+            left = [(param, grad) for param, grad in self._left() if kernels.values(grad).any()]
+            self._found = [(param, TensorWeakRef(grad)) for param, grad in left]
+
+    def forget(self) -> None:
+        """The gradients were cleared or stepped."""
+        self._found.clear()
+
+    def refuse(self, caller: str) -> None:
+        """Raise where there are any.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        count = len(self._left()) if self._found else 0
+        if count:
+            raise RuntimeError(
+                f"{caller} needs unscaled gradients; got {count} that the backward() of a "
+                "scale_loss() wrote which was not given this optimizer: they are multiplied by "
+                "the loss scale. Call amp.scale_loss(loss, [optimizer, other_optimizer]) with "
+                "all that the loss is to train, or optimizer.zero_grad() before its own "
+                "backward()."
+            )
+
+    def _left(self) -> list[tuple[Tensor, Tensor]]:
+        now = ((param, stored_grad(param), noted()) for param, noted in self._found)
+        return [(param, grad) for param, grad, noted in now if grad is not None and grad is noted]

@@ -1,0 +1,211 @@
+"""The initialized optimizers, and which loss scaler each of their losses uses.
+
+Knows no model; what an optimizer's step does is `optimizer_step`'s, how a scale moves is
+`loss_scaler`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from amp_patch.casting.mode import HALVES
+from amp_patch.levels import OptLevel
+from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.scale_rule import ScaleRule
+from amp_patch.weights.fp32_values import FP32Store
+
+from .optimizer_step import OptimizerStep
+
+
+class PreparedOptimizers:
+    """What was set up for each optimizer; both go when the user drops the optimizer.
+
+    Args:
+        scalers: the list of the process, extended here; a loss_id of an optimizer points into it.
+        announce: gets the message of each skipped step.
+
+    Attributes:
+        steps: what was set up for each optimizer, held weakly.
+    """
+
+    def __init__(self, scalers: list[LossScaler], announce: Callable[[str], None]) -> None:
+        self._scalers = scalers
+        self._announce = announce
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def set_up(
+        self,
+        optimizers: Iterable[Optimizer],
+        level: OptLevel,
+        store: FP32Store,
+        scale_rule: ScaleRule,
+        num_losses: int,
+        fused_step: bool,
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        """Patch the steps of the optimizers of one call, which share its loss scalers.
+
+        Args:
+            optimizers: none of them set up before.
+            level: says whether they step masters, and whether the models were cast.
+            store: where the masters' fp32 values come from.
+            scale_rule: of each of the call's losses.
+            num_losses: how many there are.
+            fused_step: whether the optimizers step by `FusedStep`, which needs masters.
+            on_error: gets what undoes it.
+        """
+        on_error.callback(self._set_scalers, list(self._scalers))
+        scaler_ids = self._assign_scalers(scale_rule, num_losses)
+        for optimizer in optimizers:
+            masters_from = store if level.master_weights else None
+            step = OptimizerStep(optimizer, masters_from, scaler_ids, self._announce, fused_step)
+            on_error.callback(step.release)
+            self.steps[optimizer] = step
+            on_error.callback(self.steps.pop, optimizer, None)
+            if level.cast_model_type in HALVES:
+                step.match_state()
+
+    def originals_of(self, optimizers: Any) -> Any:
+        """Return the optimizers that are set up in the place of what wraps or copies them.
+
+        Frameworks do either; that the ``param_groups`` are the same list tells whose they are.
+
+        Args:
+            optimizers: one, or a list or tuple. Others in it are returned as they are.
+        """
+        if isinstance(optimizers, (list, tuple)):
+            originals = [self.originals_of(optimizer) for optimizer in optimizers]
+            return originals if isinstance(optimizers, list) else tuple(originals)
+        groups = getattr(optimizers, "param_groups", None)
+        if groups is None or (isinstance(optimizers, Optimizer) and optimizers in self.steps):
+            return optimizers
+        return next((known for known in self.steps if known.param_groups is groups), optimizers)
+
+    def match_state(self) -> None:
+        """Bring the optimizers' state to the dtypes of their parameters, which were cast."""
+        for step in list(self.steps.values()):
+            step.match_state()
+
+    def release(self) -> None:
+        """Undo it: every optimizer steps its own parameters again, state kept."""
+        for step in list(self.steps.values()):
+            step.release()
+
+    def refuse_unknown(self, optimizer: Optimizer, store: FP32Store) -> None:
+        """Raise before the step of an optimizer that is not set up, if it would go wrong.
+
+        Where no optimizer of these parameters is set up, a warning tells once of what it loses.
+
+        Raises:
+            RuntimeError: it holds parameters of which another optimizer steps masters.
+        """
+        halves = [
+            param
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.dtype in HALVES and store.holds(param)
+        ]
+        if not halves or optimizer in self._told:
+            return
+        kind = type(optimizer).__name__
+        mend = "call amp.initialize(model, [optimizer, ...]) with every optimizer of the model"
+        if any(step.has_master_of(halves[0]) for step in list(self.steps.values())):
+            raise RuntimeError(
+                "parameters that were cast to half are stepped through their fp32 masters; got a "
+                f"step of a {kind} that amp.initialize() did not return, and holds "
+                f"{len(halves)} of them; {mend}."
+            )
+        self._told.add(optimizer)
+        warnings.warn(
+            f"This {kind} steps {len(halves)} parameters that amp.initialize() cast to half, "
+            "where small updates are rounded away: it was not given to amp.initialize(), so there "
+            f"are no fp32 masters; {mend}.",
+            stacklevel=2,
+        )
+
+    def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerStep]:
+        """Return all but these."""
+        if len(self.steps) == len(steps):
+            return []
+        return [step for step in list(self.steps.values()) if step not in steps]
+
+    def settle(self) -> None:
+        """Finish every check that ``delay_overflow_check`` left open."""
+        for step in list(self.steps.values()):
+            step.settle()
+
+    def take_over(self, scaler: LossScaler) -> bool:
+        """Leave every check of a scaler that ``delay_overflow_check`` left open to the caller.
+
+        Returns:
+            Whether one of them found an overflow.
+        """
+        checks = [check for step in list(self.steps.values()) for check in step.unsettled]
+        found = [check.take_over(scaler) for check in checks]
+        return any(found)
+
+    def scaler_of(self, step: OptimizerStep, loss_id: Any) -> int:
+        """Return the index of the scaler of an optimizer's loss.
+
+        Raises:
+            TypeError, IndexError: no such loss.
+        """
+        known = loss_id in step.scalers if isinstance(loss_id, int) else False
+        return step.scalers[loss_id] if known else self.check_scaler(loss_id)
+
+    def check_scaler(self, index: Any) -> int:
+        """Return ``index`` if the list of scalers has it.
+
+        Raises:
+            TypeError: it is no int.
+            IndexError: there is no such scaler.
+        """
+        if not isinstance(index, int):
+            raise TypeError(
+                f"loss_id must be an int, the number of a loss; got {type(index).__name__}; "
+                "call amp.scale_loss(loss, optimizer, loss_id=0), or amp.loss_scale(loss_id=0)."
+            )
+        count = len(self._scalers)
+        if not 0 <= index < count:
+            mend = f"initialize(..., num_losses={index + 1})"
+            if index < 0:  # the last, as a list would have it
+                mend = f"scale_loss(loss, optimizer, loss_id={count - 1})"
+            raise IndexError(
+                f"loss_id must be at least 0 and below the number of losses ({count}); got "
+                f"{index}; call amp.{mend}."
+            )
+        return index
+
+    def _set_scalers(self, scalers: Iterable[LossScaler]) -> None:
+        self._scalers[:] = scalers
+
+    def _assign_scalers(self, rule: ScaleRule, num_losses: int) -> dict[int, int]:
+        """Return loss_id -> index in the list of scalers for the optimizers of one call.
+
+        A scaler in use by a living optimizer is shared where its rule is the same and never
+        reset; where the rule differs the call gets one of its own at the end of the list.
+        """
+        scalers = self._scalers
+        in_use = {index for step in self.steps.values() for index in step.scalers.values()}
+        del scalers[max(in_use, default=-1) + 1 :]
+        assigned: dict[int, int] = {}
+        for loss_id in range(num_losses):
+            index = loss_id
+            shared = index in in_use and scalers[index].rule == rule
+            taken = index in in_use or index in assigned.values()
+            if index >= len(scalers) or (taken and not shared):
+                index = len(scalers)
+                scalers.append(LossScaler(rule))
+            elif not shared:
+                scalers[index] = LossScaler(rule)
+            assigned[loss_id] = index
+        return assigned

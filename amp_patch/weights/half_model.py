@@ -1,0 +1,204 @@
+"""Stores a model in half precision and casts what goes in and comes out (O0, O2, O3, O5).
+
+Knows nothing of optimizers or masters: `convert` hands back the fp32 storage it replaced.
+What stays on a model are hooks, not a replaced forward: they follow copies, replicas and pickles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from amp_patch.casting.mode import mode, process
+from amp_patch.casting.nested import map_tensors
+from amp_patch.casting.torch_compile import call_as_traced, leave_out
+
+# How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
+_CAST = {
+    torch.float32: Tensor.float,
+    torch.float16: Tensor.half,
+    torch.bfloat16: Tensor.bfloat16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCasts:
+    """The hooks around one model's forward.
+
+    Args:
+        level: what the patched functions do inside: a half dtype (O1, O4), or `mode.OFF`.
+        region_dtype: half dtype of a ``half_region`` inside.
+        inputs: dtype that floating inputs are cast to; None leaves them.
+        outputs: dtype that floating outputs are cast to; None leaves them.
+        observe: called with the model at the start of its forward; must be picklable.
+    """
+
+    level: torch.dtype
+    region_dtype: torch.dtype
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    observe: Callable[[nn.Module], None] | None = None
+
+    @leave_out
+    def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook."""
+        is_compiling = torch.compiler.is_compiling()
+        if not (is_compiling and self._holds_around(id(model))):
+            mode.enter_model(id(model), self.level, self.region_dtype)
+        if is_compiling:
+            # The model may have been moved since it was last seen. One parameter speaks for all.
+            for param in model.parameters():
+                _cast_on(param.device.type)
+                break
+        else:
+            if _autocast_is_on():
+                _warn_of_autocast(type(model).__name__)
+            if self.observe is not None:
+                self.observe(model)
+        if self.inputs is None:
+            return None
+        args = tuple([cast_floats(value, self.inputs) for value in args])
+        return args, {key: cast_floats(value, self.inputs) for key, value in kwargs.items()}
+
+    @leave_out
+    def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """Forward hook; also called when the forward raised."""
+        mode.leave_model(id(model))
+        return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
+
+    def _holds_around(self, key: int) -> bool:
+        """Whether entering the model changes nothing, so that it need not be noted.
+
+        torch.compile traces no checkpoint of a function that writes to what stands outside of it.
+        """
+        around = mode.models[-1][0] if mode.models else None
+        return (
+            around != key  # else `leave` would take this model's end for the outer call's
+            and (mode.level or process.dtype) is self.level
+            and (mode.region_dtype or process.region_dtype) is self.region_dtype
+        )
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the hooks on ``model``, in place of those of an earlier level."""
+        detach(model)
+        model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+
+# Any device's: half the host time of asking for one.
+_autocast_is_on = torch._C._is_any_autocast_enabled
+
+
+def _warn_of_autocast(model: str) -> None:
+    on = [device for device in sorted(process.devices) if torch.is_autocast_enabled(device)]
+    if on:
+        _warn_once(
+            "a model that amp.initialize() set up casts by itself, and torch.autocast around it "
+            f"casts once more; got a call of a {model} in torch.autocast({on[0]!r}); remove that "
+            "'with' and its GradScaler, and call model(inputs) as it is."
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+@call_as_traced
+def _cast_on(device_type: str) -> None:
+    process.devices |= {device_type}
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the hooks that `ForwardCasts.attach` put on ``model``."""
+    for hooks, flags in (
+        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
+        (
+            model._forward_hooks,
+            (model._forward_hooks_with_kwargs, model._forward_hooks_always_called),
+        ),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), ForwardCasts):
+                del hooks[key]
+                for flag in flags:
+                    flag.pop(key, None)
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast floating tensors to ``dtype``; float64, complex and integers stay.
+
+    Containers keep their type (see `nested.map_tensors`). An object that is none but has a
+    method ``to`` (a batch of the user's own) is asked to convert itself, as apex did.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype not in _CAST:
+            return value
+        cast = _CAST.get(dtype)
+        return value.to(dtype) if cast is None else cast(value)
+    return map_tensors(
+        lambda tensor: cast_floats(tensor, dtype),
+        value,
+        other=lambda item: _convert_itself(item, dtype),
+    )
+
+
+def _convert_itself(item: Any, dtype: torch.dtype) -> Any:
+    if isinstance(item, (nn.Module, type)) or not callable(getattr(item, "to", None)):
+        return item
+    return item.to(dtype)
+
+
+def convert(
+    model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
+) -> dict[nn.Parameter, Tensor]:
+    """Store the fp32 parameters and buffers of ``model`` as ``dtype``, in the same objects.
+
+    Args:
+        model: its float64, complex and integer tensors are left alone.
+        dtype: float16 or bfloat16.
+        keep_batchnorm_fp32: leave batch norms (also those without weights) in fp32.
+
+    Returns:
+        The fp32 tensor that each converted parameter held, its old storage and not a copy, with
+        the parameter's gradient if it had one.
+    """
+    kept = keep_batchnorm_fp32
+    originals: dict[nn.Parameter, Tensor] = {}
+    for module in model.modules():
+        if kept and isinstance(module, _BatchNorm):
+            continue
+        for param in module._parameters.values():
+            if param is not None and param.dtype is torch.float32:
+                original = param.data
+                original.grad, param.grad = param.grad, None
+                originals[param] = original
+                param.data = original.to(dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is torch.float32:
+                module._buffers[name] = buffer.to(dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return originals
+
+
+def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tensor]) -> None:
+    """Undo `convert`: parameters hold what ``exact`` says of them, the rest is cast up."""
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None and param.dtype is dtype:
+                grad, param.grad = param.grad, None
+                param.data = exact(param)
+                param.grad = None if grad is None else grad.float()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is dtype:
+                module._buffers[name] = buffer.float()
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

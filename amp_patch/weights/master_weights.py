@@ -1,0 +1,224 @@
+"""The fp32 masters that one optimizer steps for half parameters (O2, O5).
+
+Knows nothing of scales, skipped steps or modules; what a master is worth is the `FP32Store`'s.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_patch import kernels
+from amp_patch.casting.mode import HALVES
+from amp_patch.kernels import small_tensors
+
+from .fp32_values import FP32Store
+from .lazy_gradients import LazyGradients, clear_grads
+
+_VERSION = operator.attrgetter("_version")
+
+
+class MasterWeights:
+    """The masters of one optimizer.
+
+    Args:
+        optimizer: its ``param_groups`` and ``state`` are changed in place: each half parameter
+            gives way to its master. Held weakly.
+        store: the fp32 values to start from; the masters are entered there.
+        lazy: what makes the masters' gradients when they are asked for; None: they are there.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, store: FP32Store, lazy: LazyGradients | None = None
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._lazy = lazy
+        self._store = store
+        self._params: list[Tensor] = []
+        self._masters: list[Tensor] = []
+        self._versions: list[int] = []
+        self._exposed: list[int] | None = None
+        self._params_by_master: dict[int, Tensor] = {}
+        self._forget_places()
+        for group in optimizer.param_groups:
+            group["params"][:] = self.replace(group["params"])
+        small_tensors.move_together(self._params)
+
+    def param_of(self, stepped: Tensor) -> Tensor:
+        """Return the half parameter of a master; a tensor that is no master stands for itself."""
+        return self._params_by_master.get(id(stepped), stepped)
+
+    def has_master_of(self, param: Tensor) -> bool:
+        """Return whether the optimizer steps a master of a half parameter."""
+        return any(param is one for one in self._params)
+
+    def __len__(self) -> int:
+        return len(self._masters)
+
+    def replace(self, params: Sequence[Any]) -> list[Any]:
+        """Return ``params`` with a master in place of each half one.
+
+        Args:
+            params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
+        """
+        known = dict(zip(map(id, self._params), self._masters, strict=True))
+
+        def replaced(param: Any) -> Any:
+            if isinstance(param, tuple):
+                return (*param[:-1], *map(replaced, param[-1:]))
+            if isinstance(param, Tensor) and param.dtype in HALVES and id(param) not in known:
+                known[id(param)] = self._make(param)
+            return known.get(id(param), param)
+
+        return [replaced(param) for param in params]
+
+    def drop_after(self, count: int) -> None:
+        """Undo `replace` for all masters but the first ``count``, which no group holds."""
+        optimizer = self._optimizer()
+        while len(self._masters) > count:
+            param, master = self._params.pop(), self._masters.pop()
+            self._store.forget_versions(param, self._versions)
+            self._versions.pop()
+            del self._params_by_master[id(master)]
+            if optimizer is not None and master in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(master)
+
+    def _make(self, param: Tensor) -> Tensor:
+        value = self._store.take(param)
+        attached = param.requires_grad
+        lazy = self._lazy
+        master = nn.Parameter(value, attached) if lazy is None else lazy.parameter(value, attached)
+        grad = param.grad if value.grad is None else value.grad
+        master.grad = None if grad is None else grad.to(torch.float32, copy=True)
+        # Optimizers look at attributes that users set on parameters.
+        vars(master).update(vars(param))
+        self._params.append(param)
+        self._masters.append(master)
+        self._versions.append(0)
+        self._params_by_master[id(master)] = param
+        self._store.set(param, master, self._versions, len(self._versions) - 1)
+        optimizer = self._optimizer()
+        if optimizer is not None and param in optimizer.state:
+            optimizer.state[master] = optimizer.state.pop(param)
+        return master
+
+    def expose(self) -> None:
+        """The user gets the masters to write to, until the step that follows."""
+        self.end_exposure()
+        self.reconcile()
+        self._exposed = list(map(_VERSION, self._params))
+        for param, master in zip(self._params, self._masters, strict=True):
+            self._store.expose(param)
+            master.requires_grad_(param.requires_grad)
+
+    def end_exposure(self) -> None:
+        """No step follows: what was written to the masters goes to the parameters now."""
+        if self._exposed is not None:
+            self._compare().forget()
+            self.reconcile()
+            self._end_exposure()
+
+    def _end_exposure(self) -> None:
+        for param in self._params:
+            self._store.end_exposure(param)
+        self._exposed = None
+
+    def reconcile(self) -> None:
+        """Let each half parameter and its master follow whichever the user wrote to."""
+        comparison = self._compare()
+        if self._exposed is not None and self._exposed != list(map(_VERSION, self._params)):
+            comparison.forget()  # written may be both, and the parameters what they were
+        if comparison.reconcile(self._take_wins):
+            self._note_equal()
+
+    def _take_wins(self) -> list[bool]:
+        """Return which masters win; after this they are equal, and only exposed ones still win."""
+        versions = list(map(_VERSION, self._masters))
+        if versions == self._versions and self._exposed is None:
+            return [False] * len(versions)
+        wins = list(map(self._store.wins, self._params))
+        self._versions[:] = versions
+        return wins
+
+    def publish(self, are_written: bool = False) -> None:
+        """Round the masters into the half parameters, unless the step has written these, too."""
+        if not are_written:
+            self._cast.run()
+        self._comparison.note_equal()
+        self._note_equal()
+        if self._exposed is not None:
+            self._end_exposure()
+
+    def clear_grads(self) -> None:
+        """Drop the masters' gradients; those of the parameters go before the next backward."""
+        clear_grads(self._masters)
+
+    def zero_param_grads(self, set_to_none: bool) -> None:
+        """Clear the half parameters' gradients, as ``optimizer.zero_grad`` clears the masters'."""
+        for param in self._params:
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad = torch.zeros_like(param.grad)
+
+    def release(self) -> None:
+        """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
+        self.end_exposure()
+        self.reconcile()
+        optimizer = self._optimizer()
+        for param, master in zip(self._params, self._masters, strict=True):
+            param.grad = None
+            param.data = master.data
+            param.grad = master.grad
+            self._store.forget_versions(param, self._versions)
+            if optimizer is not None and master in optimizer.state:
+                optimizer.state[param] = optimizer.state.pop(master)
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["params"][:] = [self.param_of(param) for param in group["params"]]
+        self._params.clear()
+        self._masters.clear()
+        self._versions.clear()
+        self._params_by_master.clear()
+        self._forget_places()
+
+    def _forget_places(self) -> None:
+        self._places: list[int] = []
+        self._cast = kernels.Cast([], [])
+        self._comparison = kernels.Comparison([], [])
+
+    def _compare(self) -> kernels.Comparison:
+        """Return the comparison of masters and parameters, made anew where any was replaced.
+
+        ``model.to(device)``, ``p.data = t`` and new parameter groups do that; so does a load,
+        after which what the parameters held before tells nothing.
+        """
+        places = [self._store.loads, *map(Tensor.data_ptr, self._params)]
+        if places != self._places:
+            self._follow_devices()
+            self._places = places
+            self._cast = kernels.Cast(self._masters, self._params)
+            self._comparison = kernels.Comparison(self._masters, self._params)
+        return self._comparison
+
+    def _note_equal(self) -> None:
+        self._versions[:] = map(_VERSION, self._masters)
+
+    def _follow_devices(self) -> None:
+        """``model.to(device)`` after initialize moves the parameters: masters and state follow."""
+        optimizer = self._optimizer()
+        for param, master in zip(self._params, self._masters, strict=True):
+            if master.device == param.device or optimizer is None:
+                continue
+            grad, master.grad = master.grad, None
+            master.data = master.data.to(param.device)
+            master.grad = None if grad is None else grad.to(param.device)
+            state = optimizer.state.get(master, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == master.shape:
+                    state[key] = value.to(param.device)

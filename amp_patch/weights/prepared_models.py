@@ -1,0 +1,182 @@
+"""What `amp.initialize` does to models, and its undoing; knows no optimizer and no loss scale."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casting.mode import HALVES, OFF, process
+from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.levels import OptLevel
+
+from . import half_model
+from .fp32_values import FP32Store
+from .half_model import ForwardCasts
+
+
+class ModelHooks(NamedTuple):
+    """What the hooks on models call: functions of a module, for a model must be picklable.
+
+    Attributes:
+        observe: gets the model at the start of its forward, where it casts no functions.
+        observe_casting: the same, at O1 and O4.
+        write_state: a state-dict post-hook of each submodule of a model in half.
+        read_state: a load-state-dict pre-hook of these.
+    """
+
+    observe: Callable[[nn.Module], None]
+    observe_casting: Callable[[nn.Module], None]
+    write_state: Callable[..., None]
+    read_state: Callable[..., None]
+
+
+class PreparedModels:
+    """The initialized models, held weakly, each at the level of its last call.
+
+    Args:
+        store: gets the fp32 values of what is stored in half and will be stepped.
+        cache: gets the models whose weights are cast (O1, O4).
+        hooks: what the hooks on models call.
+
+    Attributes:
+        levels: what each model was initialized at.
+    """
+
+    def __init__(self, store: FP32Store, cache: WeightCache, hooks: ModelHooks) -> None:
+        self._store = store
+        self._cache = cache
+        self._hooks = hooks
+        self.levels: weakref.WeakKeyDictionary[nn.Module, OptLevel] = weakref.WeakKeyDictionary()
+        self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def set_up(
+        self,
+        models: Sequence[nn.Module],
+        level: OptLevel,
+        stepped: set[int],
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        """Set models up at ``level``, in place of an earlier one.
+
+        Args:
+            models: in fp32.
+            level: says whether they are stored in half, and what their forward casts.
+            stepped: ids of the parameters that an optimizer of the same call steps.
+            on_error: gets what undoes it; the models' tensors are somebody else's to restore.
+        """
+        for model in models:
+            on_error.callback(self._put_back, model, self.levels.get(model))
+            if level.cast_model_type in HALVES:
+                originals = self._store_in_half(model, level, stepped)
+                on_error.callback(self._store.forget, originals)
+            self._attach(model, level)
+            self.follow_device(model)
+            if level.casts_functions:
+                self._cache.add_model(model)
+
+    def cast_functions(self) -> None:
+        """Cast in the functions that models in half call, too (O2, O3, O5)."""
+        for model, level in list(self.levels.items()):
+            if level.cast_model_type in HALVES:
+                self._attach(model, replace(level, patch_torch_functions=True))
+
+    def release(self) -> bool:
+        """Take every hook off; parameters in half hold their fp32 values again.
+
+        Returns:
+            Whether any model was stored in half.
+        """
+        models = list(self.levels.items())
+        for model, level in models:
+            if level.cast_model_type in HALVES:
+                half_model.restore(model, level.cast_model_type, self._store.exact)
+            self._detach(model)
+        return any(level.cast_model_type in HALVES for _, level in models)
+
+    def casting_dtypes(self) -> set[torch.dtype]:
+        """Return the half dtypes of the models that live at O1 or O4."""
+        return {level.half_dtype for level in self.levels.values() if level.casts_functions}
+
+    def name_of(self, param: Tensor) -> str:
+        """Return a parameter's name in the initialized models, or its shape."""
+        for model in self.levels:
+            for name, candidate in model.named_parameters():
+                if candidate is param:
+                    return name
+        return f"a parameter of shape {tuple(param.shape)}"
+
+    def follow_device(self, model: nn.Module) -> None:
+        """Casts act on the device types of the models' parameters, moved ones included."""
+        # One parameter speaks for all: looking through a model takes longer than its hooks.
+        param = self._probes.get(model, _nothing)()
+        if param is None:
+            param = next(model.parameters(), None)
+            if param is None:
+                return
+            self._probes[model] = weakref.ref(param)
+        elif param.device.type in process.devices:
+            return
+        process.devices |= {p.device.type for p in model.parameters()}
+
+    def _store_in_half(
+        self, model: nn.Module, level: OptLevel, stepped: set[int]
+    ) -> Iterable[nn.Parameter]:
+        dtype = level.cast_model_type
+        assert dtype is not None
+        originals = half_model.convert(model, dtype, bool(level.keep_batchnorm_fp32))
+        for param, original in originals.items():
+            # A parameter that nothing trains needs no second copy in fp32.
+            if level.master_weights and (param.requires_grad or id(param) in stepped):
+                self._store.set_converted(param, original)
+            elif original.grad is not None:
+                param.grad = original.grad.to(dtype)
+        return originals
+
+    def _attach(self, model: nn.Module, level: OptLevel) -> None:
+        """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
+        self._detach(model)
+        hooks = self._hooks
+        ForwardCasts(
+            level=level.half_dtype if level.casts_functions else OFF,
+            region_dtype=level.half_dtype,
+            inputs=level.cast_model_type,
+            outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
+            observe=hooks.observe_casting if level.casts_functions else hooks.observe,
+        ).attach(model)
+        self.levels[model] = level
+        if level.cast_model_type in HALVES:
+            self._state_hooks[model] = [
+                handle
+                for module in model.modules()
+                for handle in (
+                    module.register_state_dict_post_hook(hooks.write_state),
+                    module.register_load_state_dict_pre_hook(hooks.read_state),
+                )
+            ]
+
+    def _detach(self, model: nn.Module) -> None:
+        half_model.detach(model)
+        for handle in self._state_hooks.pop(model, ()):
+            handle.remove()
+        self.levels.pop(model, None)
+
+    def _put_back(self, model: nn.Module, level: OptLevel | None) -> None:
+        """Undo `_attach`: the hooks are again those of ``level``, or none."""
+        self._detach(model)
+        if level is not None:
+            self._attach(model, level)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,367 @@
+"""The rules are torch's: its dispatcher, its test lists and its CUDA autocast are the oracles."""
+
+import contextlib
+import logging
+import pkgutil
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import autocast_oracle as oracle
+import pytest
+import torch
+
+from amp_patch.casting import rules as cast_rules
+
+LISTS = {
+    "half": cast_rules.HALF,
+    "float": cast_rules.FLOAT,
+    "float_dtype": cast_rules.FLOAT_DTYPE,
+    "promote": cast_rules.PROMOTE,
+    "banned": cast_rules.BANNED,
+}
+# Registered by builds with cuDNN only, where torch.lstm and its kind run it.
+CUDNN_ONLY = {"_cudnn_rnn"}
+# The database's way to the operator is not a public function of torch.
+UNREACHED = {"_upsample_bilinear2d_aa"}
+# Fails in any dtype of another item size, or has to do with sparse tensors, which are not cast.
+NOT_ABOUT_HALF = {"as_strided", "sparse_mm", "sparse_sampled_addmm", "to_sparse"}
+DTYPES = {
+    "float32": (torch.float32,),
+    "float16": (torch.float16,),
+    "mixed": (torch.float32, torch.float16),
+}
+Mismatches = dict[str, list[str]]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Silence torch about deprecated functions and about fake kernels that refuse half tensors."""
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def registered_operators() -> set[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    cast = [name for name in names if has_kernel(name, "AutocastCUDA")]
+    return {name.removeprefix("aten::").split(".")[0] for name in cast} - CUDNN_ONLY
+
+
+def is_offered(op: str) -> bool:
+    """Tell whether the running torch has the operator, or a function of this name."""
+    if torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(cast_rules.user_rule_targets(op))
+    return False
+
+
+def differences() -> set[str]:
+    """Return those of `DIFFERENCES` that the running torch has."""
+    since = cast_rules.DIFFERENCES_BEFORE
+    names = {op for op in cast_rules.DIFFERENCES if is_offered(op)}
+    return {op for op in names if op not in since or torch.__version__ < since[op]}
+
+
+def test_every_operator_that_cuda_autocast_registers_stands_in_a_list():
+    listed = {name for names in LISTS.values() for name in names}
+    missing = registered_operators() - listed - differences()
+    assert not missing, f"add to the lists of cast_rules.py: {sorted(missing)}"
+
+
+def test_every_listed_operator_is_registered_with_cuda_autocast():
+    listed = {name for names in LISTS.values() for name in names if is_offered(name)}
+    stale = listed - registered_operators() - differences()
+    assert not stale, f"remove from the lists of cast_rules.py: {sorted(stale)}"
+
+
+def test_no_operator_stands_in_two_lists_and_each_list_is_sorted():
+    everything = [name for names in LISTS.values() for name in names]
+    everything += [*cast_rules.COMPOSITES, *cast_rules.NO_HALF_ON_CPU]
+    everything += cast_rules.NO_HALF_ON_CPU_BEFORE
+    assert len(everything) == len(set(everything))
+    for names in (*LISTS.values(), cast_rules.COMPOSITES, cast_rules.DIFFERENCES):
+        assert list(names) == sorted(names)
+    assert set(cast_rules.DIFFERENCES_BEFORE) < set(cast_rules.DIFFERENCES)
+
+
+def torch_lists() -> dict[str, list[Any]]:
+    with oracle.FAKE_MODE:
+        lists = oracle.AutocastTestLists("cuda")
+    return {
+        "half": lists.torch_fp16 + lists.nn_fp16 + lists.linalg_fp16 + lists.methods_fp16,
+        "float": lists.torch_fp32 + lists.nn_fp32 + lists.methods_fp32,
+        "promote": lists.torch_need_autocast_promote,
+        "banned": lists.banned,
+        "none": lists.torch_expect_builtin_promote + lists.methods_expect_builtin_promote,
+    }
+
+
+def paths_named(name: str) -> list[str]:
+    surfaces = [*cast_rules.SURFACES, "torch._VF"]
+    named = [f"{surface}.{name.removeprefix('linalg_')}" for surface in surfaces]
+    return [path for path in named if path in cast_rules.targets()]
+
+
+@pytest.mark.parametrize("rule", ["half", "float", "promote", "banned"])
+def test_the_operators_of_torchs_autocast_test_lists_have_the_rule_of_their_list(rule):
+    allowed = {"float", "float_dtype"} if rule == "float" else {rule}
+    for name, *_ in torch_lists()[rule]:
+        found = {path: cast_rules.targets()[path] for path in paths_named(name)}
+        assert found, f"{name} is not patched anywhere"
+        assert set(found.values()) <= allowed, f"{name}: {found}"
+        assert name not in differences()
+
+
+def test_what_torch_promotes_by_itself_is_not_patched():
+    names = {name for name, *_ in torch_lists()["none"]}
+    assert {"add", "__add__", "cat", "eq", "__eq__"} <= names
+    assert not [path for name in names for path in paths_named(name)]
+
+
+def operator_calls() -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield name, function, arguments and keyword arguments for torch's samples and for ours."""
+    for op in oracle.op_db:
+        for sample in oracle.samples(op, 2):
+            for name, path in oracle.spellings(op):
+                yield name, path, (sample.input, *sample.args), sample.kwargs
+    yield from ((name, path, args, {}) for name, path, args in EXTRA_CALLS)
+
+
+SQUARE, CUBE, LAYERED = torch.rand(3, 3), torch.rand(3, 3, 3), torch.rand(2, 3, 4, 4)
+# Public functions, and dispatching methods, of which torch's operator database has no sample.
+EXTRA_CALLS = [
+    ("corrcoef", "torch.corrcoef", (SQUARE,)),
+    ("cov", "torch.cov", (SQUARE,)),
+    ("chain_matmul", "torch.chain_matmul", (SQUARE, SQUARE, SQUARE)),
+    ("conv_tbc", "torch.conv_tbc", (CUBE, CUBE, torch.rand(3))),
+    ("frobenius_norm", "torch.frobenius_norm", (SQUARE, [0, 1])),
+    ("gumbel_softmax", "torch.nn.functional.gumbel_softmax", (SQUARE,)),
+    ("lp_pool2d", "torch.nn.functional.lp_pool2d", (LAYERED, 2.0, 2)),
+    ("linalg_matrix_power", "torch.linalg.matrix_power", (SQUARE, 3)),
+    ("matmul", "torch.Tensor.__matmul__", (SQUARE, SQUARE)),
+    ("matmul", "torch.Tensor.__rmatmul__", (SQUARE, SQUARE)),
+    ("matrix_power", "torch.matrix_power", (SQUARE, 3)),
+    ("nll_loss2d", "torch._C._nn.nll_loss2d", (LAYERED, torch.zeros(2, 4, 4).long())),
+    ("norm_except_dim", "torch.norm_except_dim", (SQUARE,)),
+    ("pow", "torch.Tensor.__pow__", (SQUARE, 2)),
+    ("pow", "torch.Tensor.__rpow__", (SQUARE, 2)),
+    ("reciprocal", "torch.Tensor.__rdiv__", (SQUARE, 2)),
+    ("reciprocal", "torch.Tensor.__rtruediv__", (SQUARE, 2)),
+    ("softmax", "torch.softmax", (SQUARE, 0, torch.float64)),
+    ("sum_to_size", "torch.Tensor.sum_to_size", (SQUARE, 3, 3)),
+    ("upsample", "torch.nn.functional.upsample", (LAYERED, None, 2)),
+]
+
+
+def compare_with_autocast() -> tuple[Mismatches, set[str]]:
+    """Return where results or kernels differ, and what autocast changes at all, by operator."""
+    mismatches, changed = defaultdict(list), set()
+    casts = oracle.Casts()
+    with casts.patched(cast_rules.targets()):
+        for name, path, args, kwargs in operator_calls():
+            for label, dtypes in DTYPES.items():
+                expected, got = oracle.observe_both(casts, path, args, kwargs, dtypes)
+                if expected.error:
+                    continue
+                if got != expected:
+                    mismatches[name].append(f"{path} of {label}: {got}, autocast: {expected}")
+                if expected.dtypes[:1] != list(dtypes[:1]):
+                    changed.add(name)
+    return mismatches, changed
+
+
+def test_every_operator_computes_in_the_dtypes_of_torchs_cuda_autocast():
+    mismatches, changed = compare_with_autocast()
+    unexplained = set(mismatches) - differences() - UNREACHED
+    assert not unexplained, "\n".join(mismatches[name][0] for name in sorted(unexplained))
+    stale = differences() - set(mismatches)
+    assert not stale, f"remove from DIFFERENCES: {sorted(stale)}"
+    assert len(changed) > 150
+
+
+def cpu_samples() -> Iterator[tuple[str, str, Any]]:
+    """Yield name, path and sample of operators, with gradients where they have any."""
+    for op in oracle.op_db:
+        for sample in oracle.samples(op, 4, requires_grad=op.supports_autograd):
+            for name, path in oracle.spellings(op):
+                yield name, path, sample
+    for name, path, args in EXTRA_CPU_CALLS:
+        yield name, path, oracle.SampleInput(args[0], args=args[1:])
+
+
+EXTRA_CPU_CALLS = [
+    ("_upsample_lanczos2d_aa", "torch._C._nn._upsample_lanczos2d_aa", (LAYERED, (8, 8), False)),
+    ("linalg_svd", "torch.linalg.svd", (SQUARE,)),
+    ("lobpcg", "torch.lobpcg", (torch.eye(9), 1)),
+    ("slogdet", "torch.slogdet", (SQUARE,)),
+    ("svd", "torch.svd", (SQUARE,)),
+]
+
+
+def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
+    failing, failing_in_spite = set(), defaultdict(list)
+    older = cast_rules.NO_HALF_ON_CPU_BEFORE.items()
+    no_half = {op for op in cast_rules.NO_HALF_ON_CPU if is_offered(op)}
+    no_half |= {op for op, version in older if torch.__version__ < version}
+    casts = oracle.Casts()
+    with casts.patched(cast_rules.targets()):
+        for name, path, sample in cpu_samples():
+            listed = name in no_half and name not in failing
+            if listed and oracle.half_failures(casts, path, sample, active=False):
+                failing.add(name)
+            if failures := oracle.half_failures(casts, path, sample, active=True):
+                failing_in_spite[name].append(f"{path}: {failures}")
+    missing = set(failing_in_spite) - NOT_ABOUT_HALF
+    assert not missing, "\n".join(failing_in_spite[name][0] for name in sorted(missing))
+    stale = no_half - failing
+    assert not stale, f"remove from NO_HALF_ON_CPU: {sorted(stale)}"
+
+
+def test_every_target_is_a_function_that_returns_its_result():
+    for path, rule in cast_rules.targets().items():
+        assert callable(pkgutil.resolve_name(path)), path
+        assert not path.endswith("_") or path.endswith("__"), path
+        assert rule in {*LISTS, "float_on_cpu"}, path
+    assert "torch.Tensor.__ipow__" not in cast_rules.targets()
+
+
+def test_a_function_that_is_reached_at_several_places_has_one_rule():
+    rules = defaultdict(set)
+    for path, rule in cast_rules.targets().items():
+        rules[pkgutil.resolve_name(path)].add(rule)
+    assert not [function for function, found in rules.items() if len(found) > 1]
+
+
+def test_every_listed_operator_that_torch_offers_to_users_is_a_target():
+    reached = {path.rsplit(".", 1)[-1].removeprefix("linalg_") for path in cast_rules.targets()}
+    for name in (name for names in LISTS.values() for name in names):
+        offered = hasattr(torch, name) or hasattr(torch._C._nn, name)
+        assert name in reached or not offered or name.startswith("_thnn"), name
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("torch.matmul", "half"),
+        ("torch.Tensor.__rmatmul__", "half"),
+        ("torch.nn.functional.linear", "half"),
+        ("torch.nn.functional.scaled_dot_product_attention", "half"),
+        ("torch._VF.lstm", "half"),
+        ("torch.functional.einsum", "half"),
+        ("torch.linalg.multi_dot", "half"),
+        ("torch.nn.functional.cross_entropy", "float"),
+        ("torch.special.expm1", "float"),
+        ("torch.Tensor.__rtruediv__", "float"),
+        ("torch.linalg.norm", "float_dtype"),
+        ("torch.Tensor.sum", "float_dtype"),
+        ("torch.nn.functional.bilinear", "promote"),
+        ("torch.nn.functional.binary_cross_entropy", "banned"),
+        ("torch.fft.rfft2", "float_on_cpu"),
+        ("torch.linalg.inv", "float_on_cpu"),
+    ],
+)
+def test_the_rule_of_well_known_functions(path, rule):
+    assert cast_rules.targets()[path] == rule
+
+
+def test_a_region_covers_the_targets_and_what_computes_but_nothing_else():
+    region = cast_rules.region_targets()
+    assert set(cast_rules.targets()) <= set(region)
+    assert len(region) == len(set(region))
+    for name in ("add", "__add__", "__eq__", "relu", "sigmoid", "mean", "cat", "max", "where"):
+        assert {f"torch.{name}", f"torch.Tensor.{name}"} & set(region), name
+    for path in ("torch.nn.functional.gelu", "torch.nn.functional.avg_pool2d", "torch.batch_norm"):
+        assert path in region
+    for path in region:
+        assert callable(pkgutil.resolve_name(path)), path
+        assert not path.endswith("_") or path.endswith("__"), path
+
+
+def test_a_region_covers_every_function_of_nn_functional_that_torch_has_samples_for():
+    paths = {path for op in oracle.op_db for _, path in oracle.spellings(op)}
+    functional = {path for path in paths if path.startswith("torch.nn.functional.")}
+    lookups = {"embedding", "embedding_bag", "one_hot"}
+    scaled = {"grouped_mm", "scaled_grouped_mm", "scaled_mm"}
+    left_alone = functional - set(cast_rules.region_targets())
+    assert len(functional) > 100
+    assert {path.rsplit(".", 1)[-1] for path in left_alone} <= lookups | scaled
+
+
+def test_a_region_casts_only_the_input_of_norms_that_update_running_statistics():
+    first_only = cast_rules.first_argument_targets()
+    assert set(first_only) <= set(cast_rules.region_targets())
+    assert set(first_only) >= {"torch.batch_norm", "torch.nn.functional.instance_norm"}
+    weights = torch.ones(3)
+    for path in first_only:
+        if path.startswith("torch.nn.functional."):
+            mean, var = torch.zeros(3), torch.ones(3)
+            function = pkgutil.resolve_name(path)
+            out = function(LAYERED.half(), mean, var, weights, weights, True)
+            assert out.dtype is torch.float16
+            assert (mean != 0).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["zeros_like", "rand_like", "bernoulli", "to", "float", "type_as", "view", "size", "new_zeros"]
+    + ["__getitem__", "__iadd__", "clone", "transpose", "numpy", "backward", "embedding", "copy_"],
+)
+def test_a_region_leaves_factories_conversions_views_and_in_place_functions_alone(name):
+    ends = {path.rsplit(".", 1)[-1] for path in cast_rules.region_targets()}
+    assert name not in ends
+
+
+def test_a_users_rule_for_a_bare_name_means_every_place_of_it():
+    assert set(cast_rules.user_rule_targets("softmax")) == {
+        "torch.softmax",
+        "torch.Tensor.softmax",
+        "torch.nn.functional.softmax",
+        "torch.special.softmax",
+    }
+    assert set(cast_rules.user_rule_targets("matmul")) == {
+        "torch.matmul",
+        "torch.linalg.matmul",
+        "torch.Tensor.matmul",
+        "torch.Tensor.__matmul__",
+        "torch.Tensor.__rmatmul__",
+    }
+
+
+@pytest.mark.parametrize("path", ["torch.nn.functional.gelu", "torch.linalg.inv", "operator.add"])
+def test_a_users_rule_for_a_dotted_path_means_itself(path):
+    assert cast_rules.user_rule_targets(path) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "sofmax",
+            r"rules must name functions of torch, by a bare name \('softmax'\) or a dotted path "
+            r"\('torch.nn.functional.softmax'\); got 'sofmax'; did you mean 'softmax'"
+            r".*\? Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
+        ),
+        ("lin", r"did you mean 'linear' or .*\? Call amp.initialize\(..., rules={'linear': "),
+        ("torch.nn.functional.geluu", r"did you mean 'torch.nn.functional.gelu'"),
+        (
+            "no.such.module",
+            r"got 'no.such.module', which it has not\. "
+            r"Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
+        ),
+        ("torch.float16", r"got 'torch.float16'"),
+        ("torch.Tensor", r"got 'torch.Tensor'"),
+        (
+            "relu_",
+            r"rules must name functions that return their result; got the in-place 'relu_': "
+            r"name 'relu' and call that",
+        ),
+    ],
+)
+def test_a_users_rule_for_something_else_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        cast_rules.user_rule_targets(name)

@@ -1,0 +1,167 @@
+"""Who does an operation: the kernels for lists on CUDA devices, torch for all others."""
+
+import re
+import warnings
+
+import cuda_on_cpu
+import pytest
+import torch
+from cuda_on_cpu.fake_gpu import Gpu
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.kernels import ScalerState, choice, cuda_kernels, torch_kernels
+from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.scale_rule import ScaleRule
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Gpu:
+    cuda_on_cpu.require_compiler()
+    return Gpu(monkeypatch, pytestconfig)
+
+
+def chosen(*tensors: Tensor) -> object:
+    return choice._chosen("Cast", list(tensors))
+
+
+def test_each_operation_goes_to_the_kernels_on_a_gpu(gpu: Gpu) -> None:
+    full, half = [torch.ones(3)], [torch.ones(3).half()]
+    launched = gpu.modules.launched
+    check = kernels.Unscale(half, full).run(half, full, torch.tensor(2.0))
+    assert isinstance(check, cuda_kernels.GradCheck)
+    assert launched.pop(0) == "unscale_float16_to_float32"
+    kernels.Cast(full, half).run()
+    assert half[0].tolist() == [0.5] * 3
+    kernels.accumulate(full, half)
+    assert full[0].tolist() == [1.0] * 3
+    comparison = kernels.Comparison(full, half)
+    comparison.note_equal()
+    assert comparison.differs()
+    comparison.reconcile(lambda: [True])
+    assert not comparison.differs()
+    assert kernels.clip_by_norm(full, 9.0, 2.0).item() == pytest.approx(3**0.5)
+    state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
+    kernels.update_scale(state, torch.ones(1), ScaleRule())
+    assert state.scale.item() == 2.0**15
+    assert [name.partition("_")[0] for name in launched] == [
+        *("summarize", "cast", "accumulate", "reconcile"),
+        *("unscale", "summarize", "clip", "update"),
+    ]
+
+
+def test_on_a_cpu_each_operation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "cuda_kernels", None)
+    full, half = [torch.ones(3)], [torch.ones(3).half()]
+    check = kernels.Unscale(half, full).run(half, full, 2.0)
+    assert type(check) is kernels.GradCheck
+    kernels.Cast(full, half).run()
+    kernels.accumulate(full, half)
+    kernels.clip_by_norm(full, 9.0, 2.0)
+    kernels.Comparison(full, half).reconcile(lambda: [True])
+    assert half[0].tolist() == [1.0] * 3
+    state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
+    kernels.update_scale(state, torch.ones(1), ScaleRule())
+    assert state.scale.item() == 2.0**15
+
+
+def test_a_list_that_is_not_all_on_a_gpu_is_torchs(gpu: Gpu) -> None:
+    one, other = torch.ones(3), torch.ones(3)
+    assert chosen(one, other) is cuda_kernels
+    gpu.on_cpu.append(other)
+    assert chosen(one, other) is torch_kernels
+    assert chosen() is torch_kernels
+
+
+@pytest.mark.parametrize("build", ["ROCm", "no device"])
+def test_other_builds_are_torchs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    if build == "ROCm":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen(torch.ones(3)) is torch_kernels
+
+
+def test_torch_can_be_forced(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "torch")
+    assert chosen(torch.ones(3)) is torch_kernels
+
+
+def test_cupy_can_be_forced_where_it_works(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
+    tensor = torch.ones(3)
+    assert chosen(tensor) is cuda_kernels
+    gpu.on_cpu.append(tensor)
+    assert chosen(tensor) is torch_kernels
+
+
+@pytest.mark.parametrize("value", ["cuda", "Torch", " torch"])
+def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", value)
+    message = re.escape(
+        "AMP_PATCH_KERNELS must be 'cupy' or 'torch', or not set, which takes cupy where it "
+        f"works; got {value!r}; call os.environ.pop('AMP_PATCH_KERNELS') or unset it in the shell."
+    )
+    with pytest.raises(ValueError, match=message):
+        kernels.Unscale([], [])
+
+
+@pytest.mark.parametrize("build", ["CPU", "ROCm"])
+def test_cupy_is_refused_where_no_cuda_is(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, build: str
+) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
+    if build == "ROCm":
+        monkeypatch.setattr(torch.version, "cuda", None)
+    else:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = (
+        "AMP_PATCH_KERNELS=cupy needs a build of torch for CUDA and a CUDA device; got torch .* "
+        r"and \d+ devices; call os.environ.pop\('AMP_PATCH_KERNELS'\) or unset it in the shell."
+    )
+    with pytest.raises(RuntimeError, match=message):
+        kernels.Unscale([], [])
+
+
+@pytest.fixture
+def broken(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.setattr(gpu.modules, "failure", ImportError("No module named 'cupy'"))
+    return gpu
+
+
+@pytest.mark.parametrize(
+    ("version", "package"),
+    [("13.0", "'amp_patch[cuda13]'"), ("12.6", "'amp_patch[cuda12]'"), ("11.8", "cupy-cuda11x")],
+)
+def test_without_cupy_one_warning_says_what_to_install(
+    broken: Gpu, monkeypatch: pytest.MonkeyPatch, version: str, package: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    message = re.escape(
+        "The CUDA kernels of amp_patch cannot be used, slower operations of torch take their "
+        "place: ImportError: No module named 'cupy'. To use them, call pip install "
+        f"{package}; to go on without this warning, set AMP_PATCH_KERNELS=torch."
+    )
+    with pytest.warns(UserWarning, match=message):
+        assert chosen(torch.ones(3)) is torch_kernels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(torch.ones(3)) is torch_kernels
+
+
+def test_without_cupy_torch_can_be_forced_without_a_warning(
+    broken: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "torch")
+    assert chosen(torch.ones(3)) is torch_kernels
+
+
+def test_without_cupy_it_cannot_be_forced(broken: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
+    message = re.escape(
+        "AMP_PATCH_KERNELS=cupy needs cupy, and CUDA's compiler and headers; got ImportError: "
+        "No module named 'cupy'; call pip install 'amp_patch[cuda13]', or unset AMP_PATCH_KERNELS."
+    )
+    with pytest.raises(RuntimeError, match=message) as caught:
+        chosen(torch.ones(3))
+    assert isinstance(caught.value.__cause__, ImportError)

@@ -1,0 +1,486 @@
+"""fused_step=True from gradient to half weight against float64, by the reference and by kernels.
+
+The kernels run as the CPU runs their text, on tensors that look like a GPU's, and on a GPU.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import cuda_on_cpu
+import pytest
+import torch
+from cuda_on_cpu.fake_gpu import Gpu
+from cuda_on_cpu.launcher import EmulatedModules
+from float64_lamb import Lamb
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from amp_patch.kernels import cuda_module
+from amp_patch.optimizers import FusedLAMB
+from amp_patch.weights.lazy_gradients import stored_grad
+
+INF = float("inf")
+CPU = torch.device("cpu")
+LR = 0.05
+SHAPES = [(3, 5), (1,), (17,), (2, 3)]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer with its options, and its kernels' source."""
+
+    kind: Callable[..., Optimizer]
+    source: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, params: Any) -> Optimizer:
+        return self.kind(params, lr=LR, **self.options)
+
+
+RULES = {
+    "adamw": Rule(AdamW, "adamw", {"eps": 1e-3, "weight_decay": 0.1}),
+    "adam amsgrad": Rule(Adam, "adamw", {"eps": 1e-3, "amsgrad": True, "weight_decay": 0.1}),
+    "adam maximize": Rule(Adam, "adamw", {"eps": 1e-3, "maximize": True}),
+    "sgd": Rule(SGD, "sgd"),
+    "sgd momentum": Rule(SGD, "sgd", {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    "sgd nesterov": Rule(SGD, "sgd", {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    "lamb": Rule(FusedLAMB, "lamb", {"eps": 1e-3}),
+    "lamb coupled": Rule(
+        FusedLAMB, "lamb", {"eps": 1e-3, "adam_w_mode": False, "max_grad_norm": 0.3}
+    ),
+    "lamb plain": Rule(
+        FusedLAMB, "lamb",
+        {"eps": 1e-3, "max_grad_norm": None, "use_nvlamb": True, "weight_decay": 0.0,
+         "bias_correction": False, "grad_averaging": False},
+    ),
+}  # fmt: skip
+
+
+class Exact:
+    """torch's optimizer, or the LAMB of the tests, in float64."""
+
+    def __init__(self, rule: Rule, values: list[Tensor]) -> None:
+        self.params = [value.detach().double().clone().requires_grad_() for value in values]
+        self.lamb: Lamb | None = None
+        if rule.kind is FusedLAMB:
+            optimizer = rule.make(self.params)
+            options = dict(optimizer.defaults)
+            self.lamb = Lamb(self.params, options.pop("max_grad_norm"), **options)
+            self.params = self.lamb.params
+        else:
+            self.optimizer = rule.kind(self.params, lr=LR, foreach=False, **rule.options)
+
+    def step(self, grads: list[Tensor | None]) -> None:
+        if self.lamb is not None:
+            self.lamb.step(grads)
+            return
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad
+        self.optimizer.step()
+
+
+class Weights(nn.Module):
+    """Parameters whose gradients a test gives; those of the norm stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in SHAPES)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, grads: list[Tensor | None]) -> Tensor:
+        pairs = zip(self.parameters(), grads, strict=True)
+        return sum((p.float() * g).sum() for p, g in pairs if g is not None)
+
+
+class Trial:
+    """A training whose gradients are given, and what float64 makes of them."""
+
+    def __init__(
+        self, amp: ModuleType, rule: Rule, level: str, scale: float, device: torch.device = CPU
+    ) -> None:
+        torch.manual_seed(0)
+        self.amp, self.scale = amp, scale
+        model = Weights().to(device, torch.float32)
+        params = list(model.parameters())
+        groups = [{"params": params[:3]}, {"params": params[3:]}]
+        self.exact = Exact(rule, params)
+        self.model, self.optimizer = amp.initialize(
+            model, rule.make(groups), opt_level=level, loss_scale=scale, verbosity=0,
+            fused_step=True,
+        )  # fmt: skip
+        self.masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.grads: list[Tensor | None] = [None] * len(params)
+
+    def backward(self, seed: int, missing: int, factor: float) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        given: list[Any] = [
+            torch.randn(p.shape, generator=generator).to(p.device) for p in self.masters
+        ]
+        if missing < len(given):
+            given[missing] = None
+        for param in self.model.parameters():
+            param.grad = None
+        loss = self.model(given) * factor
+        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for i, param in enumerate(self.model.parameters()):
+            if param.grad is not None:
+                is_half = param.dtype is not torch.float32
+                self.grads[i] = param.grad.double() / (self.scale if is_half else 1.0)
+        return factor != INF
+
+    def clip(self, max_norm: float) -> None:
+        norm = self.amp.clip_grad_norm_(self.optimizer, max_norm)
+        squares = [grad.square().sum() for grad in self.grads if grad is not None]
+        expected = torch.stack(squares).sum().sqrt()
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0.0)
+        factor = min(1.0, max_norm / (expected.item() + 1e-6))
+        self.grads = [grad if grad is None else grad * factor for grad in self.grads]
+
+    def double_gradients(self) -> None:
+        for i, master in enumerate(self.masters):
+            if self.grads[i] is not None:
+                torch.testing.assert_close(
+                    master.grad.double(), self.grads[i], rtol=1e-5, atol=1e-7
+                )
+                master.grad.mul_(2)
+                self.grads[i] = self.grads[i] * 2
+
+    def step(self, is_finite: bool) -> None:
+        self.optimizer.step()
+        assert self.amp.step_was_skipped(self.optimizer) != is_finite
+        if is_finite:
+            self.exact.step(self.grads)
+        self.grads = [None] * len(self.grads)
+        self.check()
+
+    def check(self) -> None:
+        for master, param, exact in zip(
+            self.masters, self.model.parameters(), self.exact.params, strict=True
+        ):
+            torch.testing.assert_close(master.double(), exact.detach(), rtol=2e-5, atol=2e-6)
+            assert torch.equal(param, master.to(param.dtype))
+
+
+@pytest.fixture
+def on_gpu(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Iterator[Gpu]:
+    cuda_on_cpu.require_compiler()
+    yield Gpu(monkeypatch, pytestconfig)
+    amp.deactivate()  # as long as there are kernels
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training runs.
+
+    Attributes:
+        launched: the names of the kernels so far; None where the reference runs.
+    """
+
+    device: torch.device
+    launched: list[str] | None
+
+
+@pytest.fixture(params=["torch", "cuda on cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Run all on the reference, or by kernels."""
+    if request.param == "torch":
+        return Place(CPU, None)
+    if request.param == "cuda on cpu":
+        modules = request.getfixturevalue("on_gpu").modules
+        assert isinstance(modules, EmulatedModules)
+        return Place(CPU, modules.launched)
+    pytest.importorskip("cupy")
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
+    launched: list[str] = []
+    launch = cuda_module.modules.launch
+
+    def noted(kernel: cuda_module.Kernel, *arguments: Any) -> None:
+        launched.append(kernel.name)
+        launch(kernel, *arguments)
+
+    monkeypatch.setattr(cuda_module.modules, "launch", noted)
+    return Place(torch.device("cuda", 0), launched)
+
+
+STEPS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 2**16),
+            "missing": st.integers(0, 9),
+            "factor": st.sampled_from([1.0, 1.0, 1.0, INF]),
+            "clip": st.sampled_from([None, None, 0.5, 1000.0]),
+            "reads": st.sampled_from([False, False, True]),
+        }
+    ),
+    max_size=3,
+)
+
+
+def run_steps(trial: Trial, steps: list[dict[str, Any]]) -> None:
+    for options in steps:
+        # a loss that is not finite is found where it is scaled
+        factor = options["factor"] if trial.scale != 1.0 else 1.0
+        is_finite = trial.backward(options["seed"], options["missing"], factor)
+        if is_finite and options["clip"] is not None:
+            trial.clip(options["clip"])
+        if is_finite and options["reads"]:
+            trial.double_gradients()
+        trial.step(is_finite)
+
+
+def test_any_steps_are_those_of_float64(amp: ModuleType, place: Place) -> None:
+    kept = Trial(amp, RULES["sgd"], "O2", 1.0, place.device)  # torch stays patched while it lives
+
+    @given(
+        name=st.sampled_from(list(RULES)),
+        steps=STEPS,
+        level=st.sampled_from(["O2", "O5"]),
+        scale=st.sampled_from([1.0, 2.0**10]),
+    )
+    def run(name: str, steps: list[dict[str, Any]], level: str, scale: float) -> None:
+        run_steps(Trial(amp, RULES[name], level, scale, place.device), steps)
+
+    run()
+    del kept
+
+
+@pytest.mark.parametrize("lr_on_device", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_has_kernels_for_halves_and_for_the_rest(
+    amp: ModuleType, place: Place, name: str, lr_on_device: bool
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    if lr_on_device:
+        for group in trial.optimizer.param_groups:
+            group["lr"] = torch.tensor(LR, device=place.device)
+    usual = {"missing": 9, "factor": 1.0, "clip": None, "reads": False}
+    changes: list[dict[str, Any]] = [{}, {"missing": 1, "clip": 0.5}, {"factor": INF}, {}]
+    run_steps(trial, [{"seed": i, **usual, **change} for i, change in enumerate(changes)])
+    if place.launched is not None:
+        mine = {one for one in place.launched if one.startswith(RULES[name].source)}
+        dtypes = {"float16", "float32"}
+        assert (
+            mine
+            == {
+                "sgd": {"sgd_prepare", *(f"sgd_{one}_to_{one}" for one in dtypes)},
+                "adamw": {"adamw_prepare", *(f"adamw_{one}_to_{one}" for one in dtypes)},
+                "lamb": {
+                    *("lamb_prepare", "lamb_ratios"),
+                    *(f"lamb_{phase}_{one}" for phase in ("moments", "update") for one in dtypes),
+                },
+            }[RULES[name].source]
+        )
+        # the kernels wrote the half weights: no cast was needed
+        assert not [one for one in place.launched if one.startswith("cast")]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_state_goes_to_torchs_optimizer_and_back(
+    amp: ModuleType, place: Place, name: str
+) -> None:
+    first = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    params = [master.detach().clone().requires_grad_() for master in first.masters]
+    plain = RULES[name].make([{"params": params[:3]}, {"params": params[3:]}])
+    for seed in range(3):
+        first.step(first.backward(seed, 9, 1.0))
+    follow(params, first.masters)
+    plain.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    first.backward(3, 9, 1.0)
+    step_apart(plain, params, first)
+    first.step(True)
+    torch.testing.assert_close(params, first.masters, rtol=2e-5, atol=2e-6)
+
+    second = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    follow(list(amp.master_params(second.optimizer)), params)
+    second.optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    second.backward(4, 9, 1.0)
+    step_apart(plain, params, second)
+    second.optimizer.step()
+    torch.testing.assert_close(second.masters, params, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_step_counters_of_other_dtypes_count_on(
+    amp: ModuleType, place: Place, name: str, dtype: torch.dtype
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    trial.step(trial.backward(0, 9, 1.0))
+    for entry in trial.optimizer.state.values():
+        entry["step"] = entry["step"].to(dtype)
+    for seed in (1, 2):
+        trial.step(trial.backward(seed, 9, 1.0))
+    assert {entry["step"].item() for entry in trial.optimizer.state.values()} == {3}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "lamb"])
+def test_counters_are_float32_whatever_the_default_dtype(
+    amp: ModuleType, place: Place, name: str
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+        for seed in range(3):
+            trial.step(trial.backward(seed, 9, 1.0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@torch.no_grad()
+def follow(ones: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        one.copy_(other)
+
+
+def step_apart(optimizer: Optimizer, params: list[Tensor], trial: Trial) -> None:
+    """Step an optimizer that amp does not know with a trial's gradients."""
+    for param, grad in zip(params, trial.grads, strict=True):
+        param.grad = None if grad is None else grad.float()
+    optimizer.step()
+
+
+# --- what kernels read themselves ---
+
+
+def masters_of(trial: Trial) -> list[Tensor]:
+    own = set(map(id, trial.model.parameters()))
+    return [master for master in trial.masters if id(master) not in own]
+
+
+def test_no_gradient_is_unscaled_before_somebody_reads_it(amp: ModuleType, on_gpu: Gpu) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    half = trial.model.weights[2]
+    scaled = half.grad.clone()
+    assert [stored_grad(master) for master in masters_of(trial)] == [None] * 4
+    trial.clip(0.5)
+    assert [stored_grad(master) for master in masters_of(trial)] == [None] * 4
+    assert torch.equal(half.grad, scaled)
+    trial.double_gradients()
+    assert None not in [stored_grad(master) for master in masters_of(trial)]
+    trial.clip(0.25)  # a second time, of what was read
+    trial.step(True)
+    assert torch.equal(half.grad, scaled)
+
+
+WRITTEN = (
+    "with fused_step=True the gradients of half parameters must stay, from the end of "
+    "scale_loss() until optimizer.step(), as backward() left them; got 1 of 4 written to in "
+    "place. Write to the gradients of amp.master_params(optimizer), call "
+    "amp.clip_grad_norm_(optimizer, ...) to clip, and clear gradients before a backward() outside "
+    "of scale_loss()."
+)
+
+
+@pytest.mark.parametrize("reader", ["step", "read", "clip"])
+def test_a_write_to_a_half_gradient_is_refused(amp: ModuleType, on_gpu: Gpu, reader: str) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    trial.model.weights[2].grad.mul_(0.5)
+    read = {
+        "step": trial.optimizer.step,
+        "read": lambda: masters_of(trial)[0].grad,
+        "clip": lambda: trial.clip(0.5),
+    }[reader]
+    with pytest.raises(RuntimeError, match=f"^{re.escape(WRITTEN)}$"):
+        read()
+    trial.optimizer.zero_grad()
+    trial.grads = [None] * len(trial.grads)
+    trial.backward(1, 9, 1.0)
+    trial.step(True)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("all_of_them", [True, False])
+def test_cleared_half_gradients_are_not_stepped(
+    amp: ModuleType, on_gpu: Gpu, all_of_them: bool, set_to_none: bool
+) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    for i, param in enumerate(trial.model.parameters()):
+        if param.dtype is not torch.float32 and (all_of_them or i == 2):
+            param.grad = None if set_to_none else param.grad.zero_()
+            trial.grads[i] = None
+    trial.step(True)
+
+
+def test_another_optimizers_backward_leaves_waiting_gradients_alone(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    trial, other = (Trial(amp, RULES["sgd"], "O2", 64.0) for _ in range(2))
+    trial.backward(0, 9, 1.0)
+    given: list[Any] = [
+        None if param.dtype is torch.float32 else torch.ones(param.shape)
+        for param in trial.model.parameters()
+    ]
+    with amp.scale_loss(trial.model(given), other.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+        trial.step(True)
+
+
+def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, on_gpu: Gpu) -> None:
+    trial = Trial(amp, RULES["adamw"], "O2", 64.0)
+    sums: list[Any] = [None] * len(trial.grads)
+    for seed, missing in [(0, 9), (1, 2), (2, 9)]:
+        trial.grads = [None] * len(trial.grads)
+        generator = torch.Generator().manual_seed(seed)
+        given: list[Any] = [torch.randn(p.shape, generator=generator) for p in trial.masters]
+        if missing < len(given):
+            given[missing] = None
+        with amp.scale_loss(trial.model(given), trial.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        for i, one in enumerate(given):
+            exact = None if one is None else (one * 64.0).half().double() / 64.0
+            sums[i] = exact if sums[i] is None else sums[i] + (0.0 if exact is None else exact)
+    for i, param in enumerate(trial.model.parameters()):
+        if param.dtype is torch.float32:
+            sums[i] = param.grad.double()
+    trial.grads = sums
+    trial.step(True)
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw"])
+def test_a_tensor_that_no_kernel_takes_is_stepped_by_the_reference(
+    amp: ModuleType, on_gpu: Gpu, name: str
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    for group in trial.optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad.dim() == 2:
+                param.grad = param.grad.t().contiguous().t()
+    trial.step(True)
+    assert not [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
+    trial.backward(1, 9, 1.0)
+    trial.step(True)
+    # a first momentum is a copy of the gradient, and has its strides
+    launched = [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
+    assert bool(launched) == (name == "adamw")
+
+
+def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, on_gpu: Gpu) -> None:
+    for name in ("adamw", "sgd momentum", "lamb"):
+        trial = Trial(amp, RULES[name], "O2", 64.0)
+        (step,) = [s for o, s in amp.session.optimizers.steps.items() if o is trial.optimizer]
+        for seed, flag in enumerate([1.0, 0.0, 2.0, 0.0]):
+            before = [master.detach().clone() for master in trial.masters]
+            trial.backward(seed, 9, 1.0)
+            step.skip_if(torch.tensor([flag]))
+            if flag:
+                trial.optimizer.step()
+                assert amp.step_was_skipped(trial.optimizer)
+                assert all(map(torch.equal, trial.masters, before))
+                trial.grads = [None] * len(trial.grads)
+                trial.check()
+            else:
+                trial.step(True)

@@ -1,0 +1,609 @@
+"""fused_step=True does what fused_step=False does, to the bit, whatever is done in between."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import ExponentialLR
+
+from amp_patch.optimizers import FusedLAMB
+from amp_patch.weights.lazy_gradients import stored_grad
+
+INF, NAN = float("inf"), float("nan")
+EPS = 1e-3
+Make = Callable[[Any], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: AdamW(p, lr=0.05, eps=EPS),
+    "adamw fused": lambda p: AdamW(p, lr=0.05, eps=EPS, fused=True),
+    "adam amsgrad": lambda p: Adam(p, lr=0.05, eps=EPS, amsgrad=True, weight_decay=0.1),
+    "adam maximize": lambda p: Adam(p, lr=0.05, eps=EPS, maximize=True, foreach=True),
+    "sgd": lambda p: SGD(p, lr=0.05),
+    "sgd momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "sgd nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    # torch refuses to begin with the momentum of some parameters and of others later
+    "sgd fused": lambda p: SGD(p, lr=0.05, fused=True),
+    "lamb": lambda p: FusedLAMB(p, lr=0.05),
+}
+
+
+class Branches(nn.Module):
+    """Two layers of which a batch may leave one out, and a norm that stays in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, leave_out: str) -> Tensor:
+        hidden = self.norm(inputs)
+        for name in ("first", "second"):
+            hidden = hidden if name == leave_out else getattr(self, name)(hidden)
+        return hidden
+
+
+@contextlib.contextmanager
+def unless_scaled() -> Iterator[None]:
+    """Let pass what is refused while gradients are scaled, and only that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "delay_unscale" not in str(error):
+            raise
+
+
+class Run:
+    """A model in training; each method is something that users do."""
+
+    def __init__(
+        self, amp: ModuleType, fused: bool, level: str, make: Make, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.amp = amp
+        model = Branches()
+        self.spare = nn.Parameter(torch.linspace(-1, 1, 6))
+        groups = [
+            {"params": [*model.first.parameters(), *model.norm.parameters()]},
+            {"params": list(model.second.parameters()), "lr": 0.02},
+        ]
+        options = {"loss_scale": 64.0, "verbosity": 0, "fused_step": fused, **options}
+        self.model, self.optimizer = amp.initialize(model, make(groups), opt_level=level, **options)
+
+    def loss(self, seed: int = 0, leave_out: str = "", factor: float = 1.0) -> Tensor:
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+        return self.model(inputs, leave_out).float().square().mean() * factor
+
+    def backward(self, delay: bool = False, late: bool = False, **options: Any) -> None:
+        with self.amp.scale_loss(
+            self.loss(**options), self.optimizer, delay_unscale=delay, delay_overflow_check=late
+        ) as scaled_loss:
+            scaled_loss.backward()
+
+    def failing_backward(self) -> None:
+        scaling = self.amp.scale_loss(self.loss(), self.optimizer)
+        with contextlib.suppress(ArithmeticError), scaling as scaled_loss:
+            scaled_loss.backward()
+            raise ArithmeticError
+
+    def step(self, *closure: Callable[[], Tensor]) -> None:
+        with unless_scaled():
+            self.optimizer.step(*closure)
+
+    def train(self, **options: Any) -> None:
+        self.backward(**options)
+        self.step()
+
+    def step_with_closure(self) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            self.backward(seed=3)
+            return self.loss(seed=3).detach()
+
+        self.step(closure)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor | None:
+        with unless_scaled():
+            return self.amp.clip_grad_norm_(self.optimizer, max_norm, norm_type=norm_type)
+        return None
+
+    def halve_gradients(self) -> None:
+        for master in self.amp.master_params(self.optimizer):
+            if master.grad is not None:
+                master.grad *= 0.5
+
+    def replace_a_gradient(self) -> None:
+        master = next(iter(self.amp.master_params(self.optimizer)))
+        master.grad = None if master.grad is None else torch.ones_like(master)
+
+    def write_half_gradients(self) -> None:
+        for param in self.model.parameters():
+            if param.grad is not None and param.dtype is not torch.float32:
+                param.grad *= 0.5
+
+    def clear(self, how: str) -> None:
+        if how == "one":
+            self.model.first.weight.grad = None
+        elif how == "model":
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad(**({} if how == "plain" else {"set_to_none": how == "none"}))
+
+    def penalize(self) -> None:
+        for master in self.amp.master_params(self.optimizer):
+            master.requires_grad_()
+            (master.square().sum() * 0.01).backward()
+
+    def write(self, to_master: bool) -> None:
+        if to_master:
+            next(iter(self.amp.master_params(self.optimizer))).data.mul_(0.5)
+        else:
+            with torch.no_grad():
+                self.model.second.weight.mul_(0.5)
+
+    def change_options(self) -> None:
+        self.optimizer.param_groups[1]["lr"] *= 2
+
+    def add_group(self) -> None:
+        if len(self.optimizer.param_groups) == 2:
+            self.optimizer.add_param_group({"params": [self.spare], "lr": 0.1})
+        self.spare.grad = torch.linspace(1, 2, 6)
+
+    def reset_state(self) -> None:
+        for group in self.optimizer.param_groups:
+            self.optimizer.state[group["params"][0]] = {}
+
+    def reload(self) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def everything(self) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        return {
+            "weights": list(self.model.parameters()),
+            "half gradients": [param.grad for param in self.model.parameters()],
+            "masters": [p for group in self.optimizer.param_groups for p in group["params"]],
+            "state": [state["state"][key] for key in sorted(state["state"])],
+            "skipped": self.amp.step_was_skipped(self.optimizer),
+        }
+
+
+def gradients_of(run: Run) -> list[Tensor | None]:
+    return [master.grad for master in run.amp.master_params(run.optimizer)]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Compare bits, through lists and dicts."""
+    if isinstance(theirs, Tensor):
+        assert ours.dtype is theirs.dtype
+        assert ours.shape == theirs.shape
+        assert torch.equal(ours.nan_to_num(nan=7.0), theirs.nan_to_num(nan=7.0))
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        assert_same(list(ours.values()), list(theirs.values()))
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
+
+
+FACTORS = st.sampled_from([1.0, 1.0, 1.0, INF, NAN])
+ACTIONS: st.SearchStrategy[tuple[str, dict[str, Any]]] = st.one_of(
+    *[
+        st.tuples(
+            st.just(name),
+            st.fixed_dictionaries(
+                {
+                    "seed": st.integers(0, 9),
+                    "leave_out": st.sampled_from(["", "", "first", "second"]),
+                    "factor": FACTORS,
+                    "late": st.booleans(),
+                }
+            ),
+        )
+        for name in ("train", "train", "train", "backward")
+    ],
+    st.tuples(st.just("backward"), st.just({"delay": True})),
+    st.tuples(
+        st.just("clip"),
+        st.fixed_dictionaries(
+            {"max_norm": st.sampled_from([0.01, 100.0]), "norm_type": st.sampled_from([2.0, INF])}
+        ),
+    ),
+    st.tuples(
+        st.just("clear"),
+        st.fixed_dictionaries({"how": st.sampled_from(["plain", "none", "zero", "one", "model"])}),
+    ),
+    st.tuples(st.just("write"), st.fixed_dictionaries({"to_master": st.booleans()})),
+    st.tuples(
+        st.sampled_from(
+            [
+                *("step", "step_with_closure", "failing_backward", "halve_gradients"),
+                *("replace_a_gradient", "write_half_gradients", "penalize", "change_options"),
+                *("add_group", "reset_state", "reload"),
+            ]
+        ),
+        st.just({}),
+    ),
+)
+
+
+@pytest.mark.filterwarnings("ignore:What is written to the gradients of half")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> None:
+    if name == "lamb" and level == "O2":
+        pytest.skip("its step is its own either way: once is enough")
+    kept = Run(amp, True, level, OPTIMIZERS[name])  # torch stays patched while it lives
+
+    @given(st.lists(ACTIONS, max_size=8), st.booleans())
+    def run(actions: list[tuple[str, dict[str, Any]]], reads: bool) -> None:
+        fused, plain = (Run(amp, fused, level, OPTIMIZERS[name]) for fused in (True, False))
+        for action, options in actions:
+            results = [getattr(one, action)(**options) for one in (fused, plain)]
+            assert_same(*results)
+            assert_same(fused.everything(), plain.everything())
+            if reads:
+                assert_same(gradients_of(fused), gradients_of(plain))
+        for one in (fused, plain):
+            one.clear("plain")
+            one.train()
+        assert_same(fused.everything(), plain.everything())
+
+    run()
+    del kept
+
+
+# --- what is done once, and what is not done ---
+
+
+def run_of(amp: ModuleType, name: str = "adamw", **options: Any) -> Run:
+    return Run(amp, True, options.pop("level", "O2"), OPTIMIZERS[name], **options)
+
+
+@pytest.fixture
+def plain_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the list of calls of torch's own steps."""
+    calls: list[str] = []
+    for name in ("adam", "adamw", "sgd"):
+        module = sys.modules[f"torch.optim.{name}"]
+        original = getattr(module, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            calls.append(name)
+            original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "lamb"])
+def test_torchs_own_step_is_not_called(amp: ModuleType, plain_steps: list[str], name: str) -> None:
+    run = run_of(amp, name)
+    run.train()
+    run.train(leave_out="second")
+    run.add_group()
+    run.train()
+    assert plain_steps == []
+    plain = Run(amp, False, "O2", OPTIMIZERS[name])
+    plain.train()
+    assert plain_steps != []
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("adamw", "lr", torch.tensor(0.05)),
+        ("sgd", "lr", torch.tensor(0.05)),
+        ("adamw", "betas", (torch.tensor(0.9), torch.tensor(0.999))),
+        ("sgd", "differentiable", True),
+    ],
+)
+def test_torchs_own_step_does_what_the_fused_one_does_not(
+    amp: ModuleType, plain_steps: list[str], name: str, option: str, value: Any
+) -> None:
+    fused, plain = (Run(amp, which, "O2", OPTIMIZERS[name]) for which in (True, False))
+    for run in (fused, plain):
+        for group in run.optimizer.param_groups:
+            group[option] = value
+        run.train()
+    assert len(plain_steps) == 4
+    assert_same(fused.everything(), plain.everything())
+
+
+def test_the_masters_gradients_are_not_stored_until_they_are_read(amp: ModuleType) -> None:
+    run = run_of(amp)
+    masters = [
+        param
+        for group in run.optimizer.param_groups
+        for param in group["params"]
+        if all(param is not own for own in run.model.parameters())
+    ]
+    assert len(masters) == 4
+    run.backward()
+    assert [stored_grad(master) for master in masters] == [None] * 4
+    assert masters[2].grad is not None
+    assert None not in [stored_grad(master) for master in masters]
+    run.step()
+    assert [master.grad for master in masters] == [None] * 4
+
+
+@pytest.mark.parametrize("reader", ["param_groups", "master_params"])
+def test_the_step_uses_what_was_written_to_a_gradient(amp: ModuleType, reader: str) -> None:
+    run = run_of(amp, "sgd")
+    before = [p.detach().clone() for p in amp.master_params(run.optimizer)]
+    run.backward()
+    if reader == "master_params":
+        masters = list(amp.master_params(run.optimizer))
+    else:
+        masters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    for master in masters:
+        master.grad.fill_(2.0)
+    run.step()
+    lrs = [0.05] * 4 + [0.02] * 2
+    for master, old, lr in zip(masters, before, lrs, strict=True):
+        torch.testing.assert_close(master.detach(), old - 2 * lr)
+
+
+@pytest.mark.parametrize("fused_first", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_goes_from_one_to_the_other(
+    amp: ModuleType, name: str, fused_first: bool
+) -> None:
+    first, second = (
+        Run(amp, which, "O2", OPTIMIZERS[name]) for which in (fused_first, not fused_first)
+    )
+    straight = Run(amp, False, "O2", OPTIMIZERS[name])
+    for seed in range(3):
+        first.train(seed=seed)
+        straight.train(seed=seed)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    for run in (second, straight):
+        run.model.zero_grad()
+        run.train(seed=5)
+    assert_same(second.everything(), straight.everything())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_after_deactivate_the_optimizer_goes_on_by_itself(amp: ModuleType, name: str) -> None:
+    results = []
+    for fused in (True, False):
+        run = Run(amp, fused, "O2", OPTIMIZERS[name])
+        run.train()
+        run.backward(seed=1)
+        amp.deactivate()
+        run.optimizer.step()
+        run.loss(seed=2).backward()
+        run.optimizer.step()
+        assert type(run.model.first.weight) is nn.Parameter
+        results.append([list(run.model.parameters()), [p.grad for p in run.model.parameters()]])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_an_optimizer_is_copied_while_gradients_wait(amp: ModuleType, copied: Any) -> None:
+    run = run_of(amp)
+    run.train()
+    run.backward()
+    twin = copied(run.optimizer)
+    assert_same(
+        [p for group in twin.param_groups for p in group["params"]],
+        [p for group in run.optimizer.param_groups for p in group["params"]],
+    )
+    run.step()
+    assert not amp.step_was_skipped(run.optimizer)
+
+
+def test_a_sparse_gradient_is_stepped_as_ever(amp: ModuleType, plain_steps: list[str]) -> None:
+    weights = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        optimizer = SGD(model.parameters(), lr=0.5)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", verbosity=0, fused_step=fused, loss_scale=8.0
+        )
+        for _ in range(2):
+            with amp.scale_loss(model(torch.tensor([1, 2, 1])).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        weights.append([p.detach().clone() for p in amp.master_params(optimizer)])
+    assert_same(*weights)
+    assert len(plain_steps) == 4
+
+
+def test_two_optimizers_share_a_backward(amp: ModuleType) -> None:
+    weights = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizers = [AdamW(model[0].parameters(), eps=EPS), SGD(model[1].parameters(), lr=0.1)]
+        model, optimizers = amp.initialize(
+            model, optimizers, opt_level="O2", verbosity=0, fused_step=fused, loss_scale=8.0
+        )
+        for factor in (1.0, INF, 1.0):
+            loss = model(torch.ones(2, 4)).float().sum() * factor
+            with amp.scale_loss(loss, optimizers) as scaled_loss:
+                scaled_loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                assert amp.step_was_skipped(optimizer) == (factor == INF)
+                optimizer.zero_grad()
+        weights.append([p.detach().clone() for o in optimizers for p in amp.master_params(o)])
+    assert_same(*weights)
+
+
+# --- what torch runs around a step ---
+
+
+def test_hooks_see_gradients_before_and_weights_after(amp: ModuleType) -> None:
+    run = run_of(amp, "sgd")
+    weight, calls = run.model.second.weight, []
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        assert args == (optimizer,)
+        calls.append([m.grad.clone() for m in amp.master_params(optimizer)])
+
+    handles = [
+        run.optimizer.register_step_pre_hook(before),
+        run.optimizer.register_step_post_hook(lambda *_: calls.append(weight.clone())),
+    ]
+    run.backward()
+    old = weight.clone()
+    run.step()
+    for handle in handles:
+        handle.remove()
+    gradients, published = calls
+    assert gradients[4].any()
+    assert torch.equal(published, weight)
+    assert not torch.equal(published, old)
+
+
+@pytest.mark.parametrize("built", ["before", "after"])
+def test_a_scheduler_counts_the_steps(amp: ModuleType, built: str) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    scheduler = ExponentialLR(optimizer, 0.5) if built == "before" else None
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", verbosity=0, fused_step=True, loss_scale=8.0
+    )
+    scheduler = scheduler or ExponentialLR(optimizer, 0.5)
+    for expected in (0.05, 0.025):
+        with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        scheduler.step()  # warns where it has not seen a step
+        assert optimizer.param_groups[0]["lr"] == expected
+
+
+def test_the_profiler_sees_the_step(amp: ModuleType) -> None:
+    run = run_of(amp)
+    run.backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.step()
+    assert "Optimizer.step#AdamW.step" in [event.name for event in profile.events()]
+
+
+def test_what_belongs_to_an_optimizer_goes_with_it(amp: ModuleType) -> None:
+    run = run_of(amp)
+    run.train()
+    run.backward()
+    masters = list(run.optimizer.param_groups[0]["params"])
+    reference = weakref.ref(run.optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        del run.optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+    assert [master.grad for master in masters[:2]] == [None, None]
+
+
+# --- misuse ---
+
+NEITHER = "call amp.initialize(..., fused_step=False)."
+
+
+def initialize(amp: ModuleType, optimizer: Optimizer, level: str = "O2", fused: Any = True) -> None:
+    model = nn.Linear(2, 2)
+    optimizer.param_groups[0]["params"][:] = model.parameters()
+    before = [param.clone() for param in model.parameters()]
+    try:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0, fused_step=fused)
+    finally:
+        assert_same(list(model.parameters()), before)
+        assert "step" not in vars(optimizer) or callable(vars(optimizer)["step"])
+
+
+def some() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(1))]
+
+
+class Derived(AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(RMSprop, "torch.optim.rmsprop.RMSprop"), (Derived, "test_fused_step.Derived")],
+)
+def test_other_optimizers_are_refused(amp: ModuleType, make: Make, name: str) -> None:
+    message = (
+        "fused_step=True steps torch.optim.AdamW, Adam and SGD and "
+        f"amp_patch.optimizers.FusedLAMB, these very types; got {name}; {NEITHER}"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        initialize(amp, make(some()))
+
+
+def test_a_replaced_step_is_refused(amp: ModuleType) -> None:
+    optimizer = AdamW(some())
+    optimizer.step = lambda: None
+    message = (
+        "fused_step=True takes the place of the optimizer's own step(); got one that was replaced "
+        f"on this AdamW, and would not be called; {NEITHER}"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        initialize(amp, optimizer)
+
+
+LACKING = "fused_step=True knows no differentiable=True and no tensors as options but for lr; got "
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("differentiable", True),
+        ("betas", (torch.tensor(0.5), 0.9)),
+        ("weight_decay", torch.tensor(0.5)),
+    ],
+)
+def test_options_that_are_lacking_are_refused(amp: ModuleType, option: str, value: Any) -> None:
+    optimizer = AdamW(some())
+    optimizer.param_groups[0][option] = value
+    message = f"{LACKING}{option}={value!r}; leave that out, or {NEITHER}"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        initialize(amp, optimizer)
+
+
+def test_a_group_with_options_that_are_lacking_is_refused_later_too(amp: ModuleType) -> None:
+    run = run_of(amp)
+    message = f"{LACKING}differentiable=True; leave that out, or {NEITHER}"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        run.optimizer.add_param_group({"params": [run.spare], "differentiable": True})
+    assert len(run.optimizer.param_groups) == 2
+    with pytest.raises(TypeError, match="param_group must be a dict"):
+        run.optimizer.add_param_group([run.spare])
+    run.train()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
+def test_levels_without_masters_are_refused(amp: ModuleType, level: str) -> None:
+    message = (
+        "fused_step=True steps master weights, in one pass with the rest; got opt_level "
+        f"'{level}', which has none; call amp.initialize(..., opt_level='O2', fused_step=True) or "
+        "'O5'."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        initialize(amp, AdamW(some()), level)
+
+
+def test_fused_step_is_a_bool(amp: ModuleType) -> None:
+    message = "fused_step must be a bool; got 1; call amp.initialize(..., fused_step=True)."
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        initialize(amp, AdamW(some()), fused=1)

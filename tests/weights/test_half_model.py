@@ -1,0 +1,576 @@
+"""Models stored in half: what is converted, what goes in and out, and what outlives a copy."""
+
+import copy
+import dataclasses
+import io
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict, UserDict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from amp_patch.casting.mode import OFF, mode
+from amp_patch.weights import half_model
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF_OF = {"O2": F16, "O3": F16, "O5": BF16}
+LEVELS = sorted(HALF_OF)
+
+
+class Echo(nn.Module):
+    """Hands its arguments back, and notes the dtypes that reached it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (args, kwargs)
+        return args if len(args) > 1 else args[0]
+
+
+def prepared(amp: ModuleType, model: nn.Module, level: str = "O2", **options: Any) -> nn.Module:
+    return amp.initialize(model, opt_level=level, verbosity=0, **options)
+
+
+# --- what is converted ---
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4),
+        nn.BatchNorm3d(4),
+        nn.SyncBatchNorm(4),
+        nn.BatchNorm1d(4, affine=False),
+        nn.BatchNorm1d(4, track_running_stats=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("level", "kept"), [("O2", F32), ("O5", F32), ("O3", F16)])
+def test_batch_norms_keep_fp32_where_the_level_says_so(
+    amp: ModuleType, norm: nn.Module, level: str, kept: torch.dtype
+) -> None:
+    norm = copy.deepcopy(norm)
+    model = prepared(amp, nn.Sequential(nn.Linear(4, 4), norm), level)
+    floats = [t for t in model[1].state_dict(keep_vars=True).values() if t.is_floating_point()]
+    stored = [*norm.parameters(), *(b for b in norm.buffers() if b.is_floating_point())]
+    assert len(floats) == len(stored)
+    assert {tensor.dtype for tensor in stored} <= {kept}
+    assert model[0].weight.dtype is HALF_OF[level]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+        nn.RMSNorm(4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("level", LEVELS)
+def test_other_norms_go_half(amp: ModuleType, norm: nn.Module, level: str) -> None:
+    model = prepared(amp, nn.Sequential(copy.deepcopy(norm)), level)
+    floats = [t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()]
+    assert floats
+    assert {tensor.dtype for tensor in floats} == {HALF_OF[level]}
+
+
+@pytest.mark.parametrize(
+    ("level", "keep", "expected"),
+    [("O2", False, F16), ("O2", "False", F16), ("O3", True, F32), ("O5", False, BF16)],
+)
+def test_keep_batchnorm_fp32_overrides_the_level(
+    amp: ModuleType, level: str, keep: Any, expected: torch.dtype
+) -> None:
+    model = prepared(amp, nn.Sequential(nn.BatchNorm1d(4)), level, keep_batchnorm_fp32=keep)
+    assert model[0].weight.dtype is expected
+    assert model[0].running_mean.dtype is expected
+    assert model[0].num_batches_tracked.dtype is torch.int64
+    assert model(torch.randn(8, 4)).dtype is F32
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_kept_batch_norm_takes_half_and_averages_in_fp32(amp: ModuleType, affine: bool) -> None:
+    model = prepared(amp, nn.Sequential(nn.BatchNorm1d(4, affine=affine)))
+    inputs = torch.randn(64, 4)
+    outputs = model(inputs)
+    reference = nn.BatchNorm1d(4, affine=affine)
+    expected = reference(inputs.half().float())
+    torch.testing.assert_close(outputs, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(model[0].running_var, reference.running_var)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_values_are_rounded_once_in_the_same_objects(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    model.register_buffer("table", torch.rand(5))
+    params, before = list(model.parameters()), copy.deepcopy(model.state_dict())
+    prepared(amp, model, level)
+    assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert torch.equal(tensor, before[name].to(HALF_OF[level]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_float64_complex_and_integer_tensors_are_untouched(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 3)
+    model.double_weight = nn.Parameter(torch.rand(2, dtype=F64))
+    model.complex_weight = nn.Parameter(torch.rand(2, dtype=torch.complex64))
+    for name, dtype in (("d", F64), ("c", torch.complex64), ("i", torch.int64), ("b", torch.bool)):
+        model.register_buffer(name, torch.zeros(2, dtype=dtype))
+    others = {
+        name: tensor
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.dtype is not F32
+    }
+    before = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in others.items()}
+    prepared(amp, model, level)
+    now = dict([*model.named_parameters(), *model.named_buffers()])
+    assert before == {name: (now[name].data_ptr(), now[name].dtype) for name in before}
+
+
+def test_a_tied_weight_stays_one_parameter(amp: ModuleType) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    model["head"].weight = model["embed"].weight
+    prepared(amp, model)
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.dtype is F16
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("level", LEVELS)
+def test_recurrent_layers_run_on_packed_sequences(
+    amp: ModuleType, cell: type[nn.Module], level: str
+) -> None:
+    model = prepared(amp, cell(3, 5), level)
+    packed = pack_padded_sequence(torch.randn(4, 2, 3), [4, 2])
+    outputs, _ = model(packed)
+    assert isinstance(outputs, PackedSequence)
+    assert outputs.data.dtype is F32
+    assert packed.data.dtype is F32
+    assert torch.equal(outputs.batch_sizes, packed.batch_sizes)
+
+
+def test_parametrized_modules_are_converted(amp: ModuleType) -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    prepared(amp, model)
+    assert {param.dtype for param in model.parameters()} == {F16}
+    assert model(torch.randn(2, 4)).dtype is F32
+
+
+# --- inputs and outputs ---
+
+
+class Point(NamedTuple):
+    x: Tensor
+    label: str
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    mask: Tensor
+    name: str = "batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBatch:
+    x: Tensor
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """A dict whose entries are attributes as well, as libraries of models return it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+
+
+class Graph:
+    """A batch of the user's own, which knows how to convert itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, dtype: torch.dtype) -> "Graph":
+        return Graph(self.x.to(dtype))
+
+
+def ones(dtype: torch.dtype = F32) -> Tensor:
+    return torch.ones(2, 4, dtype=dtype)
+
+
+CONTAINERS = {
+    "list": [ones(), 1],
+    "tuple": (ones(), "text"),
+    "dict": {"x": ones(), "n": None},
+    "nested": {"a": [(ones(), {"b": ones()})]},
+    "ordered": OrderedDict(x=ones()),
+    "user dict": UserDict(x=ones()),
+    "model output": ModelOutput(x=ones()),
+    "named tuple": Point(ones(), "p"),
+    "dataclass": Batch(ones(), torch.ones(2, dtype=torch.bool)),
+    "frozen dataclass": FrozenBatch(ones()),
+    "object with to": Graph(ones()),
+}
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the floating tensors in any of the containers above."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Graph) or dataclasses.is_dataclass(value):
+        value = vars(value)
+    if hasattr(value, "values"):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_containers_keep_their_type_both_ways(amp: ModuleType, kind: str, level: str) -> None:
+    model = prepared(amp, Echo(), level)
+    given = CONTAINERS[kind]
+    returned = model(given)
+    (seen,), _ = model.seen
+    assert type(seen) is type(returned) is type(given)
+    for value, dtype in ((seen, HALF_OF[level]), (returned, F32), (given, F32)):
+        found = tensors_in(value)
+        assert len(found) == len(tensors_in(given)) > 0
+        assert {tensor.dtype for tensor in found} == {dtype}
+
+
+def test_what_stands_beside_tensors_is_kept(amp: ModuleType) -> None:
+    model = prepared(amp, Echo())
+    model(CONTAINERS["named tuple"], CONTAINERS["dataclass"], CONTAINERS["model output"])
+    (point, batch, output), _ = model.seen
+    assert point.label == "p"
+    assert (batch.name, batch.mask.dtype) == ("batch", torch.bool)
+    assert output.x is output["x"]
+
+
+def test_keyword_arguments_are_cast(amp: ModuleType) -> None:
+    model = prepared(amp, Echo())
+    given = {"x": [ones()]}
+    model(1, mask=ones(), batch=given)
+    _, seen = model.seen
+    assert seen["mask"].dtype is F16
+    assert seen["batch"]["x"][0].dtype is F16
+    assert given["x"][0].dtype is F32
+
+
+@pytest.mark.parametrize(
+    "dtype", [F64, torch.complex64, torch.int64, torch.int32, torch.uint8, torch.bool]
+)
+def test_inputs_of_other_dtypes_pass_as_they_are(amp: ModuleType, dtype: torch.dtype) -> None:
+    model = prepared(amp, Echo())
+    given = ones(dtype)
+    assert model(given) is given
+    assert model.seen[0][0] is given
+
+
+@pytest.mark.parametrize(
+    "given", ["text", b"bytes", 3, 2.5, None, torch.float32, torch.device("cpu"), nn.Linear, Point]
+)
+def test_what_is_no_tensor_passes_as_it_is(amp: ModuleType, given: Any) -> None:
+    model = prepared(amp, Echo())
+    assert model(given) is given
+
+
+def test_modules_passed_as_arguments_are_untouched(amp: ModuleType) -> None:
+    model, other = prepared(amp, Echo()), nn.Linear(2, 2)
+    assert model([other])[0] is other
+    assert other.weight.dtype is F32
+
+
+@pytest.mark.parametrize("given", [F16, BF16, F32])
+def test_any_half_input_becomes_the_models_dtype(amp: ModuleType, given: torch.dtype) -> None:
+    model = prepared(amp, Echo(), "O5")
+    model(ones(given))
+    assert model.seen[0][0].dtype is BF16
+
+
+def test_o0_brings_half_inputs_to_fp32(amp: ModuleType) -> None:
+    model = prepared(amp, nn.Linear(4, 3), "O0")
+    assert model(ones(F16)).dtype is F32
+    assert model.weight.dtype is F32
+
+
+def test_gradients_reach_the_callers_inputs(amp: ModuleType) -> None:
+    model = prepared(amp, nn.Linear(4, 3))
+    inputs = ones().requires_grad_()
+    model(inputs).sum().backward()
+    torch.testing.assert_close(inputs.grad, model.weight.float().sum(0).expand(2, 4), rtol=1e-3,
+                               atol=1e-3)  # fmt: skip
+    assert inputs.grad.dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O1", *LEVELS])
+@pytest.mark.parametrize("dtype", [F16, BF16, F64])
+def test_cast_model_outputs_decides_what_comes_out(
+    amp: ModuleType, level: str, dtype: torch.dtype
+) -> None:
+    model = prepared(amp, nn.Linear(4, 3), level, cast_model_outputs=dtype)
+    assert model(ones()).dtype is dtype
+
+
+def test_cast_model_type_false_leaves_model_and_inputs_alone(amp: ModuleType) -> None:
+    model = prepared(amp, Echo(), cast_model_type=False)
+    given = ones()
+    assert model(given) is given
+    assert model.linear.weight.dtype is F32
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", BF16), ("O3", BF16), ("O5", F16)])
+def test_cast_model_type_overrides_the_level(
+    amp: ModuleType, level: str, dtype: torch.dtype
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, cast_model_type=dtype, loss_scale=4.0, verbosity=0
+    )
+    before = model.state_dict()["weight"].clone()
+    assert model.weight.dtype is dtype
+    with amp.scale_loss(model(ones()).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["weight"], before - 0.25, rtol=0.01, atol=0.01)
+
+
+# --- copies, pickles, replicas ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_deep_copy_runs_its_own_weights(amp: ModuleType, level: str) -> None:
+    model = prepared(amp, nn.Linear(4, 3), level)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.fill_(2.0)
+    assert torch.equal(twin(ones()), torch.full((2, 3), 10.0))
+    assert not torch.equal(model(ones()), twin(ones()))
+    assert twin(ones()).dtype is F32
+    assert twin.state_dict()["weight"].dtype is F32
+
+
+def test_a_copy_outlives_its_original_and_deactivate_leaves_it_usable(amp: ModuleType) -> None:
+    model = prepared(amp, nn.Linear(4, 3))
+    twin = copy.deepcopy(model)
+    expected = twin(ones())
+    amp.deactivate()
+    del model
+    assert torch.equal(twin(ones()), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_a_pickled_model_casts_as_before(amp: ModuleType, level: str, how: str) -> None:
+    model = prepared(amp, nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval(), level)
+    expected = model(ones())
+    if how == "pickle":
+        loaded = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    assert loaded[0].weight.dtype is HALF_OF[level]
+    assert torch.equal(loaded(ones()), expected)
+    assert loaded(ones()).dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O1", *LEVELS])
+def test_a_pickled_model_runs_in_a_process_that_never_initialized(
+    amp: ModuleType, level: str, tmp_path: Path
+) -> None:
+    model = prepared(amp, nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), level)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.arange(12.0).reshape(3, 4) / 8)
+    torch.save(model, tmp_path / "model.pt")
+    script = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "output = model(torch.ones(2, 4))\n"
+        "print(model[0].weight.dtype, output.dtype, model.state_dict()['0.weight'].dtype)\n"
+        "torch.save(output, sys.argv[2])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "model.pt", tmp_path / "output.pt"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert run.stderr == ""
+    assert run.stdout.split() == [str(HALF_OF.get(level, F32)), str(F32), str(F32)]
+    there = torch.load(tmp_path / "output.pt")
+    with amp.disable_casts():
+        assert torch.equal(there, model(ones()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_data_parallel_replica_runs_its_own_weights(amp: ModuleType, level: str) -> None:
+    model = prepared(amp, nn.Linear(4, 3), level)
+    replica = model._replicate_for_data_parallel()
+    for name in ("weight", "bias"):
+        setattr(replica, name, torch.full_like(getattr(model, name), 2.0))
+    assert torch.equal(replica(ones()), torch.full((2, 3), 10.0))
+    assert replica(ones()).dtype is F32
+
+
+def test_initialize_again_replaces_the_hooks(amp: ModuleType) -> None:
+    model = prepared(amp, Echo(), "O0")
+    prepared(amp, model, "O2")
+    model(ones())
+    assert model.seen[0][0].dtype is F16
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+
+
+def test_attach_replaces_what_was_attached() -> None:
+    model = nn.Linear(4, 3)
+    casts = half_model.ForwardCasts(level=OFF, region_dtype=F16, inputs=F16, outputs=F32)
+    for _ in range(2):
+        casts.attach(model)
+    hooks = [value for name, value in vars(model).items() if "forward" in name]
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    half_model.detach(model)
+    assert not any(hooks)
+
+
+def test_detach_removes_our_hooks_and_no_others(amp: ModuleType) -> None:
+    model = Echo()
+    model.register_forward_pre_hook(lambda *_: None)
+    model.register_forward_hook(lambda *_: None, with_kwargs=False)
+    before = {name: dict(value) for name, value in vars(model).items() if "hooks" in name}
+    prepared(amp, model)
+    amp.deactivate()
+    assert {name: dict(value) for name, value in vars(model).items() if "hooks" in name} == before
+
+
+# --- the mode during a forward ---
+
+
+class Nest(nn.Module):
+    """Runs another model inside, and notes the mode around that."""
+
+    def __init__(self, inner: nn.Module, fails: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._inner = [inner]  # not a submodule: it is initialized by itself
+        self._fails = fails
+        self.modes: list[torch.dtype | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(mode.dtype)
+        try:
+            x = self._inner[0](x)
+        finally:
+            self.modes.append(mode.dtype)
+        if self._fails:
+            raise ArithmeticError("outer")
+        return x
+
+
+class Failing(nn.Module):
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mode = mode.dtype
+        if self._fails:
+            raise ArithmeticError("inner")
+        return self.linear(x)
+
+
+IN_MODEL = {"O0": OFF, "O1": F16, "O2": OFF, "O3": OFF, "O4": BF16, "O5": OFF}
+
+
+@pytest.mark.parametrize("inner", IN_MODEL)
+@pytest.mark.parametrize("outer", IN_MODEL)
+@pytest.mark.parametrize("fails", ["inner", "outer", None])
+def test_nested_models_restore_the_mode_also_when_one_raises(
+    amp: ModuleType, outer: str, inner: str, fails: str | None
+) -> None:
+    within = prepared(amp, Failing(fails == "inner"), inner)
+    around = prepared(amp, Nest(within, fails == "outer"), outer)
+    before = (mode.save(), list(mode.models), mode.region_dtype)
+    if fails is None:
+        around(ones())
+    else:
+        with pytest.raises(ArithmeticError, match=fails):
+            around(ones())
+    assert (mode.save(), mode.models, mode.region_dtype) == before
+    assert around.modes == [IN_MODEL[outer]] * 2
+    assert within.mode == IN_MODEL[inner]
+
+
+def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("hook")
+
+    for register in ("register_forward_pre_hook", "register_forward_hook"):
+        model = prepared(amp, nn.Linear(4, 3), "O1")
+        handle = getattr(model, register)(fail)
+        before = (mode.save(), list(mode.models))
+        with pytest.raises(ArithmeticError, match="hook"):
+            model(ones())
+        assert (mode.save(), mode.models) == before
+        handle.remove()
+
+
+# --- deactivate ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_deactivate_brings_everything_back_to_fp32(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.LSTM(3, 2))
+    model.register_buffer("table", torch.rand(5))
+    params = list(model.parameters())
+    prepared(amp, model, level)
+    amp.deactivate()
+    floats = [t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()]
+    assert {tensor.dtype for tensor in floats} == {F32}
+    assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
+    assert model[2](torch.randn(4, 1, 3))[0].dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O3", "O5"])
+def test_convert_hands_back_the_old_storage(level: str) -> None:
+    model = nn.Linear(4, 3)
+    pointers = {param: param.data_ptr() for param in model.parameters()}
+    model.weight.grad = torch.ones(3, 4)
+    originals = half_model.convert(model, HALF_OF[level], keep_batchnorm_fp32=False)
+    assert {param: original.data_ptr() for param, original in originals.items()} == pointers
+    assert torch.equal(originals[model.weight].grad, torch.ones(3, 4))
+    assert model.weight.grad is None
+    assert originals[model.bias].grad is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_from_before_initialize_is_stepped(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    model.weight.grad = torch.full((3, 4), 0.25)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.step()
+    assert torch.equal(model.weight.float(), torch.full((3, 4), 0.75))
