@@ -37,7 +37,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give a copy of what a wheel holds, whose sources a test may change."""
     folder = tmp_path / "site" / "amp_patch"
     shutil.copytree(CSRC, folder / "csrc")
-    monkeypatch.setattr(cuda_compiler, "__file__", str(folder / "cuda_compiler.py"))
+    monkeypatch.setattr(cuda_compiler, "__file__", str(folder / "kernels" / "cuda_compiler.py"))
     return folder
 
 

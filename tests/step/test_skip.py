@@ -218,7 +218,9 @@ def test_the_message_is_out_at_exit_and_after_deactivate(
 
 LAST_STEP_OVERFLOWS = """
     import torch
-    from amp_patch import amp, device_scaler, scaled_loss
+    from amp_patch import amp
+    from amp_patch.scaling import device_scaler
+    from amp_patch.step import scaled_loss
 
     class Late:
         def __init__(self, source):
