@@ -197,18 +197,9 @@ def scale_loss(
     steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)")
     if steps is None:
         return contextlib.nullcontext(loss)
-    scaler_id = session.optimizers.scaler_of(steps[0], loss_id)
-    return ScaledLoss(
-        arguments.loss_of(loss),
-        steps,
-        session.optimizers.others(steps),
-        session.scalers[scaler_id],
-        scaler_id,
-        session.cache,
-        session.models.name_of,
-        delay_unscale,
-        delay_overflow_check,
-    )
+    loss = arguments.loss_of(loss)
+    backward_pass = session.backward_pass(steps, loss_id, loss.device, delay_overflow_check)
+    return ScaledLoss(loss, backward_pass, delay_unscale, delay_overflow_check)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -224,7 +215,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     optimizer = session.optimizers.originals_of(optimizer)
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
-        step.show_masters()
+        step.backward.show_masters()
     return _parameters_of(optimizer)
 
 
@@ -252,8 +243,8 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
     step = session.optimizers.steps.get(optimizer)
     if step is not None:
-        step.refuse_delayed("amp.clip_grad_norm_()")
-        total = step.clip_waiting(max_norm, norm_type)
+        step.backward.refuse_scaled("amp.clip_grad_norm_()")
+        total = step.backward.clip_waiting(max_norm, norm_type)
         if total is not None:
             return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
@@ -271,7 +262,7 @@ def step_was_skipped(optimizer: Optimizer) -> bool:
     if steps is None:
         return False
     arguments.optimizer_of(optimizer, "amp.step_was_skipped()")
-    return steps[0].skipped
+    return steps[0].skip.was_skipped
 
 
 def loss_scale(loss_id: int = 0) -> float:

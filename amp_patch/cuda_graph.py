@@ -165,7 +165,7 @@ def _run_outside(step: Callable[[], Any], count: int) -> None:
     while was_skipped:
         before = [(one, one.ended) for one in session.optimizers.steps.values()]
         step()
-        was_skipped = any(one.skipped for one, ended in before if one.ended != ended)
+        was_skipped = any(one.skip.was_skipped for one, ended in before if one.ended != ended)
 
 
 def _settle() -> None:
@@ -177,16 +177,16 @@ def _settle() -> None:
 
 def _follow_host() -> None:
     """Bring to the devices what was changed on the host."""
-    for twin in _twins():
-        twin.renew()
+    for one in _device_scalers():
+        one.renew()
     for step in session.optimizers.steps.values():
         if step.masters is not None:
             step.masters.end_exposure()
 
 
 def _refuse_exhausted() -> None:
-    for twin in _twins():
-        twin.poll()
+    for one in _device_scalers():
+        one.poll()
     for index, scaler in enumerate(session.scalers):
         if scaler.exhausted:
             raise FloatingPointError(
@@ -196,14 +196,16 @@ def _refuse_exhausted() -> None:
             )
 
 
-def _twins() -> list[DeviceScaler]:
-    return [one.twin for one in session.scalers if isinstance(one.twin, DeviceScaler)]
+def _device_scalers() -> list[DeviceScaler]:
+    return [
+        one.device_scaler for one in session.scalers if isinstance(one.device_scaler, DeviceScaler)
+    ]
 
 
 def _memory() -> list[Any]:
     """Return what holds the tensors that a step uses now."""
-    kept: list[Any] = [*session.cache.casts(), *_twins()]
+    kept: list[Any] = [*session.cache.casts(), *_device_scalers()]
     for optimizer, step in session.optimizers.steps.items():
         state = [dict(entry) for entry in optimizer.state.values() if isinstance(entry, dict)]
-        kept += [step, step.held(), copy.copy(step.gradients), state]
+        kept += [step, step.backward.pairs(), copy.copy(step.backward.gradients), state]
     return kept

@@ -31,6 +31,8 @@ from .levels import OptLevel, Resolved, print_level
 from .patching import Patches
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
+from .step.backward_pass import BackwardPass
+from .step.loss_scaling import choose_scaling
 from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
 from .weights.fp32_values import FP32Store
@@ -221,6 +223,39 @@ class Session:
                     f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
                 )
         return [steps[optimizer] for optimizer in given]
+
+    def backward_pass(
+        self,
+        steps: Sequence[OptimizerStep],
+        loss_id: Any,
+        device: torch.device,
+        may_be_delayed: bool = False,
+    ) -> BackwardPass:
+        """Return the hooks of one backward pass, see `BackwardPass`.
+
+        Args:
+            steps: of the optimizers whose gradients the backward writes.
+            loss_id: which of their losses it is.
+            device: the loss's.
+            may_be_delayed: whether the check may wait until the step.
+
+        Raises:
+            TypeError, IndexError: no such loss.
+        """
+        scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
+        for step in steps:
+            step.skip.settle()
+        optimizers = [step.backward for step in steps]
+        scaling = choose_scaling(
+            self.scalers[scaler_id],
+            scaler_id,
+            self.models.name_of,
+            device,
+            may_be_delayed,
+            can_skip=lambda: all(one.skips_by_flag for one in optimizers),
+        )
+        others = [step.backward for step in self.optimizers.others(steps)]
+        return BackwardPass(optimizers, others, scaling, self.cache)
 
     def _is_disabled(self, optimizers: Any) -> bool:
         if not self.initialized:

@@ -16,7 +16,7 @@ from benchmarks.kernels import Measured
 from benchmarks.model_shapes import MODELS
 from cuda_on_cpu.fake_gpu import Gpu
 
-from amp_patch.step import scaled_loss
+from amp_patch.step import loss_scaling
 
 VARIABLE = "AMP_PATCH_KERNELS"
 SCRIPT = Path(__file__).parent / "benchmarks" / "kernels.py"
@@ -55,7 +55,7 @@ def test_on_a_gpu_what_is_timed_are_the_kernels(
 ) -> None:
     cuda_on_cpu.require_compiler()
     modules = Gpu(monkeypatch, pytestconfig).modules
-    monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", {"cpu"})
+    monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", {"cpu"})
     rows = {one.name: one.make for one in kernels.operations([(3, 5), (7,)], torch.device("cpu"))}
     own = {"adamw": "adamw", "sgd with momentum": "sgd", "lamb": "lamb"}
     for name, source in own.items():

@@ -34,7 +34,7 @@ from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
 from amp_patch.session import session
-from amp_patch.step import optimizer_step, scaled_loss
+from amp_patch.step import loss_scaling, skip
 
 CPU = torch.device("cpu")
 WARM_UP = 2
@@ -112,7 +112,7 @@ class FakeCuda:
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(Captures, "are_made", lambda _, device: self.is_capturing)
-        monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", {"cpu"})
+        monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", {"cpu"})
         cuda = self
 
         class Guarded(HostCopy):
@@ -134,7 +134,7 @@ class FakeCuda:
                 assert not cuda.is_capturing
 
         monkeypatch.setattr(device_scaler, "HostCopy", Guarded)
-        monkeypatch.setattr(optimizer_step, "HostCopy", Guarded)
+        monkeypatch.setattr(skip, "HostCopy", Guarded)
 
     @contextlib.contextmanager
     def graph(self, graph: Recorded, pool: Any, stream: Any) -> Iterator[None]:

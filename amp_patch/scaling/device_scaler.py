@@ -23,7 +23,7 @@ _MOST_PENDING = 2
 
 
 class DeviceScaler:
-    """The twin of a loss scaler on a device.
+    """A loss scaler as its device knows it.
 
     Args:
         scaler: what it says when this is made, or is changed to later, is taken over. Whoever
@@ -35,19 +35,21 @@ class DeviceScaler:
         self.device = device
         self._scaler = scaler
         self._state = ScalerState(scaler, device)
-        self._known = scaler.numbers()
+        self._known: tuple[float, ...] = scaler.numbers()
         self._scale: Tensor | None = None
         self._pending: deque[tuple[HostCopy, Callable[[], None]]] = deque()
 
     @classmethod
     def of(cls, scaler: LossScaler, device: torch.device) -> DeviceScaler:
-        """Return the twin of a scaler on a device, made where there is none."""
-        twin = scaler.twin
-        if not isinstance(twin, cls) or twin.device != device:
-            if twin is not None:
-                twin.settle()
-            scaler.twin = twin = cls(scaler, device)
-        return twin
+        """Return what moves a scaler on a device, made where there is nothing yet."""
+        known = scaler.device_scaler
+        if isinstance(known, cls) and known.device == device:
+            return known
+        if known is not None:
+            known.settle()
+        made = cls(scaler, device)
+        scaler.device_scaler = made
+        return made
 
     def scale(self) -> Tensor:
         """Return the factor of the next loss, 0-dim fp32; the same object until it may move."""
@@ -74,12 +76,18 @@ class DeviceScaler:
             found_inf: fp32, shape (1,), on the device; not 0 where a gradient overflowed.
             on_outcome: called when the scaler has been brought up to date.
         """
-        kernels.update_scale(self._state, found_inf, self._scaler.rule)
-        self._scale = None
-        state = self._state.buffer
-        if captures.are_made(self.device):
-            state = state.clone()  # a graph may move the scale again
-        captures.follow(self.device, functools.partial(self._expect, state, on_outcome))
+        try:
+            kernels.update_scale(self._state, found_inf, self._scaler.rule)
+            self._scale = None
+            state = self._state.buffer
+            if captures.are_made(self.device):
+                state = state.clone()  # a graph may move the scale again
+            captures.follow(self.device, functools.partial(self._expect, state, on_outcome))
+        except BaseException:
+            # Nobody would tell the host of this update: the device takes over what the host knows.
+            self.settle()
+            self._known, self._scale = (), None
+            raise
 
     def poll(self) -> None:
         """Take in the outcomes that have arrived."""

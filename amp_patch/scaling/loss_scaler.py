@@ -22,7 +22,7 @@ from .scale_rule import (
 logger = logging.getLogger(__name__)
 
 
-class Twin(Protocol):
+class OnDevice(Protocol):
     """What moves a scale on a device, in the place of a scaler."""
 
     def poll(self) -> None:
@@ -67,8 +67,8 @@ class LossScaler:
         skipped: whether the last update told to skip the step.
         reduced: whether the last update lowered the scale.
         overflows_at_floor: overflows in a row that met a dynamic scale already at the floor.
-        twin: moves the scale on a device in the scaler's place; the methods wait for what it has
-            not told the scaler yet.
+        device_scaler: moves the scale on a device in the scaler's place; the methods wait for what
+            it has not told the scaler yet.
     """
 
     rule: ScaleRule
@@ -78,7 +78,7 @@ class LossScaler:
     skipped: bool = field(init=False, default=False)
     reduced: bool = field(init=False, default=False)
     overflows_at_floor: int = field(init=False, default=0)
-    twin: Twin | None = field(init=False, default=None, repr=False)
+    device_scaler: OnDevice | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.scale = float(self.rule.init_scale)
@@ -91,13 +91,33 @@ class LossScaler:
 
     def settle(self) -> None:
         """Wait for what happens on a device; the attributes are right then."""
-        if self.twin is not None:
-            self.twin.settle()
+        if self.device_scaler is not None:
+            self.device_scaler.settle()
 
-    def numbers(self) -> tuple[float, ...]:
+    def numbers(self) -> tuple[float, int, int, bool, bool, int]:
         """Return all that moves, in the order of the attributes."""
-        flags = (self.skipped, self.reduced)
-        return (self.scale, self.unskipped, self.hysteresis_left, *flags, self.overflows_at_floor)
+        return (
+            self.scale,
+            self.unskipped,
+            self.hysteresis_left,
+            self.skipped,
+            self.reduced,
+            self.overflows_at_floor,
+        )
+
+    def set_numbers(
+        self,
+        scale: float,
+        unskipped: int,
+        hysteresis_left: int,
+        skipped: bool,
+        reduced: bool,
+        overflows_at_floor: int,
+    ) -> None:
+        """Set what `numbers` returned."""
+        self.scale, self.unskipped, self.hysteresis_left = scale, unskipped, hysteresis_left
+        self.skipped, self.reduced = skipped, reduced
+        self.overflows_at_floor = overflows_at_floor
 
     @property
     def exhausted(self) -> bool:

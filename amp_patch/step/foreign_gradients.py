@@ -1,6 +1,7 @@
 """Gradients that the backward of another optimizer's scaled loss wrote; knows no optimizer.
 
-They are multiplied by a loss scale that nobody takes out again.
+Say that a generator's loss runs through the discriminator, whose optimizer was not given to that
+``scale_loss``: its gradients are multiplied by a loss scale that nobody takes out again.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from amp_patch.weights.lazy_gradients import stored_grad
 
 
 class Watch(NamedTuple):
-    """Parameters with their gradients as they were, and how many own blocks there had been."""
+    """Parameters with their gradients as they were, and how many own passes there had been."""
 
     rows: list[tuple[Tensor, Tensor | None, int]]
-    own_blocks: int
+    own_passes: int
 
 
-class StrayGradients:
+class ForeignGradients:
     """Which of one optimizer's parameters have such gradients."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Tensor, TensorWeakRef]] = []
-        self._own_blocks = 0
+        self._own_passes = 0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
         """Return what `note` needs after a backward that these parameters are not meant to get."""
         grads = [(param, stored_grad(param)) for param in params]
         rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
-        return Watch(rows, self._own_blocks)
+        return Watch(rows, self._own_passes)
 
-    def note_own_block(self) -> None:
-        """A block of the optimizer itself ended, perhaps inside of the one that is watched."""
-        self._own_blocks += 1
+    def note_own_pass(self) -> None:
+        """A pass of the optimizer itself ended, perhaps inside of the one that is watched."""
+        self._own_passes += 1
 
     def note(self, watch: Watch, unscaled: Collection[int]) -> None:
         """Find out what that backward wrote.
@@ -46,7 +47,7 @@ class StrayGradients:
             watch: what `watch` returned before it.
             unscaled: ids of the parameters whose gradients another optimizer unscales.
         """
-        for param, grad, version in watch.rows if watch.own_blocks == self._own_blocks else ():
+        for param, grad, version in watch.rows if watch.own_passes == self._own_passes else ():
             now = stored_grad(param)
             is_written = now is not None and (now is not grad or now._version != version)
             if now is not None and is_written and id(param) not in unscaled:

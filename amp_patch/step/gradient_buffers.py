@@ -1,6 +1,7 @@
-"""Where the gradients of one optimizer's parameters go, unscaled; knows no scale's rule.
+"""The tensors that unscaled gradients are written to; knows no loss scaler and no optimizer.
 
-A parameter that is stepped itself keeps its gradient; that of a half one goes to its fp32 master.
+The gradient of a parameter that is stepped itself is unscaled in place. That of a half parameter is
+unscaled into a new fp32 tensor, which becomes the gradient of its master.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,67 +18,52 @@ from amp_patch import kernels
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors
 from amp_patch.kernels.reusable import Reusable
 
-
-class Held(NamedTuple):
-    """What an optimizer holds, in its order: parameters, and what it steps for each."""
-
-    params: list[Tensor]
-    stepped: list[Tensor]
-
-    def share(self, taken: set[int], by: Literal["params", "stepped"]) -> Held:
-        """Return the rows whose parameter, or stepped tensor, is not in ``taken``, and add these.
-
-        Args:
-            taken: ids of tensors that another optimizer handles.
-            by: which of the two is looked up.
-        """
-        keys = list(map(id, getattr(self, by)))
-        new = [key not in taken for key in keys]
-        taken.update(keys)
-        return self if all(new) else self.select(new)
-
-    def select(self, chosen: list[bool]) -> Held:
-        """Return the rows that are chosen."""
-        return Held(*(list(compress(column, chosen)) for column in self))
+from .param_pairs import ParamPairs, same
 
 
-class Reception:
-    """Where the gradients of an optimizer's parameters go, for as long as it holds the same ones.
+class GradientBuffers:
+    """Unscales the gradients of the same parameters, step after step.
 
-    The tensors that the masters of small parameters receive theirs in are kept from one step to
-    the next: to make one costs the host more than to fill it. Large ones would take memory that
-    the next forward needs.
+    The fp32 tensors for the gradients of small parameters are used again in each step: to allocate
+    one costs the host more than to fill it. Large ones are allocated anew, for kept they would take
+    memory that the next forward needs.
+
+    Args:
+        pairs: of one optimizer.
 
     Attributes:
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
     """
 
-    def __init__(self, held: Held) -> None:
-        self._held = held
-        self._devices = _devices(held)
-        self.is_in_place = same(*held)
-        self._has_master = list(map(operator.is_not, *held))
-        self._check: kernels.Check | None = None
-        self._unscale = kernels.Unscale(*held)
+    def __init__(self, pairs: ParamPairs) -> None:
+        self._pairs = pairs
+        self._devices = _devices(pairs)
+        self.is_in_place = same(*pairs)
+        self._has_master = list(map(operator.is_not, *pairs))
+        self._checker: kernels.Check | None = None
+        self._unscale = kernels.Unscale(*pairs)
         small = [
             master if param is not master and small_tensors.is_small(master) else None
-            for param, master in zip(*held, strict=True)
+            for param, master in zip(*pairs, strict=True)
         ]
-        self._pools, self._kept = small_tensors.allocate(small)
-        self._reusable = Reusable([buffer for buffer in self._kept if buffer is not None])
-        self._all_kept = len(self._reusable.tensors) == len(self._kept)
+        self._pools, self._buffers = small_tensors.allocate(small)
+        self._reusable = Reusable([buffer for buffer in self._buffers if buffer is not None])
+        self._have_all_buffers = len(self._reusable.tensors) == len(self._buffers)
 
-    def fits(self, held: Held) -> bool:
+    def fits(self, pairs: ParamPairs) -> bool:
         """Return whether this was made for the same tensors, and they are where they were."""
-        is_known = held is self._held or all(map(same, held, self._held))
-        return is_known and _devices(held) == self._devices
+        is_known = pairs is self._pairs or all(map(same, pairs, self._pairs))
+        return is_known and _devices(pairs) == self._devices
 
-    def look(self, grads: list[Tensor], scale: float | Tensor) -> CudaCheck | None:
-        """Check the gradients that masters are to receive where they are, if kernels can."""
-        if self._check is None:
-            self._check = kernels.Check(*self._held)
+    def check(self, grads: list[Tensor], scale: float | Tensor) -> CudaCheck | None:
+        """Check gradients, and unscale only those that have no master; None where no kernel does.
+
+        The optimizer's fused step unscales the others when it reads them.
+        """
+        if self._checker is None:
+            self._checker = kernels.Check(*self._pairs)
         in_place = [not has for has in self._has_master]
-        return self._check.look(grads, self._held.stepped, in_place, scale)
+        return self._checker.look(grads, self._pairs.master, in_place, scale)
 
     def rows_of_masters(self) -> list[int]:
         """Return which rows belong to masters."""
@@ -94,42 +79,37 @@ class Reception:
 
     def references(self, grads: list[Tensor]) -> Sequence[Tensor | TensorWeakRef]:
         """Return what tells these gradients from later ones, and keeps no large one alive."""
-        if self._all_kept:
+        if self._have_all_buffers:
             return grads
         return [
             grad if small_tensors.is_small(master) else TensorWeakRef(grad)
-            for grad, master in zip(grads, self._held.stepped, strict=True)
+            for grad, master in zip(grads, self._pairs.master, strict=True)
         ]
 
-    def receive(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
-        """Unscale gradients in place where the optimizer steps the parameter, else into others."""
+    def unscale(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
+        """Unscale and check gradients; ``grads`` of the result are where they went."""
         if self.is_in_place:
             return self._unscale.run(grads, grads, scale)
         if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
             return self._unscale.run(grads, self._targets(grads, repeat(None)), scale)
-        if self._all_kept:
+        if self._have_all_buffers:
             return self._unscale.run(grads, self._reusable.tensors, scale, self._pools)
-        targets = self._targets(grads, self._kept)
-        new = [t for t, buffer in zip(targets, self._kept, strict=True) if t is not buffer]
+        targets = self._targets(grads, self._buffers)
+        new = [t for t, buffer in zip(targets, self._buffers, strict=True) if t is not buffer]
         return self._unscale.run(grads, targets, scale, [*self._pools, *new])
 
-    def _targets(self, grads: list[Tensor], kept: Iterable[Tensor | None]) -> list[Tensor]:
+    def _targets(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
         return [
-            buffer if buffer is not None else grad if param is master else _receiver(grad, master)
-            for grad, param, master, buffer in zip(grads, *self._held, kept, strict=False)
+            buffer if buffer is not None else grad if param is master else _new_target(grad, master)
+            for grad, param, master, buffer in zip(grads, *self._pairs, buffers, strict=False)
         ]
 
 
-def same(ones: list[Tensor], others: list[Tensor]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+def _devices(pairs: ParamPairs) -> list[int]:
+    return list(map(Tensor.get_device, pairs.master))
 
 
-def _devices(held: Held) -> list[int]:
-    return list(map(Tensor.get_device, held.stepped))
-
-
-def _receiver(grad: Tensor, master: Tensor) -> Tensor:
+def _new_target(grad: Tensor, master: Tensor) -> Tensor:
     """Return a new tensor for a gradient, which a bulk copy is still to fill if it is dense.
 
     A sparse gradient is not coalesced: the entries of one row are to be added in fp32.

@@ -1,7 +1,7 @@
-"""Takes gradients from the model's parameters to what the optimizer steps: scaled to unscaled.
+"""The gradients of one optimizer, from the backward that writes them to the step that uses them.
 
-Knows lists of tensors only: the parameters that backward writes to, and for each the tensor
-that the optimizer steps (the same one, or its fp32 master).
+Knows pairs of parameters and masters, no optimizer and no loss scaler. How a list of gradients is
+unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_gradients`'.
 """
 
 from __future__ import annotations
@@ -20,138 +20,146 @@ from amp_patch.kernels import GradCheck
 from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source, stored_grad
 
-from .gradient_buffers import Held, Reception, same
+from .gradient_buffers import GradientBuffers
+from .param_pairs import ParamPairs, same
+from .scaled_gradients import ScaledGradients
 
 
 class Gradients:
     """The gradients of one optimizer around one or more backward passes.
 
-    ``drop_cleared`` and ``set_aside`` before a backward, then ``receive`` (unscale what it wrote
-    and add what was there) and ``put_unwritten_back``, or ``delay`` (leave it scaled for the next
-    backward to add to), or ``put_back``.
+    ``drop_cleared`` and ``set_aside`` come before a backward. After it comes ``receive`` (unscale
+    what it wrote, add what was there) and ``put_unwritten_back``; or ``delay`` (leave it scaled for
+    the next backward to add to); or ``put_back`` (there was no such backward).
 
     Args:
-        lazy: keeps what masters receive until it is asked for; None: they receive it at once.
+        lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
 
     Attributes:
-        delayed_scale: the scale of gradients left scaled, None where there are none.
+        scaled: those that are still multiplied by a loss scale.
     """
 
     def __init__(self, lazy: LazyGradients | None = None) -> None:
         self._lazy = lazy
-        self.delayed_scale: float | Tensor | None = None
+        self.scaled = ScaledGradients()
+        # (parameter, its gradient before the pass)
         self._aside: list[tuple[Tensor, Tensor]] = []
+        # for each pass: half parameters, and the versions of the gradients that masters were given
         self._received: list[tuple[list[Tensor], list[int]]] = []
-        self._reception = Reception(Held([], []))
-        self._has_warned = False
+        # the half gradients that a step has used, or will
         self._used: list[Tensor | TensorWeakRef] = []
-        self._delayed_versions: list[tuple[Tensor, Tensor | None, int]] = []
+        self._buffers = GradientBuffers(ParamPairs([], []))
+        self._has_warned = False
 
     @property
     def are_pending(self) -> bool:
         """True where a scaled loss has left gradients that no step has used yet."""
-        return self.delayed_scale is not None or bool(self._received)
+        return self.scaled.scale is not None or bool(self._received)
 
     @property
     def may_be_cleared(self) -> bool:
         """True where gradients that no step has used yet are not as a backward left them."""
-        if self.delayed_scale is not None:
+        if self.scaled.scale is not None:
             return True
         return not all(_untouched(*noted) for noted in self._received)
 
-    def are_delayed(self, held: Held) -> bool:
+    def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
-        if self.delayed_scale is not None and all(p.grad is None for p in held.params):
+        if self.scaled.scale is not None and all(p.grad is None for p in pairs.model):
             # The user dropped them (model.zero_grad(), p.grad = None) and all that came before.
-            for param, stepped in zip(*held, strict=True):
-                if param is not stepped:
-                    stepped.grad = None
+            for param, master in zip(*pairs, strict=True):
+                if param is not master:
+                    master.grad = None
             self.forget()
-        return self.delayed_scale is not None
+        return self.scaled.scale is not None
 
     def forget(self) -> None:
-        """The gradients were cleared or stepped: nothing is delayed or set aside any more."""
+        """The gradients were cleared or stepped: none is scaled or set aside any more."""
         self._aside.clear()
         self._received.clear()
-        self._delayed_versions.clear()
-        self.delayed_scale = None
+        self.scaled.forget()
 
-    def are_cleared(self, held: Held) -> bool:
+    def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
         waiting = self._lazy is not None and self._lazy.are_waiting
-        return not waiting and not self._aside and not any(map(_has_grad, chain(*held)))
+        return not waiting and not self._aside and not any(map(_has_grad, chain(*pairs)))
 
-    def set_aside(self, held: Held, scale: float | Tensor) -> None:
+    def drop(self, pairs: ParamPairs) -> None:
+        """Clear all gradients: those of parameters and masters, set aside or waiting."""
+        if self._lazy is not None:
+            self._lazy.drop()
+        for tensor in chain(*pairs):
+            tensor.grad = None
+        self.forget()
+
+    def set_aside(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
-        Unscaled gradients wait aside, and half gradients that a master has received, for the case
-        that the backward fails. Delayed gradients stay for the backward to add to, brought to the
-        new scale if it moved.
+        Unscaled gradients wait aside, and half gradients that a master was given, for the case that
+        the backward fails. Scaled ones stay for the backward to add to, brought to the new scale if
+        it moved.
         """
-        if self.delayed_scale is not None:
-            self._rescale_delayed(held, scale)
+        if self.scaled.scale is not None:
+            self.scaled.bring_to(scale, pairs.model)
             return
         self._aside.clear()
-        for param in held.params:
+        for param in pairs.model:
             grad = param.grad
             if grad is not None:
-                param.grad = None
                 self._aside.append((param, grad))
+                param.grad = None
 
-    def wrote(self, held: Held) -> bool:
+    def wrote(self, pairs: ParamPairs) -> bool:
         """Return whether a backward has written gradients since `set_aside`."""
-        if self.delayed_scale is not None:
-            return not all(_unchanged(*noted) for noted in self._delayed_versions)
-        return any(map(_has_grad, held.params))
+        if self.scaled.scale is not None:
+            return self.scaled.were_written()
+        return any(map(_has_grad, pairs.model))
 
-    def delay(self, held: Held, scale: float | Tensor) -> None:
+    def delay(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Leave what the backward wrote scaled."""
-        self._delayed_versions.clear()
-        if self.delayed_scale is None and not any(map(_has_grad, held.params)):
+        if self.scaled.scale is None and not any(map(_has_grad, pairs.model)):
             self.put_unwritten_back()  # it reached none of them
         else:
-            self.delayed_scale = scale
+            self.scaled.begin(scale)
 
-    def put_back(self, held: Held) -> None:
+    def put_back(self, pairs: ParamPairs) -> None:
         """The backward failed: drop what it wrote, restore what was there.
 
-        What it added to delayed gradients cannot be taken away again: where it wrote to any,
-        all delayed gradients go.
+        What it added to scaled gradients cannot be taken away again: where it wrote to any, all of
+        them go.
         """
-        if self.delayed_scale is not None:
-            if all(_unchanged(*noted) for noted in self._delayed_versions):
-                return
-            self.delayed_scale = None
-        for param in held.params:
+        if self.scaled.scale is not None and not self.scaled.were_written():
+            return
+        self.scaled.forget()
+        for param in pairs.model:
             param.grad = None
         for param, grad in self._aside:
             param.grad = grad
         self._aside.clear()
-        self._delayed_versions.clear()
 
-    def receive(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        grads: list[Any] = list(map(_GRAD, held.params))
+        grads: list[Any] = list(map(_GRAD, pairs.model))
         if not _complete(grads):
-            held = held.select([grad is not None for grad in grads])
+            pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
-        if not self._reception.fits(held):
-            self._reception = Reception(held)
-        check = self._take_in(held, grads, scale)
-        if grads and not self._reception.is_in_place:
+        if not self._buffers.fits(pairs):
+            self._buffers = GradientBuffers(pairs)
+        check = self._take_in(pairs, grads, scale)
+        if grads and not self._buffers.is_in_place:
             if not self._received:
                 self._used.clear()
-            self._received.append((held.params, list(map(_VERSION, grads))))
-            self._used += self._reception.references(grads)
-        self.delayed_scale = None
-        return check, held.params
+            self._received.append((pairs.model, list(map(_VERSION, grads))))
+            self._used += self._buffers.references(grads)
+        self.scaled.scale = None
+        return check, pairs.model
 
-    def receive_unscaled(self, held: Held) -> None:
-        """Let masters receive what a backward outside of ``scale_loss`` left at their parameters.
+    def receive_unscaled(self, pairs: ParamPairs) -> None:
+        """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
         Not where they have gradients. Those that a step has used are left where they are, too.
         None may be pending (`are_pending`).
@@ -162,60 +170,58 @@ class Gradients:
         not_new = {id(grad) for grad in (*used, None)}
         rows = [
             param is not master and id(stored_grad(param)) not in not_new
-            for param, master in zip(*held, strict=True)
+            for param, master in zip(*pairs, strict=True)
         ]
-        given = held.select(rows)
-        if given.params and _are_none(given.stepped):
+        given = pairs.select(rows)
+        if given.model and _are_none(given.master):
             self.receive(given, 1.0)
 
-    def _take_in(self, held: Held, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
-        reception, lazy = self._reception, self._lazy
-        masters = [] if lazy is None else reception.of_masters(held.stepped)
+    def _take_in(self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
+        buffers, lazy = self._buffers, self._lazy
+        masters = [] if lazy is None else buffers.of_masters(pairs.master)
         if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
-            check = reception.receive(grads, scale)
-            if self._aside or not reception.is_in_place:
-                check.found_inf += self._add_earlier(held, check.grads)
+            check = buffers.unscale(grads, scale)
+            if self._aside or not buffers.is_in_place:
+                check.found_inf += self._add_earlier(pairs, check.grads)
             return check
-        looked = reception.look(grads, scale)
-        check = reception.receive(grads, scale) if looked is None else looked
-        received = reception.of_masters(check.grads)
+        checked = buffers.check(grads, scale)
+        check = buffers.unscale(grads, scale) if checked is None else checked
+        received = buffers.of_masters(check.grads)
         if any(map(_IS_SPARSE, received)):
-            check.found_inf += self._add_earlier(held, check.grads)
+            check.found_inf += self._add_earlier(pairs, check.grads)
             return check
         source: Source = Made(received)
-        if looked is not None:
-            source = HalfGradients(received, scale, looked, reception.rows_of_masters())
+        if checked is not None:
+            source = HalfGradients(received, scale, checked, buffers.rows_of_masters())
         lazy.hold(masters, source)
         if len(masters) < len(grads):
-            others = Held(*map(reception.in_place, held))
-            check.found_inf += self._add_earlier(others, reception.in_place(check.grads))
+            others = ParamPairs(*map(buffers.in_place, pairs))
+            check.found_inf += self._add_earlier(others, buffers.in_place(check.grads))
         return check
 
-    def _add_earlier(self, held: Held, targets: list[Tensor]) -> list[Tensor]:
+    def _add_earlier(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
         """Add what was there before the backward: gradients set aside, or a master's own.
 
         Returns:
             Flags as `GradCheck` has them, not 0 where only the sum overflowed.
         """
-        params, stepped = held
         if self._aside:
-            return self._add(params, stepped, targets)
-        earlier_grads = list(map(_GRAD, stepped))
+            return self._add(pairs, targets)
+        masters = pairs.master
+        earlier_grads = list(map(_GRAD, masters))
         if same(earlier_grads, targets):
             return []
         if all(map(operator.is_, earlier_grads, repeat(None))):
-            for master, target in zip(stepped, targets, strict=True):
+            for master, target in zip(masters, targets, strict=True):
                 master.grad = target
             return []
-        return self._add(params, stepped, targets)
+        return self._add(pairs, targets)
 
     @torch.no_grad()
-    def _add(
-        self, params: list[Tensor], stepped: list[Tensor], targets: list[Tensor]
-    ) -> list[Tensor]:
+    def _add(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
         aside = {id(param): grad for param, grad in self._aside}
         sums: list[tuple[Tensor, Tensor]] = []
-        for param, master, target in zip(params, stepped, targets, strict=True):
+        for param, master, target in zip(*pairs, targets, strict=True):
             earlier = aside.get(id(param)) if param is master else master.grad
             if earlier is None:
                 master.grad = target
@@ -224,11 +230,17 @@ class Gradients:
             else:
                 sums.append((earlier, target))
                 master.grad = earlier
-        if sums:
-            kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
         # Two finite numbers of other dtypes do not add up to inf in any training.
         halves = [earlier for earlier, _ in sums if earlier.dtype is torch.float16]
-        return kernels.Unscale(halves, halves).run(halves, halves, 1.0).found_inf if halves else []
+        # What was not finite before was an overflow of that loss, and is none of this one's.
+        were_finite = list(map(torch.isfinite, halves))
+        if sums:
+            kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
+        found: dict[torch.device, Tensor] = {}
+        for half, finite in zip(halves, were_finite, strict=True):
+            flag = (finite & ~torch.isfinite(half)).any().float().reshape(1)
+            found[half.device] = torch.maximum(flag, found.get(half.device, flag))
+        return list(found.values())
 
     def put_unwritten_back(self) -> None:
         """Restore the gradients that were set aside for a backward that did not write to them."""
@@ -237,15 +249,15 @@ class Gradients:
                 param.grad = grad
         self._aside.clear()
 
-    def drop_cleared(self, held: Held) -> None:
-        """Where the user cleared a half gradient, drop what its master received of it, too."""
-        if self.are_delayed(held):
+    def drop_cleared(self, pairs: ParamPairs) -> None:
+        """Where the user cleared a half gradient, drop what its master was given of it, too."""
+        if self.are_delayed(pairs):
             return
         versions: dict[int, int] = {}
         cleared: list[Tensor] = []
         for params, noted in self._received:
             versions.update(zip(map(id, params), noted, strict=True))
-        for param, master in zip(*held, strict=True):
+        for param, master in zip(*pairs, strict=True):
             version, grad = versions.get(id(param)), param.grad
             if (
                 param is master
@@ -262,7 +274,7 @@ class Gradients:
             self._lazy.discard(cleared)
         for master in cleared:
             master.grad = None
-        left = [param for param in held.params if id(param) in versions]
+        left = [param for param in pairs.model if id(param) in versions]
         self._received = [(left, [versions[id(param)] for param in left])]
 
     def _warn_of_write(self) -> None:
@@ -278,19 +290,6 @@ class Gradients:
                 stacklevel=2,
             )
 
-    @torch.no_grad()
-    def _rescale_delayed(self, held: Held, scale: float | Tensor) -> None:
-        old = self.delayed_scale
-        if old is not None and not _is_equal(scale, old):
-            grads = [kernels.values(p.grad) for p in held.params if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, scale / old)
-            self.delayed_scale = scale
-        self._delayed_versions = [
-            (param, param.grad, 0 if param.grad is None else param.grad._version)
-            for param in held.params
-        ]
-
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
     """Add two gradients of which one is sparse at least."""
@@ -300,17 +299,6 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
         entries = torch.cat([a._values(), b._values()])
         return torch.sparse_coo_tensor(indices, entries, a.shape, check_invariants=False)
     return b + a if a.is_sparse else a + b
-
-
-def _is_equal(scale: float | Tensor, other: float | Tensor) -> bool:
-    """Return whether two scales are known to be equal, without waiting for a device."""
-    if isinstance(scale, Tensor) or isinstance(other, Tensor):
-        return scale is other
-    return scale == other
-
-
-def _unchanged(param: Tensor, grad: Tensor | None, version: int) -> bool:
-    return param.grad is grad and (grad is None or grad._version == version)
 
 
 def _untouched(params: list[Tensor], versions: list[int]) -> bool:
@@ -329,13 +317,11 @@ def _complete(grads: list[Any]) -> bool:
     return all(map(operator.is_not, grads, repeat(None)))
 
 
-_GRAD = operator.attrgetter("grad")
-_GRAD_VERSION = operator.attrgetter("grad._version")
-
-
 def _has_grad(param: Tensor) -> bool:
     return stored_grad(param) is not None
 
 
+_GRAD = operator.attrgetter("grad")
+_GRAD_VERSION = operator.attrgetter("grad._version")
 _IS_SPARSE = operator.attrgetter("is_sparse")
 _VERSION = operator.attrgetter("_version")

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,81 +18,70 @@ from torch.optim import Optimizer
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.scaling.loss_scaler import LossScaler
-from amp_patch.weights.fp32_values import FP32Store
 from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
-from .foreign_gradients import StrayGradients, Watch
-from .gradient_buffers import Held
+from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
-from .skip import DeviceSkip, skips_by_flag
-
-
-class Unsettled(Protocol):
-    """A check of gradients whose result nobody has asked for yet (``delay_overflow_check``)."""
-
-    def settle(self) -> None:
-        """Move the loss scale and tell every optimizer concerned whether to skip."""
-
-    def take_over(self, scaler: LossScaler) -> bool:
-        """Leave it to the caller, if it moves this scaler; return whether it overflowed."""
+from .param_pairs import ParamPairs
+from .skip import Skip, skips_by_flag
 
 
 class OptimizerBackward:
     """The gradients that one optimizer is to step with, and whether it may.
 
     Args:
-        optimizer: held weakly; its half parameters give way to masters.
-        store: where the masters' fp32 values come from; None for levels without masters.
-        fused: step by `FusedStep`; with a store only.
+        optimizer: held weakly.
+        masters: of its half parameters; None where it steps the parameters themselves.
+        fused: what steps in its place; None where it steps itself.
+        skip: gets the checks whose result is pending.
 
     Attributes:
-        gradients, masters: what was made for it; masters may be None.
-        skip_message: why the next step must be skipped, or None.
-        scaling: True inside a ``scale_loss`` of this optimizer.
-        blocks: how many of these there were.
-        unsettled: checks to settle before the next step.
+        masters, skip: as given.
+        gradients: of its parameters.
+        is_open: True inside a ``scale_loss`` of this optimizer.
+        passes: how many of these there were.
     """
 
-    def __init__(self, optimizer: Optimizer, store: FP32Store | None, fused: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights | None,
+        fused: FusedStep | None,
+        skip: Skip,
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._fused = FusedStep(optimizer) if fused else None
-        lazy = None if self._fused is None else self._fused.lazy
-        self.gradients = Gradients(lazy)
-        self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
-        if self._fused is not None and self.masters is not None:
-            self._fused.param_of = self.masters.param_of
-        self.skip_message: str | None = None
-        self._device_skip = DeviceSkip()
-        self._strays = StrayGradients()
-        self.scaling = False
-        self.blocks = 0
-        self.unsettled: list[Unsettled] = []
-        self._held = Held([], [])
+        self._fused = fused
+        self.masters = masters
+        self.skip = skip
+        self.gradients = Gradients(None if fused is None else fused.lazy)
+        self._foreign = ForeignGradients()
+        self.is_open = False
+        self.passes = 0
+        self._pairs = ParamPairs([], [])
         self._thread: int | None = None
 
-    def held(self) -> Held:
-        """Return what the optimizer holds now."""
+    def pairs(self) -> ParamPairs:
+        """Return the parameters that the optimizer holds now, with their masters."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         if len(groups) == 1:
             stepped = groups[0]["params"]
         else:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
-        known = self._held.stepped
+        known = self._pairs.master
         if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
             stepped = list(stepped)
             masters = self.masters
             params = stepped if masters is None else [masters.param_of(p) for p in stepped]
-            self._held = Held(params, stepped)
-        return self._held
+            self._pairs = ParamPairs(params, stepped)
+        return self._pairs
 
     @property
     def takes_grads_as_they_are(self) -> bool:
-        """True where a scale of 1 leaves nothing to do: no masters, nothing delayed."""
-        return self.masters is None and self.gradients.delayed_scale is None
+        """True where a scale of 1 leaves nothing to do: no masters, nothing scaled."""
+        return self.masters is None and self.gradients.scaled.scale is None
 
     @property
     def skips_by_flag(self) -> bool:
@@ -103,14 +91,10 @@ class OptimizerBackward:
             return False
         fused = self._fused
         can_be = skips_by_flag(optimizer) if fused is None else fused.skips_by_flag(optimizer)
-        stepped = self.held().stepped
+        stepped = self.pairs().master
         if stepped and not can_be:
             captures.refuse_waiting(stepped[0].device)
         return can_be
-
-    def skip_if(self, found_inf: Tensor) -> None:
-        """Have the device skip the next step where a flag is not 0."""
-        self._device_skip.add(found_inf)
 
     def has_master_of(self, param: Tensor) -> bool:
         """Return whether it steps a master of a half parameter."""
@@ -119,36 +103,40 @@ class OptimizerBackward:
     def drop_cleared(self) -> None:
         """Follow the user who cleared the gradients of the model's parameters."""
         if self.gradients.may_be_cleared:
-            self.gradients.drop_cleared(self.held())
+            self.gradients.drop_cleared(self.pairs())
 
-    def begin_backward(self, held: Held, scale: float | Tensor) -> None:
+    def begin(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``."""
-        self._strays.drop_cleared()
-        self.gradients.set_aside(held, scale)
-        self.scaling = True
+        self._foreign.drop_cleared()
+        self.gradients.set_aside(pairs, scale)
+        self.is_open = True
         self._thread = threading.get_ident()
-        may_skip = self.skip_message is not None or self._device_skip.is_open
-        if may_skip and self.gradients.are_cleared(self.held()):
-            self._forget_skip()  # the user dropped what overflowed
+        if self.skip.is_possible and self.gradients.are_cleared(self.pairs()):
+            self.skip.forget()  # the user dropped what overflowed
 
-    def delay_unscale(self, scale: float | Tensor) -> None:
-        """Leave the gradients scaled, for the next backward to add to."""
-        self.gradients.delay(self.held(), scale)
-        self._strays.note_own_block()
-        self.scaling = False
+    def leave_scaled(self, scale: float | Tensor) -> None:
+        """End the pass with the gradients scaled, for the next backward to add to."""
+        self.gradients.delay(self.pairs(), scale)
+        self._foreign.note_own_pass()
+        self.is_open = False
 
-    def end_backward(self, held: Held, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
-        """Receive the gradients, unscaled and checked, and the parameters they are of."""
+    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
+        """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         try:
-            return self.gradients.receive(held, scale)
+            return self.gradients.receive(pairs, scale)
         finally:
-            self._strays.note_own_block()
-            self.scaling = False
+            self._foreign.note_own_pass()
+            self.is_open = False
 
-    def abandon_backward(self, held: Held) -> None:
-        """The body of ``scale_loss`` raised: the gradients are as before it."""
-        self.scaling = False
-        self.gradients.put_back(held)
+    def abandon(self, pairs: ParamPairs) -> None:
+        """End the pass as if there had been none: the gradients are as before it."""
+        self.is_open = False
+        self.gradients.put_back(pairs)
+
+    def drop(self) -> None:
+        """End a pass that failed after `receive` began: what was there before is lost, too."""
+        self.is_open = False
+        self.gradients.drop(self.pairs())
 
     def refuse_nested(self) -> None:
         """Raise inside a ``scale_loss`` of the same optimizer.
@@ -156,7 +144,7 @@ class OptimizerBackward:
         Raises:
             RuntimeError: as said.
         """
-        if self.scaling:
+        if self.is_open:
             raise RuntimeError(
                 "scale_loss() blocks of one optimizer must follow each other, for both would "
                 "unscale the same gradients; got one inside another. Add the losses and scale "
@@ -164,32 +152,33 @@ class OptimizerBackward:
                 "its gradients)."
             )
 
-    def stand_by(self, is_scaled: bool) -> Watch:
+    def watch_foreign(self, is_scaled: bool) -> Watch:
         """Call before a backward that is not for this optimizer, but may reach its parameters.
 
         Args:
             is_scaled: whether its gradients are multiplied by a loss scale.
 
         Returns:
-            What `note_strays` needs.
+            What `note_foreign` needs.
         """
         if self._fused is not None and isinstance(self._fused.lazy.source, HalfGradients):
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # A half gradient that a master has received is not read again. And another thread trains
-        # its own models.
+        # A half gradient that a master was given is not read again. And another thread trains its
+        # own models.
         watched = [
             param
-            for param, stepped in zip(*self.held(), strict=True)
-            if param is stepped or not (waiting or stored_grad(stepped) is not None)
+            for param, master in zip(*self.pairs(), strict=True)
+            if param is master or not (waiting or stored_grad(master) is not None)
         ]
         is_here = self._thread in (None, threading.get_ident())
-        return self._strays.watch(watched if is_scaled and is_here else [])
+        return self._foreign.watch(watched if is_scaled and is_here else [])
 
-    def note_strays(self, watch: Watch, steps: Sequence[OptimizerBackward]) -> None:
-        """Call after that backward, which was for the optimizers of ``steps``."""
-        if not self.scaling:  # a block of its own, around or in another thread, unscales all
-            self._strays.note(watch, {id(param) for step in steps for param in step.held().params})
+    def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
+        """Call after that backward, which was for these optimizers."""
+        if not self.is_open:  # a block of its own, around or in another thread, unscales all
+            unscaled = {id(param) for one in optimizers for param in one.pairs().model}
+            self._foreign.note(watch, unscaled)
 
     def show_masters(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step."""
@@ -211,25 +200,20 @@ class OptimizerBackward:
             return None
         return self._fused.clip(optimizer, max_norm)
 
-    def settle(self) -> None:
-        """Finish the checks that ``delay_overflow_check`` left open."""
-        while self.unsettled:
-            self.unsettled.pop(0).settle()
-
-    def refuse_delayed(self, caller: str) -> None:
-        """Raise if gradients are still scaled.
+    def refuse_scaled(self, caller: str) -> None:
+        """Raise if gradients are still scaled; else take in all that a step is to use.
 
         Raises:
             RuntimeError: as said.
         """
-        if self.scaling:
+        if self.is_open:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
                 "scale_loss() block on; got a call inside the block. Move it behind the block."
             )
         self.drop_cleared()
-        self._strays.refuse(caller)
-        if self.gradients.delayed_scale is not None:
+        self._foreign.refuse(caller)
+        if self.gradients.scaled.scale is not None:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
                 "delay_unscale=True) left them scaled. Leave delay_unscale out in the last "
@@ -238,29 +222,26 @@ class OptimizerBackward:
         self.receive_unscaled()
 
     def receive_unscaled(self) -> None:
-        """Let masters have what a backward outside of ``scale_loss`` left at their parameters."""
-        expects = self.masters is not None and not self.scaling and not self.gradients.are_pending
+        """Give masters what a backward outside of ``scale_loss`` left at their parameters."""
+        expects = self.masters is not None and not self.is_open and not self.gradients.are_pending
         if expects:
-            self.gradients.receive_unscaled(self.held())
+            self.gradients.receive_unscaled(self.pairs())
 
-    def _end_pending(self) -> None:
-        """Nobody skips the next step: unscale delayed gradients, drop those that overflowed."""
+    def forget_gradients(self) -> None:
+        """The gradients were stepped or cleared; nothing is known of the next ones."""
+        self._foreign.forget()
+        self.gradients.forget()
+
+    def release(self) -> None:
+        """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
-            self.settle()
-        overflow = self.skip_message is not None or self._device_skip.found()
-        delayed_scale = self.gradients.delayed_scale
-        if delayed_scale is not None and self.gradients.are_delayed(self.held()):
-            overflow |= self.gradients.receive(self.held(), delayed_scale)[0].overflow
+            self.skip.settle()
+        overflow = self.skip.found()
+        scale = self.gradients.scaled.scale
+        if scale is not None and self.gradients.are_delayed(self.pairs()):
+            overflow |= self.gradients.receive(self.pairs(), scale)[0].overflow
             self.gradients.put_unwritten_back()
         if overflow:
-            for tensor in (*self.held().params, *self.held().stepped):
+            for tensor in chain(*self.pairs()):
                 tensor.grad = None
-        self._forget_skip()
-
-    def _forget_skip(self) -> None:
-        self.skip_message = None
-        self._device_skip.forget()
-
-    def _drop_waiting(self) -> None:
-        if self._fused is not None:
-            self._fused.lazy.drop()
+        self.skip.forget()

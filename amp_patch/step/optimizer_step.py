@@ -1,14 +1,13 @@
-"""What an optimizer does around its own step: skips it, steps masters, publishes them.
+"""The step of an initialized optimizer: skipped, or made by the masters and published.
 
-Knows one optimizer, its gradients and masters; nothing of models, levels or how scales move.
+Knows one optimizer; nothing of models, levels or how scales move.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,24 +16,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import HALVES, mode
-from amp_patch.kernels.graph_capture import captures
-from amp_patch.kernels.host_copy import HostCopy
-from amp_patch.optimizers.fused_step import refuse_options
+from amp_patch.optimizers.fused_step import FusedStep, refuse_options
 from amp_patch.patching import Patches, bind
 from amp_patch.weights.fp32_values import FP32Store
 from amp_patch.weights.lazy_gradients import clear_grads
+from amp_patch.weights.master_weights import MasterWeights
 
+from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
 from .optimizer_backward import OptimizerBackward
-from .skip import must_be_told, step_by_flag
+from .skip import Skip, must_be_told, step_by_flag
 
-_FP32 = torch.float32
-
-
-class _SkippedInClosure(Exception):
-    """Ends a step from inside its closure."""
+_FLOATS = (torch.float32, *HALVES)
 
 
-class OptimizerStep(OptimizerBackward):
+class OptimizerStep:
     """One optimizer as `amp.initialize` left it.
 
     Args:
@@ -46,6 +41,9 @@ class OptimizerStep(OptimizerBackward):
 
     Attributes:
         scalers: as given.
+        skip: whether the next step is skipped, and whether the last one was.
+        masters: of half parameters; None for levels without.
+        backward: what comes before the step.
         ended: how many steps there were, those skipped included.
     """
 
@@ -57,13 +55,18 @@ class OptimizerStep(OptimizerBackward):
         announce: Callable[[str], None],
         fused: bool = False,
     ) -> None:
-        super().__init__(optimizer, store, fused)
-        self._announce = announce
+        self._optimizer = weakref.ref(optimizer)
         self._patches = Patches()
         self.scalers = scalers
-        self._skipped: bool | HostCopy = False
+        self._fused = FusedStep(optimizer) if fused else None
+        lazy = None if self._fused is None else self._fused.lazy
+        self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
+        if self._fused is not None and self.masters is not None:
+            self._fused.param_of = self.masters.param_of
+        self.skip = Skip(announce)
+        self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip)
         self.ended = 0
-        self._published = False
+        self._is_published = True
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -73,20 +76,9 @@ class OptimizerStep(OptimizerBackward):
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
 
-    @property
-    def skipped(self) -> bool:
-        """True when the last call of ``step`` was skipped. May wait for its device."""
-        if isinstance(self._skipped, HostCopy):
-            self._skipped = bool(self._skipped.wait().item())
-        return self._skipped
-
-    def announce(self, message: str) -> None:
-        """Say what is to be said of a skipped step."""
-        self._announce(message)
-
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
-        self._end_pending()
+        self.backward.release()
         if self.masters is not None:
             self.masters.release()
         if self._hook is not None:
@@ -100,7 +92,7 @@ class OptimizerStep(OptimizerBackward):
             # A user's optimizer may keep more than what belongs to a parameter.
             for key, value in state.items() if isinstance(param, Tensor) else ():
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
-                if key != "step" and isinstance(value, Tensor) and value.dtype in (*HALVES, _FP32):
+                if key != "step" and isinstance(value, Tensor) and value.dtype in _FLOATS:
                     state[key] = value.to(param.dtype)
 
     def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
@@ -128,52 +120,88 @@ class OptimizerStep(OptimizerBackward):
         self._patches.replace(optimizer, name, bind(replacement, optimizer))
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.settle()
-        self.refuse_delayed("optimizer.step()")
+        self._publish_if_due()
+        self.skip.settle()
+        self.backward.refuse_scaled("optimizer.step()")
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            return self._step_with_closure(original, closure, args[1:], kwargs)
-        if self.skip_message is not None:
-            return self._skip(self.skip_message)
-        if self._device_skip.is_open and self._has_to_know() and self._device_skip.found():
-            return self._skip("")  # the scaler says so when it hears of it
+            kwargs.pop("closure", None)
+            return self._step_with_closure(original, closure, *args[1:], **kwargs)
+        if self.skip.is_possible and self._has_to_know() and self.skip.found():
+            return self._skip()
         if self.masters is not None:
             self.masters.reconcile()
-        return self._run(self._device_skip.flag, original, *args, **kwargs)
+        return self._run(self.skip.flag, original, *args, **kwargs)
 
     def _has_to_know(self) -> bool:
+        """Return whether the host skips the next step; else the device does."""
+        if self.skip.reason is not None:
+            return True
         optimizer = self._optimizer()
         return self._fused is None and optimizer is not None and must_be_told(optimizer)
+
+    def _step_with_closure(
+        self, original: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # What was found before is looked at in the closure, which may clear the gradients.
+        optimizer, before = self._optimizer(), None
+        if self.masters is not None:
+            self.masters.reconcile()
+        if optimizer is not None and not evaluates_first(optimizer):
+            before = StateBeforeStep(optimizer, self.backward.pairs().master)
+        try:
+            checked = CheckedClosure(closure, self.backward)
+            return self._run(None, original, checked, *args, **kwargs)
+        except BaseException as error:
+            if before is not None:
+                before.restore()
+                self._publish()
+            if isinstance(error, SkippedInClosure):
+                return self._skip()
+            raise
 
     def _run(
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Make the step, which changes nothing where a device's flag is not 0."""
         saved = mode.switch_off()
-        self._published = False
+        self._is_published = False
         try:
             result = self._call(flag, original, *args, **kwargs)
         finally:
             mode.restore(saved)
-            if not self._published:
-                self._publish()
-        self._finish(skipped=False)
-        if flag is not None:
-            captures.follow(flag.device, functools.partial(self._expect, flag))
+            self._publish_if_due()
+        self.skip.note_made(flag)
+        self._end()
         return result
-
-    def _expect(self, flag: Tensor) -> None:
-        self._skipped = HostCopy(flag)
 
     def _call(
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Return what the step returns, which changes nothing where a flag is not 0."""
         optimizer = self._optimizer()
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
         if optimizer is None or flag is None:
             return original(*args, **kwargs)
         return step_by_flag(optimizer, flag, lambda: original(*args, **kwargs))
+
+    def _skip(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            # A scheduler that steps next must not warn that the optimizer was never stepped.
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers set it
+        if self.masters is not None:
+            self.masters.end_exposure()
+        self.skip.note_skipped()
+        self._end()
+
+    def _end(self) -> None:
+        """The step is over, made or skipped: its gradients are used up."""
+        self.ended += 1
+        self._drop_waiting()
+        if self.masters is not None:
+            self.masters.clear_grads()
+        self.backward.forget_gradients()
 
     def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle | None:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
@@ -187,125 +215,32 @@ class OptimizerStep(OptimizerBackward):
     def _publish(self) -> None:
         if self.masters is not None:
             self.masters.publish(self._fused is not None and self._fused.has_published)
-        self._published = True
+        self._is_published = True
 
-    def _skip(self, message: str) -> None:
-        if message:
-            self._announce(message)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            # A scheduler that steps next must not warn that the optimizer was never stepped.
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers set it
-        if self.masters is not None:
-            self.masters.end_exposure()
-        self._finish(skipped=True)
-
-    def _finish(self, skipped: bool) -> None:
-        self._skipped = skipped
-        self.ended += 1
-        self._forget_skip()
-        self._drop_waiting()
-        if self.masters is not None:
-            self.masters.clear_grads()
-        self._strays.forget()
-        self.gradients.forget()
-
-    def _step_with_closure(
-        self,
-        original: Callable[..., Any],
-        closure: Callable[[], Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Step with a closure, which may run any number of times.
-
-        torch's optimizers evaluate it before they change anything; for any other the state is
-        copied first, for the case that a later evaluation is not finite.
-        """
-        outside = mode.save()
-        if self.masters is not None:
-            self.masters.reconcile()
-        before = None if self._evaluates_first() else self._snapshot()
-        kwargs.pop("closure", None)
-
-        def evaluate() -> Any:
-            if self.masters is not None:
-                self.masters.publish()
-            inside = mode.save()
-            mode.restore(outside)
-            try:
-                loss = closure()
-            finally:
-                mode.restore(inside)
-            if self.masters is not None:
-                self.masters.reconcile()
-            self._require_finite(loss)
-            return loss
-
-        try:
-            # What was found before is looked at in the closure, which may clear the gradients.
-            return self._run(None, original, evaluate, *args, **kwargs)
-        except _SkippedInClosure as skipped:
-            if before is not None:
-                self._restore(before)
-            return self._skip(str(skipped))
-
-    def _require_finite(self, loss: Any) -> None:
-        self.settle()
-        self.refuse_delayed("optimizer.step(closure)")
-        if self.skip_message is not None:
-            raise _SkippedInClosure(self.skip_message)
-        if self._device_skip.found():
-            raise _SkippedInClosure  # the scaler says so when it hears of it
-        self._device_skip.forget()
-        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss.detach()).all()):
-            raise _SkippedInClosure(
-                "Gradient overflow.  Skipping step, the closure returned a loss that is not finite"
-            )
-
-    def _evaluates_first(self) -> bool:
-        return type(self._optimizer()).__module__.startswith(("torch.optim.", "amp_patch."))
-
-    def _snapshot(self) -> tuple[list[Tensor], Any, Any]:
-        optimizer = self._optimizer()
-        values = [stepped.detach().clone() for stepped in self.held().stepped]
-        state = {} if optimizer is None else optimizer.state
-        groups = [] if optimizer is None else optimizer.param_groups
-        return (
-            values,
-            {param: copy.deepcopy(entry) for param, entry in state.items()},
-            [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in groups],
-        )
-
-    @torch.no_grad()
-    def _restore(self, before: tuple[list[Tensor], Any, Any]) -> None:
-        values, state, groups = before
-        for stepped, value in zip(self.held().stepped, values, strict=True):
-            stepped.copy_(value)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
-        if self.masters is not None:
-            self.masters.publish()
+    def _publish_if_due(self) -> None:
+        """Round the masters into the half weights, also where an earlier try failed."""
+        if not self._is_published:
+            self._publish()
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self.settle()
+        self._publish_if_due()
+        self.skip.settle()
         if self._clears_plainly and not args and not kwargs:
             self._drop_waiting()
-            params, stepped = self.held()
-            clear_grads(stepped)
+            pairs = self.backward.pairs()
+            clear_grads(pairs.master)
             if self.masters is not None:
-                clear_grads(params)
+                clear_grads(pairs.model)
         else:
             original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
-        self._strays.forget()
-        self.gradients.forget()
-        self._forget_skip()  # what overflowed is gone
+        self.backward.forget_gradients()
+        self.skip.forget()  # what overflowed is gone
+
+    def _drop_waiting(self) -> None:
+        if self._fused is not None:
+            self._fused.lazy.drop()
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group with masters in it; where torch refuses the group, nothing has changed."""

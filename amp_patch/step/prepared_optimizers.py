@@ -118,7 +118,7 @@ class PreparedOptimizers:
             return
         kind = type(optimizer).__name__
         mend = "call amp.initialize(model, [optimizer, ...]) with every optimizer of the model"
-        if any(step.has_master_of(halves[0]) for step in list(self.steps.values())):
+        if any(step.backward.has_master_of(halves[0]) for step in list(self.steps.values())):
             raise RuntimeError(
                 "parameters that were cast to half are stepped through their fp32 masters; got a "
                 f"step of a {kind} that amp.initialize() did not return, and holds "
@@ -141,7 +141,7 @@ class PreparedOptimizers:
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""
         for step in list(self.steps.values()):
-            step.settle()
+            step.skip.settle()
 
     def take_over(self, scaler: LossScaler) -> bool:
         """Leave every check of a scaler that ``delay_overflow_check`` left open to the caller.
@@ -149,7 +149,7 @@ class PreparedOptimizers:
         Returns:
             Whether one of them found an overflow.
         """
-        checks = [check for step in list(self.steps.values()) for check in step.unsettled]
+        checks = [check for step in list(self.steps.values()) for check in step.skip.pending]
         found = [check.take_over(scaler) for check in checks]
         return any(found)
 

@@ -143,5 +143,5 @@ def test_a_twin_on_another_device_takes_over(slow: type[SlowCopy]) -> None:
     first.update(flag(True), nothing)
     second = DeviceScaler.of(scaler, torch.device("cpu:0"))
     assert second is not first
-    assert scaler.twin is second
+    assert scaler.device_scaler is second
     assert second.scale().item() == 32768.0

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
 from amp_patch.session import session
-from amp_patch.step import scaled_loss
-from amp_patch.step.skip import DeviceSkip, skips_by_flag
+from amp_patch.step import loss_scaling
+from amp_patch.step.skip import Skip, skips_by_flag
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": lambda params: AdamW(params, lr=0.125, fused=True),
@@ -65,7 +65,7 @@ class Late:
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat the CPU as a device that works behind the host."""
-    monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", {"cpu"})
+    monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", {"cpu"})
     if request.param:
         monkeypatch.setattr(device_scaler, "HostCopy", Late)
     yield
@@ -133,7 +133,7 @@ def test_training_is_that_of_a_host_that_waits(
     def run(level: str, maker: str, events: list[str]) -> None:
         outcomes = []
         for places in (set(), {"cpu"}):
-            monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", places)
+            monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", places)
             model, optimizer = start(amp, level, maker)
             for event in events:
                 step(amp, model, optimizer, event)
@@ -220,7 +220,7 @@ LAST_STEP_OVERFLOWS = """
     import torch
     from amp_patch import amp
     from amp_patch.scaling import device_scaler
-    from amp_patch.step import scaled_loss
+    from amp_patch.step import loss_scaling
 
     class Late:
         def __init__(self, source):
@@ -230,7 +230,7 @@ LAST_STEP_OVERFLOWS = """
         def wait(self):
             return self.copy
 
-    scaled_loss.RUNS_AHEAD, device_scaler.HostCopy = {"cpu"}, Late
+    loss_scaling.RUNS_AHEAD, device_scaler.HostCopy = {"cpu"}, Late
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=1)
@@ -298,20 +298,44 @@ def test_the_graph_of_a_loss_is_not_held_until_its_outcome(amp: ModuleType) -> N
 
 
 def test_flags_add_up_and_a_plain_optimizer_takes_none() -> None:
-    skip = DeviceSkip()
-    assert not skip.is_open
+    skip = Skip(print)
+    assert not skip.is_possible
     assert not skip.found()
-    skip.add(torch.zeros(1))
-    assert skip.is_open
+    skip.ask_where(torch.zeros(1))
+    assert skip.is_possible
     assert not skip.found()
-    skip.add(torch.ones(1))
-    skip.add(torch.zeros(1))
+    skip.ask_where(torch.ones(1))
+    skip.ask_where(torch.zeros(1))
     assert skip.found()
     skip.forget()
-    assert not skip.is_open
+    assert not skip.is_possible
     params = [nn.Parameter(torch.zeros(2))]
     assert not skips_by_flag(MAKERS["foreach"](params))
     assert all(skips_by_flag(MAKERS[name](params)) for name in FUSED)
+
+
+def test_a_reason_of_the_host_is_said_when_the_step_is_skipped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    skip = Skip(print)
+    skip.ask("too large")
+    assert skip.found()
+    assert capsys.readouterr().out == ""
+    skip.note_skipped()
+    assert capsys.readouterr().out == "too large\n"
+    assert skip.was_skipped
+    assert not skip.is_possible
+    skip.note_made(None)
+    assert not skip.was_skipped
+
+
+def test_a_step_that_was_given_a_flag_is_asked_about_later() -> None:
+    skip = Skip(print)
+    for flag in (1.0, 0.0):
+        skip.ask_where(torch.tensor([flag]))
+        skip.note_made(skip.flag)
+        assert not skip.is_possible
+        assert skip.was_skipped == bool(flag)
 
 
 # --- fused_step=True ---
@@ -343,7 +367,7 @@ def test_kernels_skip_as_a_host_that_waits(
     def run(level: str, maker: str, events: list[str]) -> None:
         outcomes = []
         for places in (set(), {"cpu"}):
-            monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", places)
+            monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", places)
             model, optimizer = start(amp, level, maker)
             for event in events:
                 step(amp, model, optimizer, event)

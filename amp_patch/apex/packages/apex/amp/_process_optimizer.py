@@ -43,12 +43,12 @@ class AmpOptimizerState:
     @property
     def already_patched(self) -> bool:
         """Whether the next step is to be skipped."""
-        return self._step().skip_message is not None
+        return self._step().skip.reason is not None
 
     @property
     def params_have_scaled_gradients(self) -> bool:
         """Whether the last ``scale_loss`` had ``delay_unscale``."""
-        return self._step().gradients.delayed_scale is not None
+        return self._step().backward.gradients.scaled.scale is not None
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -68,12 +68,14 @@ class AmpOptimizerState:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The model's half parameters."""
-        return [param for param in self._step().held().params if param.dtype in _HALVES]
+        return [param for param in self._step().backward.pairs().model if param.dtype in _HALVES]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
         """The model's fp32 parameters."""
-        return [param for param in self._step().held().params if param.dtype is torch.float32]
+        return [
+            param for param in self._step().backward.pairs().model if param.dtype is torch.float32
+        ]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
@@ -123,13 +125,14 @@ class AmpOptimizerState:
     def prepare_backward(self) -> None:
         """Make room for scaled gradients, where no ``scale_loss`` does it."""
         step = self._step()
-        step.begin_backward(step.held(), session.scalers[step.scalers[0]].loss_scale())
+        scale = session.scalers[step.scalers[0]].loss_scale()
+        step.backward.begin(step.backward.pairs(), scale)
 
     def post_backward(self, loss_scaler: LossScaler) -> None:
         """Unscale the gradients and tell the scaler of overflows; it does not move yet."""
-        step = self._step()
-        check, _ = step.end_backward(step.held(), loss_scaler.loss_scale())
-        step.gradients.put_unwritten_back()
+        backward = self._step().backward
+        check, _ = backward.receive(backward.pairs(), loss_scaler.loss_scale())
+        backward.gradients.put_unwritten_back()
         loss_scaler.note(check)
 
 

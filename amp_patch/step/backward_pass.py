@@ -1,0 +1,197 @@
+"""One backward pass of a scaled loss, as the hooks of a training step in their order.
+
+Knows optimizers and the scaling it is given; no model, level or session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from amp_patch.casting.mode import HALVES
+from amp_patch.casting.weight_cache import WeightCache
+
+from .foreign_gradients import Watch
+from .loss_scaling import Found, LossScaling, PendingCheck
+from .optimizer_backward import OptimizerBackward
+from .param_pairs import ParamPairs
+
+#: How many of an optimizer's first passes are watched for a backward that goes astray.
+_WATCHED_PASSES = 16
+
+
+class BackwardPass:
+    """What `amp.scale_loss` does, for callers that have their own places for it.
+
+    ::
+
+        one = BackwardPass(...)
+        one.scale(loss).backward()   # earlier gradients are set aside
+        one.unscale_()               # the gradients are true, also those of masters
+        one.update()                 # the scale moves; asks for a skip after an overflow
+        optimizer.step()             # see `optimizer_step`
+
+    ``optimizer.step()`` may also come before ``update``, and does its work then. ``leave_scaled``
+    takes the place of ``unscale_`` and ``update`` where further passes are to add to the gradients.
+    ``abandon`` ends the pass at any point, as if there had been none: whoever calls the hooks calls
+    it where one of them, or what stands between them, raises (`scaled_loss` shows how). After
+    ``optimizer.zero_grad()`` the next pass starts as after any other.
+
+    Args:
+        optimizers: those whose gradients the backward writes.
+        others: all others that there are.
+        scaling: multiplies the loss, and moves the scale.
+        cache: made stale when the backward is done.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[OptimizerBackward],
+        others: Sequence[OptimizerBackward],
+        scaling: LossScaling,
+        cache: WeightCache,
+    ) -> None:
+        self._optimizers, self._others = optimizers, others
+        self._scaling, self._cache = scaling, cache
+        self._scale: float | Tensor = 1.0
+        self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
+        self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
+        self._pending: PendingCheck | None = None
+        self._watches: list[Watch] = []
+        self._watched: _WatchedBackward | None = None
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss in fp32 (float64 stays) times the scale, and make room for gradients.
+
+        Raises:
+            RuntimeError: inside another pass of one of the optimizers.
+        """
+        for one in self._optimizers:
+            one.refuse_nested()
+        scaling = self._scaling
+        self._watches = [other.watch_foreign(scaling.is_on) for other in self._others]
+        loss = loss.float() if loss.dtype in HALVES else loss
+        if not scaling.is_on and all(one.takes_grads_as_they_are for one in self._optimizers):
+            return loss
+        self._scale = scaling.scale()
+        for one in self._optimizers:
+            one.drop_cleared()
+        for one, pairs in self._share("model"):
+            self._open.append((one, pairs))
+            one.begin(pairs, self._scale)
+        if not scaling.is_on:
+            return loss
+        scaled_loss = loss * self._scale
+        self._watched = self._watch(scaled_loss)
+        return scaled_loss
+
+    def unscale_(self) -> None:
+        """Divide what the backward wrote by the scale, and check it.
+
+        Raises:
+            RuntimeError: it was the backward of another loss.
+        """
+        self._end_backward()
+        self._refuse_another()
+        self._received = self._share("master") if self._open else []
+        found = [Found(*one.receive(pairs, self._scale)) for one, pairs in self._received]
+        for one, _ in self._received:
+            one.gradients.put_unwritten_back()
+        skips = [one.skip for one in self._optimizers]
+        self._pending = PendingCheck(self._scaling, found, skips)
+
+    def update(self) -> None:
+        """Move the scale by what was found, unless the step has done it.
+
+        Raises:
+            FloatingPointError: the second overflow in a row with the scale at its floor.
+        """
+        if self._pending is not None:
+            self._pending.settle()
+
+    def leave_scaled(self) -> None:
+        """Leave what the backward wrote multiplied by the scale."""
+        self._end_backward(is_last=False)
+        self._refuse_another()
+        for one, _ in self._open:
+            one.leave_scaled(self._scale)
+
+    def abandon(self) -> None:
+        """Give up: the scale does not move, and gradients are as before the pass.
+
+        Where `unscale_` had begun to add them to earlier ones, these go as well. May be called
+        again.
+        """
+        self._end_backward()
+        if self._pending is not None:
+            self._pending.withdraw()
+        if self._received:
+            for one, _ in self._open:
+                one.drop()
+        else:
+            for one, pairs in self._open:
+                one.abandon(pairs)
+        self._open, self._received = [], []
+
+    def _end_backward(self, is_last: bool = True) -> None:
+        """The backward is over, and wrote what it wrote."""
+        if is_last:
+            self._cache.mark_stale()
+        watches, self._watches = self._watches, []
+        for other, watch in zip(self._others, watches, strict=False):
+            other.note_foreign(watch, self._optimizers)
+        if self._watched is not None:
+            self._watched.is_over = True
+
+    def _watch(self, scaled_loss: Tensor) -> _WatchedBackward | None:
+        """Return what notes the backward of the scaled loss, None where nothing depends on it."""
+        first = self._optimizers[0]
+        first.passes += 1
+        # A script that goes astray does so at once: to look at every pass would cost the host more
+        # than the scaling.
+        if scaled_loss.grad_fn is None or first.passes > _WATCHED_PASSES:
+            return None
+        watched = _WatchedBackward()
+        scaled_loss.grad_fn.register_prehook(watched)
+        return watched
+
+    def _refuse_another(self) -> None:
+        """Raise if gradients came from another backward than the scaled loss's.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        if self._watched is None or self._watched.has_run:
+            return
+        if any(one.gradients.wrote(pairs) for one, pairs in self._open):
+            raise RuntimeError(
+                "the backward() inside a scale_loss() block must be that of the loss it yields; "
+                "got gradients of another one, which are not multiplied by the loss scale and "
+                "would be divided by it. Call scaled_loss.backward() in `with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss:`."
+            )
+
+    def _share(self, by: Literal["model", "master"]) -> list[tuple[OptimizerBackward, ParamPairs]]:
+        """Return what each optimizer handles: of what two of them hold, the first one."""
+        if len(self._optimizers) == 1:
+            return [(self._optimizers[0], self._optimizers[0].pairs())]
+        taken: set[int] = set()
+        return [(one, one.pairs().share(taken, by)) for one in self._optimizers]
+
+
+class _WatchedBackward:
+    """Notes that the backward of the scaled loss runs. Holds no graph, for a graph holds it."""
+
+    def __init__(self) -> None:
+        self.has_run = self.is_over = False
+
+    def __call__(self, grads: tuple[Tensor, ...]) -> None:
+        self.has_run = True
+        if self.is_over:
+            raise RuntimeError(
+                "scaled_loss.backward() must run inside of its scale_loss() block, whose end "
+                "unscales the gradients; got one behind it. Indent it below `with "
+                "amp.scale_loss(loss, optimizer) as scaled_loss:`."
+            )

@@ -1,0 +1,262 @@
+"""Who multiplies the loss of a pass, and moves the scale by what was found: one object for each.
+
+`NoScaling` where the scale is 1 for good, `HostScaling` where the host looks at the gradients'
+flags, `DeviceScaling` where a device does and the host does not wait. Knows scalers, and whom to
+ask for a skip; no optimizer, model or session.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from amp_patch.kernels import GradCheck
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.scaling.device_scaler import DeviceScaler
+from amp_patch.scaling.loss_scaler import LossScaler
+
+from .skip import Skip
+
+#: Device types that work behind the host, which must not wait for them.
+RUNS_AHEAD = {"cuda"}
+
+
+class Found(NamedTuple):
+    """What the check of one optimizer's gradients found.
+
+    Attributes:
+        check: the flags.
+        params: the parameters that got a gradient, in the check's order.
+    """
+
+    check: GradCheck
+    params: list[Tensor]
+
+
+class LossScaling(Protocol):
+    """The scale of one backward pass.
+
+    Attributes:
+        is_on: False where the scale is 1 and an overflow has no consequence.
+    """
+
+    is_on: bool
+
+    def scale(self) -> float | Tensor:
+        """Return the factor of the loss: a number, or 0-dim fp32 on its device."""
+
+    def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        """Move the scale after the pass; after an overflow ask for a skip.
+
+        Raises:
+            FloatingPointError: the second overflow in a row with the scale at its floor.
+        """
+
+    def moves(self, scaler: LossScaler) -> bool:
+        """Return whether this is the scaler that `update` moves."""
+
+
+class NoScaling:
+    """A static scale of 1: passes are counted, for scripts step their schedulers by that."""
+
+    is_on = False
+
+    def __init__(self, scaler: LossScaler, device: torch.device) -> None:
+        self._scaler, self._device = scaler, device
+
+    def scale(self) -> float:
+        """See `LossScaling`."""
+        return 1.0
+
+    def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        """See `LossScaling`."""
+        if captures.can_follow(self._device):
+            captures.follow(self._device, functools.partial(self._scaler.update, overflow=False))
+
+    def moves(self, scaler: LossScaler) -> bool:
+        """See `LossScaling`."""
+        return scaler is self._scaler
+
+
+class HostScaling:
+    """A scale that the host moves, when it has waited for the flags.
+
+    Args:
+        scaler: moved.
+        scaler_id: its number in messages.
+        name_of: the name of a parameter, for the error at the floor.
+    """
+
+    is_on = True
+
+    def __init__(
+        self, scaler: LossScaler, scaler_id: int, name_of: Callable[[Tensor], str]
+    ) -> None:
+        self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
+
+    def scale(self) -> float:
+        """See `LossScaling`."""
+        return self._scaler.loss_scale()
+
+    def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        """See `LossScaling`; after any other error the scale is what it was."""
+        scaler = self._scaler
+        scaler.settle()
+        before = scaler.numbers()
+        try:
+            if scaler.update(any(check.overflow for check, _ in found)):
+                reason = scaler.skip_message(self._scaler_id)
+                for skip in skips:
+                    skip.ask(reason)
+            is_exhausted = scaler.exhausted
+        except BaseException:
+            scaler.set_numbers(*before)
+            raise
+        if is_exhausted:
+            raise FloatingPointError(self._describe(found))
+
+    def moves(self, scaler: LossScaler) -> bool:
+        """See `LossScaling`."""
+        return scaler is self._scaler
+
+    def _describe(self, found: Sequence[Found]) -> str:
+        names = [
+            f"{self._name_of(params[index])} ({kind})"
+            for check, params in found
+            for index, kind in check.nonfinite()
+        ]
+        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        return (
+            "gradients must become finite at some loss scale; got two steps in a row that are not, "
+            f"with loss scaler {self._scaler_id} at its floor {self._scaler.loss_scale()}: "
+            f"{shown}. Look for what makes them so at these parameters (a division, a logarithm, "
+            "the learning rate), or call amp.initialize(..., opt_level='O0') to train in fp32."
+        )
+
+
+class DeviceScaling:
+    """A scale that the loss's device moves, and by whose flag it skips the step.
+
+    Args:
+        device_scaler: the scale there.
+        scaler: the one on the host, which hears of it later.
+        scaler_id: its number in messages.
+        on_host: takes over where gradients are on other devices as well.
+    """
+
+    is_on = True
+
+    def __init__(
+        self,
+        device_scaler: DeviceScaler,
+        scaler: LossScaler,
+        scaler_id: int,
+        on_host: HostScaling,
+    ) -> None:
+        self._device_scaler, self._on_host = device_scaler, on_host
+        self._scaler, self._scaler_id = scaler, scaler_id
+
+    def scale(self) -> Tensor:
+        """See `LossScaling`."""
+        return self._device_scaler.scale()
+
+    def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        """See `LossScaling`; does not wait."""
+        flags = [flag for check, _ in found for flag in check.found_inf]
+        if not flags or any(flag.device != self._device_scaler.device for flag in flags):
+            self._on_host.update(found, skips)
+            return
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
+        report = functools.partial(_announce, self._scaler, self._scaler_id, skips)
+        self._device_scaler.update(found_inf, report)
+        for skip in skips:
+            skip.ask_where(found_inf)
+
+    def moves(self, scaler: LossScaler) -> bool:
+        """See `LossScaling`."""
+        return scaler is self._scaler
+
+
+def _announce(scaler: LossScaler, scaler_id: int, skips: Sequence[Skip]) -> None:
+    """Say which steps were skipped, when the scaler has heard of it."""
+    if scaler.skipped:
+        for skip in skips:
+            skip.announce(scaler.skip_message(scaler_id))
+
+
+def choose_scaling(
+    scaler: LossScaler,
+    scaler_id: int,
+    name_of: Callable[[Tensor], str],
+    device: torch.device,
+    may_be_delayed: bool,
+    can_skip: Callable[[], bool],
+) -> LossScaling:
+    """Return who scales a loss on ``device``.
+
+    The host has to where an optimizer cannot skip its step by itself. Where the check is delayed,
+    for somebody may take it over (`PendingCheck.take_over`). And where the scale has met its
+    floor: the error that may follow names gradients, which are gone one step later.
+
+    Args:
+        scaler, scaler_id, name_of: see `HostScaling`.
+        device: the loss's.
+        may_be_delayed: whether the check waits for the step (``delay_overflow_check``).
+        can_skip: returns whether all optimizers of the loss can skip a step by a flag.
+    """
+    # A static scale does not move: to read it, nothing is waited for.
+    if not scaler.rule.dynamic and scaler.scale == 1.0:
+        return NoScaling(scaler, device)
+    on_host = HostScaling(scaler, scaler_id, name_of)
+    if device.type not in RUNS_AHEAD or may_be_delayed:
+        return on_host
+    if scaler.device_scaler is not None:
+        scaler.device_scaler.poll()
+    if scaler.overflows_at_floor or not can_skip():
+        return on_host
+    return DeviceScaling(DeviceScaler.of(scaler, device), scaler, scaler_id, on_host)
+
+
+class PendingCheck:
+    """What a pass found, until the scale is moved by it: by the pass's `update`, or by the step.
+
+    Args:
+        scaling: moves the scale.
+        found: for each optimizer that got gradients.
+        skips: of all optimizers that the pass was for.
+    """
+
+    def __init__(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        self._scaling, self._found, self._skips = scaling, found, skips
+        for skip in skips:
+            skip.pending.append(self)
+
+    def settle(self) -> None:
+        """Move the scale, and ask for skips after an overflow; once.
+
+        Raises:
+            FloatingPointError: see `LossScaling.update`.
+        """
+        if self.withdraw():
+            self._scaling.update(self._found, self._skips)
+
+    def take_over(self, scaler: LossScaler) -> bool:
+        """Leave the check to the caller, if it is for ``scaler``.
+
+        Returns:
+            Whether it found an overflow; False of another scaler's.
+        """
+        if not self._scaling.moves(scaler) or not self.withdraw():
+            return False
+        return any(check.overflow for check, _ in self._found)
+
+    def withdraw(self) -> bool:
+        """Let nobody wait for it any more; return whether somebody did."""
+        waiting = [skip for skip in self._skips if self in skip.pending]
+        for skip in waiting:
+            skip.pending.remove(self)
+        return bool(waiting)

@@ -1,0 +1,42 @@
+"""Which tensor an optimizer steps for each parameter; knows no gradient and no scale."""
+
+from __future__ import annotations
+
+import operator
+from itertools import compress
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+
+class ParamPairs(NamedTuple):
+    """The parameters of one optimizer in its order, each with the tensor that it steps for it.
+
+    Attributes:
+        model: the model's parameters, which a backward writes gradients to.
+        master: for a half parameter its fp32 master, for any other the parameter itself.
+    """
+
+    model: list[Tensor]
+    master: list[Tensor]
+
+    def share(self, taken: set[int], by: Literal["model", "master"]) -> ParamPairs:
+        """Return the pairs whose parameter, or master, is not in ``taken``, and add these.
+
+        Args:
+            taken: ids of tensors that another optimizer handles.
+            by: which of the two is looked up.
+        """
+        keys = list(map(id, getattr(self, by)))
+        new = [key not in taken for key in keys]
+        taken.update(keys)
+        return self if all(new) else self.select(new)
+
+    def select(self, chosen: list[bool]) -> ParamPairs:
+        """Return the pairs that are chosen."""
+        return ParamPairs(*(list(compress(column, chosen)) for column in self))
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))

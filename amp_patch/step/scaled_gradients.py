@@ -1,0 +1,64 @@
+"""Gradients that ``scale_loss(..., delay_unscale=True)`` left multiplied by a loss scale.
+
+The next backward adds to them, so they follow the scale where it moves in between. Knows parameters
+and their gradients; no optimizer and no master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_patch import kernels
+
+
+class ScaledGradients:
+    """The scale of such gradients, and whether a backward has written to them.
+
+    Attributes:
+        scale: what they are multiplied by; None where there are none.
+    """
+
+    def __init__(self) -> None:
+        self.scale: float | Tensor | None = None
+        self._before: list[tuple[Tensor, Tensor | None, int]] = []
+
+    def begin(self, scale: float | Tensor) -> None:
+        """The gradients that are there now are multiplied by ``scale``."""
+        self._before.clear()
+        self.scale = scale
+
+    def forget(self) -> None:
+        """There are none any more."""
+        self._before.clear()
+        self.scale = None
+
+    @torch.no_grad()
+    def bring_to(self, scale: float | Tensor, params: Sequence[Tensor]) -> None:
+        """Multiply them so that a backward of a loss times ``scale`` may add to them."""
+        old = self.scale
+        if old is not None and not _are_equal(scale, old):
+            grads = [kernels.values(p.grad) for p in params if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, scale / old)
+            self.scale = scale
+        self._before = [
+            (param, param.grad, 0 if param.grad is None else param.grad._version)
+            for param in params
+        ]
+
+    def were_written(self) -> bool:
+        """Return whether a backward has written to them since `bring_to`."""
+        return not all(
+            param.grad is grad and (grad is None or grad._version == version)
+            for param, grad, version in self._before
+        )
+
+
+def _are_equal(scale: float | Tensor, other: float | Tensor) -> bool:
+    """Return whether two scales are known to be equal, without waiting for a device."""
+    if isinstance(scale, Tensor) or isinstance(other, Tensor):
+        return scale is other
+    return scale == other

@@ -1,0 +1,211 @@
+"""An exception at any point of a step leaves everything usable.
+
+A profile function raises once, at the n-th call that amp_patch makes inside `scale_loss` and
+``optimizer.step()``, for every n. The script catches it, clears the gradients and goes on: the
+training is then, bit for bit, one in which that batch was left out, or, where the optimizer had
+stepped already, one in which it was not.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_patch
+from amp_patch.step import loss_scaling
+
+PACKAGE = str(Path(amp_patch.__file__).parent)
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+BATCHES = 4
+#: The batch whose step fails.
+FAILING = 1
+
+
+class OutOfMemory(Exception):
+    """What is raised; no code of ours can expect it."""
+
+
+class RaiseOnce:
+    """Raises at the n-th call of a function that code of amp_patch makes; counts them.
+
+    Args:
+        at: which one; 0 for none.
+    """
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.count = at, 0
+
+    def __enter__(self) -> RaiseOnce:
+        sys.setprofile(self.profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        caller = frame.f_back if event == "call" else frame
+        if event not in ("call", "c_call") or not is_ours(caller):
+            return
+        if event == "call" and frame.f_code.co_name in ("__enter__", "__exit__"):
+            return  # what such a block of torch's has set would stay, whoever called it
+        self.count += 1
+        if self.count == self.at:
+            sys.setprofile(None)
+            raise OutOfMemory(f"at call {self.at}, of {frame.f_code.co_name}")
+
+
+def is_ours(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def new_run(amp: ModuleType, level: str, case: str) -> tuple[nn.Module, list[Any]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    halves = [model[:1], model[1:]] if case == "two optimizers" else [model]
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1, fused=True) for part in halves]
+    fused_step = case == "fused step"
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0, fused_step=fused_step)
+    return model, optimizers
+
+
+def batch(index: int) -> Tensor:
+    return torch.sin(torch.arange(12.0).reshape(4, 3) * (index + 1))
+
+
+def train(
+    amp: ModuleType,
+    model: nn.Module,
+    optimizers: list[Any],
+    *,
+    leave_out: bool = False,
+    in_block: int = 0,
+    in_step: int = 0,
+) -> tuple[int, int]:
+    """Train on all batches; return the number of calls in the failing one's block and step.
+
+    Args:
+        leave_out: make no step with the batch that else fails.
+        in_block, in_step: the call that raises there; 0 for none.
+    """
+    block, step = RaiseOnce(in_block), RaiseOnce(in_step)
+    for index in range(BATCHES):
+        loss = model(batch(index)).float().square().mean()
+        if index == FAILING and leave_out:
+            continue
+        if index != FAILING:
+            with amp.scale_loss(loss, optimizers) as scaled_loss:
+                scaled_loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            try:
+                backward_with(amp, block, loss, optimizers)
+                for optimizer in optimizers:
+                    with step:
+                        optimizer.step()
+            except OutOfMemory:
+                del loss
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return block.count, step.count
+
+
+def backward_with(amp: ModuleType, block: RaiseOnce, loss: Tensor, optimizers: list[Any]) -> None:
+    """Make one backward pass in which only what `scale_loss` does may raise."""
+    with block:
+        context = amp.scale_loss(loss, optimizers)
+        scaled_loss = context.__enter__()
+    scaled_loss.backward()
+    with block:
+        context.__exit__(None, None, None)
+
+
+def outcome(amp: ModuleType, model: nn.Module, optimizers: list[Any]) -> list[Any]:
+    """All that a training leaves."""
+    states = [
+        (state["step"], state["exp_avg"], state["exp_avg_sq"])
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+    ]
+    masters = [list(amp.master_params(optimizer)) for optimizer in optimizers]
+    return [list(model.parameters()), masters, states, amp.state_dict()]
+
+
+def outcome_of(amp: ModuleType, level: str, case: str, **failure: Any) -> list[Any]:
+    model, optimizers = new_run(amp, level, case)
+    train(amp, model, optimizers, **failure)
+    found = copy.deepcopy(outcome(amp, model, optimizers))
+    amp.deactivate()
+    return found
+
+
+def are_equal(ones: Any, others: Any) -> bool:
+    try:
+        torch.testing.assert_close(ones, others, rtol=0, atol=0)
+    except AssertionError:
+        return False
+    return True
+
+
+CASES = [
+    *((level, "one optimizer") for level in LEVELS),
+    *((level, "two optimizers") for level in ("O1", "O2", "O5")),
+    *((level, "fused step") for level in ("O2", "O5")),
+    *((level, "device ahead") for level in ("O1", "O2")),
+]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """A level and a case; in the last one the CPU counts as a device that works behind the host."""
+    level, case = request.param
+    if case == "device ahead":
+        monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", {"cpu"})
+    return level, case
+
+
+def calls_in(amp: ModuleType, run: tuple[str, str]) -> tuple[int, int]:
+    counts = train(amp, *new_run(amp, *run))
+    amp.deactivate()
+    assert min(counts) > 10
+    return counts
+
+
+def test_a_block_that_fails_is_as_if_it_had_not_been(amp: ModuleType, run: tuple[str, str]) -> None:
+    without = outcome_of(amp, *run, leave_out=True)
+    assert not are_equal(without, outcome_of(amp, *run))
+    in_block, _ = calls_in(amp, run)
+    found = {at: outcome_of(amp, *run, in_block=at) for at in range(1, in_block + 1)}
+    assert [at for at, one in found.items() if not are_equal(one, without)] == []
+
+
+def test_a_step_that_fails_is_made_as_a_whole_or_not_at_all(
+    amp: ModuleType, run: tuple[str, str]
+) -> None:
+    if run[1] == "two optimizers":
+        pytest.skip("of two steps the first may be made and the second not")
+    without, made = (outcome_of(amp, *run, leave_out=leave_out) for leave_out in (True, False))
+    # the backward pass was made, and is counted
+    without[-1] = made[-1]
+    _, in_step = calls_in(amp, run)
+    found = {at: outcome_of(amp, *run, in_step=at) for at in range(1, in_step + 1)}
+    kinds = {at: (are_equal(one, without), are_equal(one, made)) for at, one in found.items()}
+    assert [at for at, kind in kinds.items() if not any(kind)] == []
+    # first it is not made, and from some call on it is
+    order = [was_made for _, (_, was_made) in sorted(kinds.items())]
+    assert order == sorted(order)
+
+
+def test_the_profile_raises_where_it_is_told_to(amp: ModuleType) -> None:
+    model, optimizers = new_run(amp, "O2", "one optimizer")
+    loss = model(batch(0)).float().square().mean()
+    with RaiseOnce(3) as failing, pytest.raises(OutOfMemory, match="at call 3"):
+        amp.scale_loss(loss, optimizers)
+    assert failing.count == 3
