@@ -35,7 +35,7 @@ from .step.backward_pass import BackwardPass
 from .step.loss_scaling import choose_scaling
 from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
-from .weights.fp32_values import FP32Store
+from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, PreparedModels
 from .weights.rollback import Snapshot
 
@@ -56,7 +56,7 @@ class Session:
     def __init__(self) -> None:
         self.cache = WeightCache()
         self.casts = Casts(self.cache)
-        self.store = FP32Store()
+        self.store = FP32Values()
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._reset()
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_patch.casting.mode import HALVES, mode
 from amp_patch.optimizers.fused_step import FusedStep, refuse_options
 from amp_patch.patching import Patches, bind
-from amp_patch.weights.fp32_values import FP32Store
+from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import clear_grads
 from amp_patch.weights.master_weights import MasterWeights
 
@@ -50,7 +50,7 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        store: FP32Store | None,
+        store: FP32Values | None,
         scalers: dict[int, int],
         announce: Callable[[str], None],
         fused: bool = False,

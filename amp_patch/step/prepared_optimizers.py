@@ -18,7 +18,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.levels import OptLevel
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
-from amp_patch.weights.fp32_values import FP32Store
+from amp_patch.weights.fp32_values import FP32Values
 
 from .optimizer_step import OptimizerStep
 
@@ -46,7 +46,7 @@ class PreparedOptimizers:
         self,
         optimizers: Iterable[Optimizer],
         level: OptLevel,
-        store: FP32Store,
+        store: FP32Values,
         scale_rule: ScaleRule,
         num_losses: int,
         fused_step: bool,
@@ -100,7 +100,7 @@ class PreparedOptimizers:
         for step in list(self.steps.values()):
             step.release()
 
-    def refuse_unknown(self, optimizer: Optimizer, store: FP32Store) -> None:
+    def refuse_unknown(self, optimizer: Optimizer, store: FP32Values) -> None:
         """Raise before the step of an optimizer that is not set up, if it would go wrong.
 
         Where no optimizer of these parameters is set up, a warning tells once of what it loses.

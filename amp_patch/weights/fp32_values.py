@@ -1,7 +1,8 @@
 """The fp32 values of parameters that are stored in half; knows no optimizer and no scale.
 
-A parameter is its fp32 value rounded to half. Whichever of the two the user wrote to, the other
-follows.
+A half parameter is its fp32 value, rounded. Users write to either: to the parameter
+(``nn.init``, ``load_state_dict``, ``p.data.clamp_()``), or to the master that
+``amp.master_params`` gives them. `FP32Values` says which of the two the other has to follow.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch.casting.mode import HALVES
 
 
-class _Exact:
-    """An fp32 value, and its version when the parameter was last equal to it.
+class _Value:
+    """One fp32 value, and what tells whether it was written to since the parameter equalled it.
 
-    The version stands in a list that may belong to several values: a step notes them all at once.
-    Where two optimizers step the parameter each has a list, and what either knows counts.
+    Attributes:
+        value: fp32; the master itself where an optimizer steps one.
+        noted: ``(list, index)`` of where the value's version was noted when the two were equal.
+            An optimizer has one list for all of its masters, so that a step notes all versions in
+            one assignment. Where two optimizers step the parameter both have noted it: it was
+            written to only if its version is neither's.
     """
 
     __slots__ = ("_exposed", "noted", "value")
@@ -28,6 +33,7 @@ class _Exact:
     def __init__(self, value: Tensor) -> None:
         self.value = value
         self.noted: list[tuple[list[int], int]] = []
+        # versions of parameter and value when the user was given the value
         self._exposed: tuple[int, int] | None = None
 
     def note_equal(self) -> None:
@@ -36,26 +42,38 @@ class _Exact:
         self._exposed = None
 
     def expose(self, param: Tensor) -> None:
-        """The user may write to the value in ways that leave no trace."""
+        """The user has the value, and may write to it by ``.data``, which moves no version."""
         self._exposed = param._version, self.value._version
 
     def end_exposure(self) -> None:
         self._exposed = None
 
     def wins(self, param: Tensor) -> bool:
-        """Return whether the value was written to since it was equal to the parameter."""
+        """Return whether the parameter has to follow the value, see `FP32Values`."""
         version = self.value._version
         if self._exposed is not None:
-            half_then, exact_then = self._exposed
-            return param._version == half_then or version != exact_then
+            param_then, value_then = self._exposed
+            return param._version == param_then or version != value_then
         return all(versions[index] != version for versions, index in self.noted)
 
 
-class FP32Store:
-    """The exact fp32 value of each half parameter, for as long as the parameter lives.
+class FP32Values:
+    """The fp32 value of each half parameter, for as long as the parameter lives.
 
     A value is a master that an optimizer steps, or what the parameter held before it was
     converted, kept for an optimizer that comes later.
+
+    The rule by which parameter ``p`` and value ``x`` are made to agree, before each step and
+    wherever the value is asked for::
+
+        value_wins = x was written to since the two were equal
+                     or the user was given x (amp.master_params), and not p alone was written to
+        if value_wins:
+            p = round(x)
+        else:    # by element: what was not written to keeps its fp32 bits
+            x = where(round(x) == p, x, p)
+
+    After each step ``p = round(x)``, and the two count as equal.
 
     Attributes:
         loads: how often values were set from a state dict.
@@ -81,7 +99,7 @@ class FP32Store:
             versions: where the version of ``value`` is noted; a list of its own if None.
             index: the place in ``versions``.
         """
-        entry, known = _Exact(value), self._values.get(param)
+        entry, known = _Value(value), self._values.get(param)
         entry.noted.append(([0] if versions is None else versions, index))
         entry.note_equal()
         is_same = known is not None and known.value.data_ptr() == value.data_ptr()
@@ -103,15 +121,15 @@ class FP32Store:
                 entry.noted.append(([-1 if wins else entry.value._version], 0))
 
     def wins(self, param: Tensor) -> bool:
-        """Return whether the fp32 value was written to since the parameter was equal to it."""
+        """Return whether a parameter has to follow its fp32 value, and not the reverse."""
         return bool(self._values[param].wins(param))
 
     def expose(self, param: Tensor) -> None:
-        """The value wins where the two differ, unless only the parameter is seen to be written."""
+        """The user was given the value; it wins unless only the parameter is written to."""
         self._values[param].expose(param)
 
     def end_exposure(self, param: Tensor) -> None:
-        """As `expose`, but the two are equal now."""
+        """The two are equal, and what the user was given is not written to any more."""
         self._values[param].end_exposure()
 
     def set_converted(self, param: Tensor, value: Tensor) -> None:
@@ -125,7 +143,7 @@ class FP32Store:
             self._values.pop(param, None)
 
     def end_conversion(self) -> None:
-        """From now on the user may write to the parameters."""
+        """`initialize` is over: from now on the user may write to the parameters."""
         self._converted.clear()
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """The fp32 masters that one optimizer steps for half parameters (O2, O5).
 
-Knows nothing of scales, skipped steps or modules; what a master is worth is the `FP32Store`'s.
+Knows nothing of scales, skipped steps or modules. Which of a parameter and its master follows the
+other is `FP32Values`' subject.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import small_tensors
 
-from .fp32_values import FP32Store
+from .fp32_values import FP32Values
 from .lazy_gradients import LazyGradients, clear_grads
 
 _VERSION = operator.attrgetter("_version")
@@ -30,16 +31,16 @@ class MasterWeights:
     Args:
         optimizer: its ``param_groups`` and ``state`` are changed in place: each half parameter
             gives way to its master. Held weakly.
-        store: the fp32 values to start from; the masters are entered there.
+        values: the fp32 values to start from; the masters are entered there.
         lazy: what makes the masters' gradients when they are asked for; None: they are there.
     """
 
     def __init__(
-        self, optimizer: Optimizer, store: FP32Store, lazy: LazyGradients | None = None
+        self, optimizer: Optimizer, values: FP32Values, lazy: LazyGradients | None = None
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._lazy = lazy
-        self._store = store
+        self._values = values
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
         self._versions: list[int] = []
@@ -83,14 +84,14 @@ class MasterWeights:
         optimizer = self._optimizer()
         while len(self._masters) > count:
             param, master = self._params.pop(), self._masters.pop()
-            self._store.forget_versions(param, self._versions)
+            self._values.forget_versions(param, self._versions)
             self._versions.pop()
             del self._params_by_master[id(master)]
             if optimizer is not None and master in optimizer.state:
                 optimizer.state[param] = optimizer.state.pop(master)
 
     def _make(self, param: Tensor) -> Tensor:
-        value = self._store.take(param)
+        value = self._values.take(param)
         attached = param.requires_grad
         lazy = self._lazy
         master = nn.Parameter(value, attached) if lazy is None else lazy.parameter(value, attached)
@@ -102,49 +103,56 @@ class MasterWeights:
         self._masters.append(master)
         self._versions.append(0)
         self._params_by_master[id(master)] = param
-        self._store.set(param, master, self._versions, len(self._versions) - 1)
+        self._values.set(param, master, self._versions, len(self._versions) - 1)
         optimizer = self._optimizer()
         if optimizer is not None and param in optimizer.state:
             optimizer.state[master] = optimizer.state.pop(param)
         return master
 
     def expose(self) -> None:
-        """The user gets the masters to write to, until the step that follows."""
+        """The user gets the masters, to write to until the step that follows."""
         self.end_exposure()
         self.reconcile()
         self._exposed = list(map(_VERSION, self._params))
         for param, master in zip(self._params, self._masters, strict=True):
-            self._store.expose(param)
+            self._values.expose(param)
             master.requires_grad_(param.requires_grad)
 
     def end_exposure(self) -> None:
-        """No step follows: what was written to the masters goes to the parameters now."""
+        """No step follows: what the user wrote to the masters goes to the parameters now."""
         if self._exposed is not None:
-            self._compare().forget()
+            self._compare().forget()  # a write by .data left no trace
             self.reconcile()
             self._end_exposure()
 
     def _end_exposure(self) -> None:
         for param in self._params:
-            self._store.end_exposure(param)
+            self._values.end_exposure(param)
         self._exposed = None
 
     def reconcile(self) -> None:
-        """Let each half parameter and its master follow whichever the user wrote to."""
+        """Make each half parameter agree with its master, by the rule of `FP32Values`."""
         comparison = self._compare()
         if self._exposed is not None and self._exposed != list(map(_VERSION, self._params)):
-            comparison.forget()  # written may be both, and the parameters what they were
-        if comparison.reconcile(self._take_wins):
+            # Parameters were written to, and perhaps masters as well: say that the user set p to 0
+            # and back. The comparison would take what it saw last for what is there.
+            comparison.forget()
+        judged: list[int] = []
+        if comparison.reconcile(lambda: self._masters_that_win(judged)):
             self._note_equal()
+        elif judged:  # kernels have made them equal, without a word
+            self._versions[:] = judged
 
-    def _take_wins(self) -> list[bool]:
-        """Return which masters win; after this they are equal, and only exposed ones still win."""
-        versions = list(map(_VERSION, self._masters))
+    def _masters_that_win(self, versions: list[int]) -> list[bool]:
+        """Return which parameters have to follow their masters; the others are followed.
+
+        Args:
+            versions: gets the versions of the masters that this was found for.
+        """
+        versions[:] = map(_VERSION, self._masters)
         if versions == self._versions and self._exposed is None:
             return [False] * len(versions)
-        wins = list(map(self._store.wins, self._params))
-        self._versions[:] = versions
-        return wins
+        return list(map(self._values.wins, self._params))
 
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
@@ -176,7 +184,7 @@ class MasterWeights:
             param.grad = None
             param.data = master.data
             param.grad = master.grad
-            self._store.forget_versions(param, self._versions)
+            self._values.forget_versions(param, self._versions)
             if optimizer is not None and master in optimizer.state:
                 optimizer.state[param] = optimizer.state.pop(master)
         for group in optimizer.param_groups if optimizer is not None else ():
@@ -198,7 +206,7 @@ class MasterWeights:
         ``model.to(device)``, ``p.data = t`` and new parameter groups do that; so does a load,
         after which what the parameters held before tells nothing.
         """
-        places = [self._store.loads, *map(Tensor.data_ptr, self._params)]
+        places = [self._values.loads, *map(Tensor.data_ptr, self._params)]
         if places != self._places:
             self._follow_devices()
             self._places = places

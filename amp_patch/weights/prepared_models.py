@@ -16,7 +16,7 @@ from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.levels import OptLevel
 
 from . import half_model
-from .fp32_values import FP32Store
+from .fp32_values import FP32Values
 from .half_model import ForwardCasts
 
 
@@ -48,7 +48,7 @@ class PreparedModels:
         levels: what each model was initialized at.
     """
 
-    def __init__(self, store: FP32Store, cache: WeightCache, hooks: ModelHooks) -> None:
+    def __init__(self, store: FP32Values, cache: WeightCache, hooks: ModelHooks) -> None:
         self._store = store
         self._cache = cache
         self._hooks = hooks

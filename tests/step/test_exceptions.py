@@ -9,6 +9,7 @@ stepped already, one in which it was not.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -55,6 +56,8 @@ class RaiseOnce:
             return
         if event == "call" and frame.f_code.co_name in ("__enter__", "__exit__"):
             return  # what such a block of torch's has set would stay, whoever called it
+        if event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # Python swallows what is raised in a generator that is being closed
         self.count += 1
         if self.count == self.at:
             sys.setprofile(None)
