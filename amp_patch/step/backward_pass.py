@@ -101,6 +101,7 @@ class BackwardPass:
             one.gradients.put_unwritten_back()
         skips = [one.skip for one in self._optimizers]
         self._pending = PendingCheck(self._scaling, found, skips)
+        self._pending.register()
 
     def update(self) -> None:
         """Move the scale by what was found, unless the step has done it.

@@ -171,10 +171,11 @@ class DeviceScaling:
             self._on_host.update(found, skips)
             return
         found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
-        report = functools.partial(_announce, self._scaler, self._scaler_id, skips)
-        self._device_scaler.update(found_inf, report)
         for skip in skips:
             skip.ask_where(found_inf)
+        # Last, for what the device has done cannot be taken back.
+        report = functools.partial(_announce, self._scaler, self._scaler_id, skips)
+        self._device_scaler.update(found_inf, report)
 
     def moves(self, scaler: LossScaler) -> bool:
         """See `LossScaling`."""
@@ -232,7 +233,10 @@ class PendingCheck:
 
     def __init__(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         self._scaling, self._found, self._skips = scaling, found, skips
-        for skip in skips:
+
+    def register(self) -> None:
+        """Let whoever makes the next step wait for it."""
+        for skip in self._skips:
             skip.pending.append(self)
 
     def settle(self) -> None:
