@@ -53,8 +53,11 @@ class AdamUpdate(GroupUpdate):
         columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
         has_largest = group["amsgrad"]
         columns.append([state["max_exp_avg_sq"] if has_largest else None for state in states])
-        steps = self._counters.gather(states, params[0].device, torch.float32)
-        return GroupRows(self.arguments(group), [*columns, weights, steps])
+        return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
+
+    def counters(self, inputs: StepInputs) -> list[Tensor]:
+        """Return the steps so far: a float32 number on the device for each parameter."""
+        return self._counters.gather(inputs.states, inputs.params[0].device, torch.float32)
 
     def arguments(self, group: Any) -> list[Any]:
         """Return the options of a group as ``adamw_prepare`` takes them."""

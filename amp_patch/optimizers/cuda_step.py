@@ -64,10 +64,15 @@ class CudaStep:
             return False
         try:
             half = self._half_gradients()
-            can_step = self._take(optimizer, param_of, half)
-            if can_step and not self._is_skipped(found_inf):
-                self._launch(optimizer, half, found_inf)
-            return can_step
+            if not self._take(optimizer, param_of, half):
+                return False
+            entries = self._new_entries(optimizer)
+            if entries and found_inf is not None and captures.wait_for(found_inf):
+                return True
+            for owner, name, value in entries:
+                owner[name] = value
+            self._launch(optimizer, half, found_inf)
+            return True
         finally:  # nobody but the user keeps gradients alive
             self._scaled.release()
             self._unscaled.release()
@@ -86,10 +91,14 @@ class CudaStep:
             optimizer, param_of, lambda param: waiting.get(id(param))
         ) and self._unscaled.take(optimizer, param_of, stored_grad)
 
-    def _is_skipped(self, found_inf: Tensor | None) -> bool:
-        """Return whether the host must not enter new state, because the step is skipped."""
-        has_new = bool(self._scaled.new_state() or self._unscaled.new_state())
-        return has_new and found_inf is not None and captures.wait_for(found_inf)
+    def _new_entries(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return what the host enters in dicts where the step is not skipped."""
+        options = [
+            (group, name, value)
+            for group in optimizer.param_groups
+            for name, value in self._update_type.changed_options(group).items()
+        ]
+        return [*options, *self._scaled.new_state(), *self._unscaled.new_state()]
 
     def _launch(
         self, optimizer: Optimizer, half: HalfGradients | None, found_inf: Tensor | None
@@ -97,8 +106,6 @@ class CudaStep:
         """Step the rows that were taken."""
         scaled, unscaled = self._scaled, self._unscaled
         clip = self._update_type.clip_factor(optimizer, lambda: _norms(half, unscaled.grads()))
-        for entries, name, value in (*scaled.new_state(), *unscaled.new_state()):
-            entries[name] = value
         if half is not None and scaled.groups:
             scaled.step(self._factors(half, clip), found_inf)
         if unscaled.groups:

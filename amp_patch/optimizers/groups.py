@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from amp_patch.kernels.cuda_optimizers import Column, GroupRows, OptimizerKernels
 
-#: What an optimizer keeps for one parameter: ``optimizer.state[param]``.
+#: What an optimizer keeps for one parameter, ``optimizer.state[param]``.
 ParamState = dict[str, Any]
 
 
@@ -73,6 +73,14 @@ class GroupUpdate:
             0-dim, or None where it does not clip, as most optimizers do not.
         """
         return None
+
+    @classmethod
+    def changed_options(cls, group: dict[str, Any]) -> dict[str, Any]:
+        """Return what a step by kernels changes in a group itself, gradients or not.
+
+        Nothing, unless the optimizer counts the steps there: ``{"step": 7}``.
+        """
+        return {}
 
     @classmethod
     def suits_kernels(cls, options: Mapping[str, Any]) -> bool:

@@ -155,7 +155,7 @@ class FusedLAMB(Optimizer):
         self, group: dict[str, Any], params: list[Tensor], factor: Tensor | None
     ) -> None:
         states = [self.state[param] for param in params]
-        make_states(params, states)
+        _make_states(params, states)
         grads: list[Any] = [param.grad for param in params]
         stored = [params, *state_columns(states, "exp_avg", "exp_avg_sq")]
         steps = [state["step"] for state in states]
@@ -212,7 +212,7 @@ class LambUpdate(GroupUpdate):
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""
         _, group, params, grads, states = inputs
-        make_states(params, states)
+        self.make_states(inputs)
         self._counters.advance(states)
         columns = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
         _update(group, columns, self._counters.values())
@@ -220,10 +220,17 @@ class LambUpdate(GroupUpdate):
     def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
         """See `GroupUpdate.kernel_rows`."""
         _, group, params, grads, states = inputs
-        make_states(params, states)
+        self.make_states(inputs)
         columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
-        steps = self._counters.gather(states, params[0].device, torch.float32)
-        return GroupRows(self.arguments(group), [*columns, weights, steps])
+        return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
+
+    def counters(self, inputs: StepInputs) -> list[Tensor]:
+        """Return the steps so far: a float32 number on the device for each parameter."""
+        return self._counters.gather(inputs.states, inputs.params[0].device, torch.float32)
+
+    def make_states(self, inputs: StepInputs) -> None:
+        """Make the state of parameters that have none."""
+        _make_states(inputs.params, inputs.states)
 
     def arguments(self, group: Mapping[str, Any]) -> list[Any]:
         """Return the options of a group as ``lamb_prepare`` takes them."""
@@ -234,8 +241,7 @@ class LambUpdate(GroupUpdate):
         return [*learning_rate(group["lr"]), *numbers, *switches, maximizes]
 
 
-def make_states(params: list[Tensor], states: list[ParamState]) -> None:
-    """Make the state of parameters that have none."""
+def _make_states(params: list[Tensor], states: list[ParamState]) -> None:
     for param, state in zip(params, states, strict=True):
         if not state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")

@@ -23,6 +23,18 @@ UPDATES: dict[type[Optimizer], type[GroupUpdate]] = {
     SGD: SgdUpdate,
     FusedLAMB: LambUpdate,
 }
+
+
+def register(kind: type[Optimizer], update: type[GroupUpdate]) -> None:
+    """Enter a row for a type that the core does not import, as the drop-in's are.
+
+    A type of the same module and name gives way: its module was imported anew.
+    """
+    for known in [one for one in UPDATES if _full_name(one) == _full_name(kind)]:
+        del UPDATES[known]
+    UPDATES[kind] = update
+
+
 _MEND = "call amp.initialize(..., fused_step=False)"
 
 
@@ -35,9 +47,13 @@ def update_of(optimizer: Optimizer) -> type[GroupUpdate]:
     if type(optimizer) not in UPDATES:
         raise TypeError(
             f"fused_step=True steps {', '.join(map(_name, UPDATES))}, these very types; got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}; {_MEND}."
+            f"{_full_name(type(optimizer))}; {_MEND}."
         )
     return UPDATES[type(optimizer)]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _name(kind: type) -> str:
