@@ -13,8 +13,8 @@
 //                                 number of elements. The step is a float32 scalar, which counts
 //                                 the steps not skipped: the first of them sets the buffer, torch's
 //                                 rule for a buffer that is None. 1 and above: the buffer holds
-//                                 momentum, as after a checkpoint is loaded. It may be 0 (null)
-//                                 where the buffer is.
+//                                 momentum, as after a checkpoint is loaded; so it does where the
+//                                 step is 0 (null).
 //   count         int             rows
 //   coefficients  Coefficients*   32 bytes per row, for the second launch
 //   found_inf     const float*    not 0: both launches do nothing; 0 (null): never

@@ -1,6 +1,9 @@
-"""The optimizers' updates by the CUDA kernels of csrc/, from half gradient to half weight.
+"""Launches the optimizers' kernels of csrc/, which step from half gradient to half weight.
 
-Knows groups of parameters with their state; nothing of how gradients and weights came about.
+Knows tables of tensors; no optimizer's formula, and nothing of how gradients and weights came
+about. A table has a row for each parameter and a column for each kind of tensor that parameters
+have: gradient, the float32 parameter itself (csrc/ calls it master), state, half weight, step
+counter. Where parameters have no such tensor the column holds None.
 """
 
 from __future__ import annotations
@@ -20,18 +23,19 @@ from .dense_rows import DenseRows, Part, chosen
 Column = Sequence[Tensor | None]
 
 
-class Block(NamedTuple):
-    """The rows of one group: what the group says, and the columns of the table of tensors.
+class GroupRows(NamedTuple):
+    """The rows of the table that are one parameter group's.
 
     Attributes:
-        arguments: of the kernel that prepares the group, after the flag.
-        columns: gradient, master, state, weight and step; None where there is none.
-        made: dicts to enter a tensor in, under this name, once kernels step the rows.
+        arguments: what the kernel that prepares the group takes after the flag.
+        columns: gradients, float32 parameters, a column per state tensor, half weights, counters.
+        new_state: ``(dict, name, value)`` of what is to be entered once it is known that kernels
+            step the rows, as ``dict[name] = value``.
     """
 
     arguments: Sequence[Argument]
     columns: Sequence[Column]
-    made: Sequence[tuple[dict[str, Any], str, Tensor]] = ()
+    new_state: Sequence[tuple[dict[str, Any], str, Any]] = ()
 
 
 class Factors(NamedTuple):
@@ -41,50 +45,86 @@ class Factors(NamedTuple):
     clip: Tensor | None
 
 
-class Rule(NamedTuple):
-    """One optimizer's kernels: its source, its bytes of coefficients, its letters of options."""
+class Operands(NamedTuple):
+    """What the launches of a step share, all on one device.
 
-    source: str
-    coefficients: int
-    options: str
-
-    @property
-    def prefix(self) -> str:
-        """The beginning of every kernel's name."""
-        return self.source.partition(".")[0]
-
-
-ADAM = Rule("adamw.cu", 36, "dPddddii")
-SGD_RULE = Rule("sgd.cu", 32, "dPdddiii")
-LAMB = Rule("lamb.cu", 48, "dPddddiiiii")
-
-
-class Batch:
-    """Rows that are stepped by the same launches, again and again.
-
-    Args:
-        rule: the optimizer's.
+    Attributes:
+        rows: the table of tensors, int64, shape (rows, columns + 1).
+        coefficients: uint8, shape (rows, bytes): what the kernel that prepares leaves to the next.
+        scale, clip, found_inf: float32, one element, or None.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    rows: Tensor
+    coefficients: Tensor
+    scale: Tensor | None
+    clip: Tensor | None
+    found_inf: Tensor | None
+
+
+class OptimizerKernels:
+    """The kernels of one type of optimizer, which update each element by itself.
+
+    Their names begin with that of the source: ``adamw_prepare`` takes the hyperparameters of a
+    group, ``adamw_float16_to_float32`` steps rows with gradients of float16 and weights of float32.
+
+    Args:
+        source: the file in csrc/.
+        coefficient_bytes: the size of its ``struct Coefficients``.
+        letters: the C types of `GroupRows.arguments`, as in `cuda_module.C_TYPES`.
+    """
+
+    def __init__(self, source: str, coefficient_bytes: int, letters: str) -> None:
+        self.source = source
+        self.coefficient_bytes = coefficient_bytes
+        self.prefix = source.partition(".")[0]
+        self._prepare = Kernel(source, f"{self.prefix}_prepare", f"PiPP{letters}")
+
+    def prepare(
+        self, part: Part, operands: Operands, first: int, count: int, arguments: Sequence[Argument]
+    ) -> None:
+        """Launch for ``count`` rows from ``first`` on, which are of one group."""
+        rows, coefficients = operands.rows[first:], operands.coefficients[first:]
+        values = (rows, count, coefficients, operands.found_inf, *arguments)
+        cuda_module.modules.launch(self._prepare, -(-count // THREADS), part.device, *values)
+
+    def update(self, part: Part, operands: Operands, weight: int) -> None:
+        """Launch for all rows, prepared before.
+
+        Args:
+            part: the rows.
+            operands: of the launches.
+            weight: the place of the half weight's column.
+        """
+        name = f"{self.prefix}_{{0}}_to_{{{weight}}}"
+        launch(part, self.source, name, "PPPPPP", *operands)
+
+
+class KernelStep:
+    """Steps the same rows by the same launches, again and again.
+
+    Args:
+        kernels: the optimizer's.
+    """
+
+    def __init__(self, kernels: OptimizerKernels) -> None:
+        self._kernels = kernels
         self._rows = DenseRows()
-        self._masters: Column = []
-        self._blocks: Sequence[Block] = ()
+        self._params: Column = []
+        self._groups: Sequence[GroupRows] = ()
         self._columns: list[Column] = []
         self._parts: list[Part] = []
 
-    def holds(self, blocks: Sequence[Block]) -> bool:
-        """Take rows over; return whether kernels take all of them."""
-        self._blocks = blocks
-        columns = zip(*(block.columns for block in blocks), strict=True)
+    def take(self, groups: Sequence[GroupRows]) -> bool:
+        """Take the rows that `step` is to step; return whether there are kernels for all."""
+        self._groups = groups
+        columns = zip(*(group.columns for group in groups), strict=True)
         self._columns = [[one for part in column for one in part] for column in columns]
-        masters = self._columns[1]
-        if len(masters) != len(self._masters) or any(map(operator.is_not, masters, self._masters)):
-            self._rows, self._masters = DenseRows(_are_fp32_between), masters
-        # The step is a number per row; where there is no weight or state the master stands in.
+        params = self._columns[1]
+        if len(params) != len(self._params) or any(map(operator.is_not, params, self._params)):
+            self._rows, self._params = DenseRows(_are_fp32_between), params
+        # A counter is one number; where a row has no weight or state its parameter stands in.
         models: Any = [
-            [master if one is None else one for one, master in zip(column, masters, strict=True)]
+            [param if one is None else one for one, param in zip(column, params, strict=True)]
             for column in self._columns[:-1]
         ]
         self._parts, others = self._rows.split(*models)
@@ -99,46 +139,29 @@ class Batch:
             found_inf: float32, one element; not 0: nothing changes. None: it is 0.
         """
         for part in self._parts:
-            scale, clip, flag = (_on(part.device, one) for one in (*factors, found_inf))
-            rows = part.table.rows(*(chosen(column, part.rows) for column in self._columns))
-            coefficients = _bytes(part, len(part.rows), self._rule.coefficients)
-            self._prepare(part, rows, coefficients, flag)
-            self._update(part, rows, coefficients, (scale, clip, flag))
+            table = part.table.rows(*(chosen(column, part.rows) for column in self._columns))
+            coefficients = byte_rows(part, len(part.rows), self._kernels.coefficient_bytes)
+            shared = (_on(part.device, one) for one in (*factors, found_inf))
+            operands = Operands(table, coefficients, *shared)
+            self._prepare(part, operands)
+            self._kernels.update(part, operands, weight=len(self._columns) - 2)
         for column in self._columns[1:-1]:
             note_written([tensor for tensor in column if tensor is not None])
 
-    def _prepare(self, part: Part, rows: Tensor, coefficients: Tensor, flag: Tensor | None) -> None:
-        rule, ends = self._rule, 0
-        kernel = Kernel(rule.source, f"{rule.prefix}_prepare", f"PiPP{rule.options}")
-        positions = {row: position for position, row in enumerate(part.rows)}
-        for block in self._blocks:
-            begins, ends = ends, ends + len(block.columns[0])
-            mine = [positions[row] for row in range(begins, ends) if row in positions]
-            if mine:
-                first, count = mine[0], len(mine)
-                arguments = [_address(part.device, one) for one in block.arguments]
-                operands = (rows[first:], count, coefficients[first:], flag, *arguments)
-                grid = -(-count // THREADS)
-                cuda_module.modules.launch(kernel, grid, part.device, *operands)
+    def release(self) -> None:
+        """Let go of the tensors of the last `take`, but for the parameters."""
+        self._groups, self._columns = (), []
 
-    def _update(
-        self, part: Part, rows: Tensor, coefficients: Tensor, factors: Sequence[Tensor | None]
-    ) -> None:
-        source, prefix = self._rule.source, self._rule.prefix
-        weight = len(self._columns) - 2
-        if self._rule is not LAMB:
-            name = f"{prefix}_{{0}}_to_{{{weight}}}"
-            launch(part, source, name, "PPPPPP", rows, coefficients, *factors)
-            return
-        norms = _bytes(part, part.table.chunk_count, 16)
-        ratios = torch.empty(len(part.rows), dtype=torch.float32, device=part.device)
-        moments = "lamb_moments_{0}"
-        launch(part, source, moments, "PPPPPPP", rows, coefficients, *factors, found=norms)
-        sums = (part.table.ranges()[0], norms, coefficients, ratios, factors[-1])
-        kernel = Kernel(source, "lamb_ratios", "PPPPP")
-        cuda_module.modules.launch(kernel, len(part.rows), part.device, *sums)
-        name = f"lamb_update_{{{weight}}}"
-        launch(part, source, name, "PPPPP", rows, coefficients, ratios, factors[-1])
+    def _prepare(self, part: Part, operands: Operands) -> None:
+        """Launch once for each group that has rows in this part, where they follow each other."""
+        positions = {row: position for position, row in enumerate(part.rows)}
+        end = 0
+        for group in self._groups:
+            begin, end = end, end + len(group.columns[0])
+            own = [positions[row] for row in range(begin, end) if row in positions]
+            if own:
+                arguments = [_address(part.device, one) for one in group.arguments]
+                self._kernels.prepare(part, operands, own[0], len(own), arguments)
 
 
 def _are_fp32_between(mix: tuple[str, ...]) -> bool:
@@ -146,7 +169,8 @@ def _are_fp32_between(mix: tuple[str, ...]) -> bool:
     return set(mix[1:-1]) == {"float32"}
 
 
-def _bytes(part: Part, rows: int, size: int) -> Tensor:
+def byte_rows(part: Part, rows: int, size: int) -> Tensor:
+    """Return memory for ``size`` bytes per row, on the part's device."""
     return torch.empty((rows, size), dtype=torch.uint8, device=part.device)
 
 

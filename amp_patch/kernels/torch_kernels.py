@@ -207,8 +207,27 @@ def clip_by_norm(
         The total norm before, 0-dim fp32 (float64 if a gradient is), on the first device.
     """
     total = _total_norm(grads, norm_type) if norm is None else norm
-    multiply(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+    multiply(grads, clip_factor(total, max_norm, CLIP_EPS))
     return total
+
+
+#: What is added to the norm where gradients are clipped as `torch.nn.utils.clip_grad_norm_` does.
+CLIP_EPS = 1e-6
+
+
+def clip_factor(norm: Tensor, max_norm: float, eps: float = 0.0) -> Tensor:
+    """Return what multiplies gradients of this norm, so that it is at most ``max_norm`` then.
+
+    Args:
+        norm: 0-dim, of all gradients together.
+        max_norm: above 0.
+        eps: added to the norm.
+
+    Returns:
+        ``min(1, max_norm / (norm + eps))``, 0-dim; 1 for a norm of 0.
+    """
+    factor: Tensor = (max_norm / (norm + eps if eps else norm)).clamp(max=1.0)
+    return factor
 
 
 def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:

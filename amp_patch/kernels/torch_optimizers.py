@@ -225,16 +225,9 @@ def _ratios(params: Tensors, updates: Tensors) -> Tensor:
     return torch.where((ours == 0) | (theirs == 0), 1.0, ours / theirs)
 
 
-def clip_factor(grads: Tensors, max_norm: float) -> Tensor:
-    """Return ``min(1, max_norm / norm)`` of the norm of all, 0-dim, on the first one's device."""
-    norms = [torch.linalg.vector_norm(grad, dtype=_at_least_fp32(grad)) for grad in grads]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    factor: Tensor = (max_norm / total).clamp(max=1.0)
-    return factor
-
-
-def _at_least_fp32(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+def scaled(tensors: Tensors, factor: Tensor) -> list[Tensor]:
+    """Return tensors of one dtype and device, multiplied by a 0-dim one on any device."""
+    return list(torch._foreach_mul(tensors, factor.to(tensors[0].device, tensors[0].dtype)))
 
 
 def _per_tensor(steps: Sequence[float], function: Any) -> Any:

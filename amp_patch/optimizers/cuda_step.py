@@ -1,57 +1,49 @@
 """One optimizer's step by the CUDA kernels: half gradient in, half weight out.
 
 Knows its groups, what gradients wait and which half parameter a master belongs to; nothing of
-hooks, closures or the rule of a scale.
+hooks, closures, formulas or how the loss scale moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch import kernels
-from amp_patch.kernels import tensor_tables, torch_kernels
-from amp_patch.kernels.cuda_optimizers import Batch, Block, Factors, Rule
+from amp_patch.kernels import alike, are_used, tensor_tables, torch_kernels
+from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, OptimizerKernels
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients, stored_grad
 
-from .groups import KeptGroups, Update, suits_kernels
-from .lamb import FusedLAMB
+from .groups import CachedGroups, GroupUpdate
 
 
-class _Kept(NamedTuple):
-    """What is kept for a kind of rows."""
-
-    batch: Batch
-    groups: KeptGroups
-
-
-class FusedLaunch:
-    """The launches of one optimizer, again and again.
+class CudaStep:
+    """Steps one optimizer by kernels, again and again.
 
     Args:
-        make_update: of a group.
-        rule: the kernels of the optimizer.
+        update_type: how the optimizer steps.
+        kernels: those of ``update_type``.
         lazy: what gradients wait.
     """
 
-    def __init__(self, make_update: Callable[[], Update], rule: Rule, lazy: LazyGradients) -> None:
-        self._rule, self._lazy = rule, lazy
-        # Rows whose gradients are still scaled, and those whose are not.
-        self._kept = {
-            scaled: _Kept(Batch(rule), KeptGroups(make_update)) for scaled in (True, False)
-        }
+    def __init__(
+        self, update_type: type[GroupUpdate], kernels: OptimizerKernels, lazy: LazyGradients
+    ) -> None:
+        self._update_type, self._source, self._lazy = update_type, kernels.source, lazy
+        # One launch takes gradients that all bear the same scale, so rows whose gradients wait,
+        # still scaled, have launches of their own.
+        self._scaled, self._unscaled = (_Launches(update_type, kernels) for _ in range(2))
         self._scales: dict[torch.device, tensor_tables.Resident] = {}
 
     def is_expected(self, optimizer: Optimizer) -> bool:
         """Return whether kernels can step all groups, as far as the first tensor of each tells."""
         first = [param for group in optimizer.param_groups for param in group["params"][:1]]
-        return self._are_there(optimizer, first)
+        return self._are_used(optimizer, first)
 
     def step(
         self,
@@ -59,35 +51,65 @@ class FusedLaunch:
         param_of: Callable[[Tensor], Tensor],
         found_inf: Tensor | None,
     ) -> bool:
-        """Step all groups; return False, with nothing changed, where kernels cannot.
+        """Step all groups; return False, with no parameter changed, where kernels cannot.
 
         Args:
             optimizer: whose groups and state are read.
             param_of: returns the half parameter of a master, or what it is given.
             found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
-                for where momentum is made, of which a skipped step is to leave no trace.
+                for where the host enters new state, of which a skipped step is to leave no trace.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not self._are_there(optimizer, params):
+        if not self._are_used(optimizer, params):
             return False
-        half = self._waiting()
-        blocks = {
-            scaled: self._blocks(optimizer, param_of, half if scaled else None, scaled)
-            for scaled in (True, False)
-        }
-        if not all(self._kept[s].batch.holds(own) for s, own in blocks.items() if own):
-            return False
-        made = [one for own in blocks.values() for block in own for one in block.made]
-        if made and found_inf is not None and captures.wait_for(found_inf):
+        try:
+            half = self._half_gradients()
+            if not self._take(optimizer, param_of, half):
+                return False
+            entries = self._new_entries(optimizer)
+            if entries and found_inf is not None and captures.wait_for(found_inf):
+                return True
+            for owner, name, value in entries:
+                owner[name] = value
+            self._launch(optimizer, half, found_inf)
             return True
-        clip = self._lamb_clip(optimizer, half, blocks[False])
-        for entry, name, tensor in made:
-            entry[name] = tensor
-        for scaled, own in blocks.items():
-            if own:
-                factors = self._factors(half if scaled else None, clip, own)
-                self._kept[scaled].batch.step(factors, found_inf)
-        return True
+        finally:  # nobody but the user keeps gradients alive
+            self._scaled.release()
+            self._unscaled.release()
+
+    def _take(
+        self,
+        optimizer: Optimizer,
+        param_of: Callable[[Tensor], Tensor],
+        half: HalfGradients | None,
+    ) -> bool:
+        """Take the rows to step; return whether there are kernels for all of them."""
+        waiting: dict[int, Tensor] = {}
+        if half is not None:
+            waiting = dict(zip(map(id, self._lazy.params), half.grads, strict=True))
+        return self._scaled.take(
+            optimizer, param_of, lambda param: waiting.get(id(param))
+        ) and self._unscaled.take(optimizer, param_of, stored_grad)
+
+    def _new_entries(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return what the host enters in dicts where the step is not skipped."""
+        options = [
+            (group, name, value)
+            for group in optimizer.param_groups
+            for name, value in self._update_type.changed_options(group).items()
+        ]
+        return [*options, *self._scaled.new_state(), *self._unscaled.new_state()]
+
+    def _launch(
+        self, optimizer: Optimizer, half: HalfGradients | None, found_inf: Tensor | None
+    ) -> None:
+        """Step the rows that were taken."""
+        scaled, unscaled = self._scaled, self._unscaled
+        clip = self._update_type.clip_factor(optimizer, lambda: _norms(half, unscaled.grads()))
+        if half is not None and scaled.groups:
+            scaled.step(self._factors(half, clip), found_inf)
+        if unscaled.groups:
+            unscaled.step(Factors(None, clip), found_inf)
 
     @torch.no_grad()
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
@@ -96,22 +118,22 @@ class FusedLaunch:
         Returns:
             The norm before, 0-dim; None, with nothing done, where none wait in half.
         """
-        half = self._waiting()
+        half = self._half_gradients()
         if half is None or half.clip is not None:
             return None
         stored = [stored_grad(p) for group in optimizer.param_groups for p in group["params"]]
         others = [grad for grad in stored if grad is not None]
-        norms = [half.norm(), *torch_kernels.norms_of(others, 2.0)]
-        total = torch_kernels.combined(norms, 2.0)
-        half.clip = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        total = torch_kernels.combined([half.norm(), *torch_kernels.norms_of(others, 2.0)], 2.0)
+        half.clip = torch_kernels.clip_factor(total, max_norm, torch_kernels.CLIP_EPS)
         torch_kernels.multiply(others, half.clip)
         return total
 
-    def _are_there(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-        suit = all(map(suits_kernels, optimizer.param_groups))
-        return suit and kernels.are_used((self._rule.source,), params)
+    def _are_used(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        update = self._update_type
+        options = (update.options(optimizer, group) for group in optimizer.param_groups)
+        return all(map(update.suits_kernels, options)) and are_used((self._source,), params)
 
-    def _waiting(self) -> HalfGradients | None:
+    def _half_gradients(self) -> HalfGradients | None:
         """Return the gradients that wait in half, checked; all others are stored."""
         source = self._lazy.source
         if not isinstance(source, HalfGradients) or not self._lazy.are_alone():
@@ -120,58 +142,80 @@ class FusedLaunch:
         source.refuse_written(range(len(source.grads)))
         return source
 
-    def _blocks(
+    def _factors(self, half: HalfGradients, clip: Tensor | None) -> Factors:
+        if half.clip is not None:
+            clip = half.clip if clip is None else half.clip * clip.to(half.clip.device)
+        return Factors(self._scale(half.scale, self._scaled.device), clip)
+
+    def _scale(self, scale: float | Tensor, device: torch.device) -> Tensor:
+        if isinstance(scale, Tensor):
+            return scale
+        if device not in self._scales:
+            self._scales[device] = tensor_tables.scalar(device)
+        return self._scales[device].holding(scale)
+
+
+class _Launches:
+    """The launches for rows of one kind, and what was looked up for them.
+
+    Attributes:
+        groups: the rows of the groups that the last `take` found gradients for.
+    """
+
+    def __init__(self, update_type: type[GroupUpdate], kernels: OptimizerKernels) -> None:
+        self._kernel_step = KernelStep(kernels)
+        self._cached = CachedGroups(update_type)
+        self.groups: list[GroupRows] = []
+
+    def take(
         self,
         optimizer: Optimizer,
         param_of: Callable[[Tensor], Tensor],
-        half: HalfGradients | None,
-        scaled: bool,
-    ) -> list[Block]:
-        waiting: dict[int, Tensor] = {}
-        if half is not None:
-            waiting = dict(zip(map(id, self._lazy.params), half.grads, strict=True))
-        kept, blocks = self._kept[scaled].groups, []
-        kept.look_up(optimizer)
-        for one, group in zip(kept.groups, optimizer.param_groups, strict=False):
-            found: list[Any] = [
-                waiting.get(id(param)) if scaled else stored_grad(param)
-                for param in group["params"]
-            ]
-            pairs = [(p, g) for p, g in zip(group["params"], found, strict=True) if g is not None]
-            if pairs:
-                params, grads = map(list, zip(*pairs, strict=True))
-                weights = [None if (weight := param_of(p)) is p else weight for p in params]
-                blocks.append(one.update.block(one.rows(group, params, grads), weights))
-        return blocks
+        grad_of: Callable[[Tensor], Tensor | None],
+    ) -> bool:
+        """Take the rows to step; return whether there are kernels for all of them."""
+        self.groups = []
+        self._cached.look_up(optimizer)
+        for cached, group in zip(self._cached.groups, optimizer.param_groups, strict=True):
+            inputs = cached.inputs(optimizer, group, list(map(grad_of, group["params"])))
+            if inputs is None:
+                continue
+            if not cached.are_plain(inputs.grads):
+                return False
+            weights = [None if (one := param_of(p)) is p else one for p in inputs.params]
+            self.groups.append(cached.update.kernel_rows(inputs, weights))
+        return not self.groups or self._kernel_step.take(self.groups)
 
-    def _factors(
-        self, half: HalfGradients | None, clip: Tensor | None, blocks: Sequence[Block]
-    ) -> Factors:
-        if half is None:
-            return Factors(None, clip)
-        if half.clip is not None:
-            clip = half.clip if clip is None else half.clip * clip.to(half.clip.device)
-        return Factors(self._scale(half.scale, blocks), clip)
+    def new_state(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return what is to be entered where these rows are stepped."""
+        return [one for group in self.groups for one in group.new_state]
 
-    def _scale(self, scale: float | Tensor, blocks: Sequence[Block]) -> Tensor:
-        if isinstance(scale, Tensor):
-            return scale
-        first: Any = blocks[0].columns[1][0]
-        if first.device not in self._scales:
-            self._scales[first.device] = tensor_tables.scalar(first.device)
-        return self._scales[first.device].holding(scale)
+    def grads(self) -> list[Any]:
+        """Return the gradients of all rows."""
+        return [grad for group in self.groups for grad in group.columns[0]]
 
-    def _lamb_clip(
-        self, optimizer: Optimizer, half: HalfGradients | None, unscaled: Sequence[Block]
-    ) -> Tensor | None:
-        """Return what `FusedLAMB` clips all gradients by, None for other optimizers."""
-        max_norm = optimizer.defaults.get("max_grad_norm")
-        if not isinstance(optimizer, FusedLAMB) or not max_norm:
-            return None
-        stored: list[Any] = [grad for block in unscaled for grad in block.columns[0]]
-        norms = torch_kernels.norms_of(stored, 2.0)
-        if half is not None:
-            norms.append(half.norm())
-        total = torch_kernels.combined(norms, 2.0)
-        factor: Tensor = (max_norm / total).clamp(max=1.0)
-        return factor
+    @property
+    def device(self) -> torch.device:
+        """That of the first row."""
+        first: Any = self.groups[0].columns[1][0]
+        device: torch.device = first.device
+        return device
+
+    def step(self, factors: Factors, found_inf: Tensor | None) -> None:
+        """Step the rows, of which there are some; see `KernelStep.step`."""
+        self._kernel_step.step(factors, found_inf)
+
+    def release(self) -> None:
+        """Let go of the tensors of the last `take`, but for the parameters."""
+        self.groups = []
+        self._kernel_step.release()
+
+
+def _norms(half: HalfGradients | None, stored: list[Tensor]) -> list[Tensor]:
+    """Return 2-norms whose 2-norm is that of all gradients, unscaled."""
+    norms = [norm for (part,) in alike(stored) for norm in _norms_alike(part)]
+    return norms if half is None else [half.norm(), *norms]
+
+
+def _norms_alike(grads: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(grads, 2.0, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Steps an optimizer in one pass over what it holds; knows no models and no rule of a scale.
+"""Steps an optimizer in one pass over what it holds; knows no models, and no formula.
 
 Gradients come from the parameters, or wait in a `LazyGradients` until they are needed. On CUDA
 devices the kernels do it all, where they work; elsewhere the reference in torch.
@@ -6,37 +6,38 @@ devices the kernels do it all, where they work; elsewhere the reference in torch
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable
-from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
+from amp_patch.kernels import torch_kernels, torch_optimizers
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.weights.lazy_gradients import LazyGradients
 
-from .cuda_step import FusedLaunch
-from .groups import UPDATES, KeptGroups
-from .lamb import FusedLAMB
+from .cuda_step import CudaStep
+from .groups import CachedGroups, GroupUpdate, StepInputs
+from .registry import refuse_options, refuse_unknown, update_of
 
-KINDS = (AdamW, Adam, SGD, FusedLAMB)
-_MEND = "call amp.initialize(..., fused_step=False)"
+__all__ = ["FusedStep", "refuse_options"]
 
 
 class FusedStep:
     """The step of one optimizer, with all that torch runs around it: hooks, profiler marks.
 
     Args:
-        optimizer: of one of `KINDS`.
+        optimizer: of a type that `registry` knows.
 
     Attributes:
         lazy: the gradients that its masters have unless somebody reads or sets them.
         param_of: returns the half parameter of a master, and any other tensor itself.
         has_published: True where the last step wrote the half weights, too.
+
+    Raises:
+        TypeError, RuntimeError: see `registry.refuse_unknown`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -45,9 +46,12 @@ class FusedStep:
         self.param_of: Callable[[Tensor], Tensor] = _itself
         self._found_inf: Tensor | None = None
         self.has_published = False
-        make_update, rule = UPDATES[type(optimizer)]
-        self._groups = KeptGroups(make_update)
-        self._launch = FusedLaunch(make_update, rule, self.lazy)
+        self._update_type = update_of(optimizer)
+        self._groups = CachedGroups(self._update_type)
+        kernels = self._update_type.kernels
+        self._cuda_step = (
+            None if kernels is None else CudaStep(self._update_type, kernels, self.lazy)
+        )
         self._plain = _without_hooks(type(optimizer).step)
         step = weakref.WeakMethod(self._step)
         # A method bound to this object would be a cycle, which only the collector ends. mypy does
@@ -55,12 +59,12 @@ class FusedStep:
         self._hooked = Optimizer.profile_hook_step(lambda *args, **kw: step()(*args, **kw))  # type: ignore[misc]
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
-        """Clip gradients to a 2-norm; see `FusedLaunch.clip`."""
-        return self._launch.clip(optimizer, max_norm)
+        """Clip gradients to a 2-norm; see `CudaStep.clip`."""
+        return None if self._cuda_step is None else self._cuda_step.clip(optimizer, max_norm)
 
     def skips_by_flag(self, optimizer: Optimizer) -> bool:
         """Return whether the next step's kernels can skip it; else it waits for the flag."""
-        return self._launch.is_expected(optimizer)
+        return self._cuda_step is not None and self._cuda_step.is_expected(optimizer)
 
     def run(self, optimizer: Optimizer, found_inf: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Step as ``type(optimizer).step`` does.
@@ -88,37 +92,40 @@ class FusedStep:
             with torch.enable_grad():
                 loss = closure()
         found_inf = self._found_inf
-        self.has_published = self._launch.step(optimizer, self.param_of, found_inf)
+        if self._cuda_step is not None:
+            self.has_published = self._cuda_step.step(optimizer, self.param_of, found_inf)
         if self.has_published or (found_inf is not None and captures.wait_for(found_inf)):
             return loss
-        if not self._update(optimizer):
+        if not self._step_by_reference(optimizer):
             self.lazy.materialize()
             self._plain(optimizer)
         return loss
 
-    def _update(self, optimizer: Optimizer) -> bool:
+    def _step_by_reference(self, optimizer: Optimizer) -> bool:
         """Step all groups, or return False where one does not suit."""
         groups = optimizer.param_groups
         self._groups.look_up(optimizer)
-        work = []
+        work: list[tuple[GroupUpdate, StepInputs]] = []
         found = self.lazy.take([group["params"] for group in groups])
-        for kept, group, maybe in zip(self._groups.groups, groups, found, strict=False):
-            params, grads = _with_grads(group["params"], maybe)
-            if params:
-                rows = kept.rows(group, params, grads)
-                if not kept.suits(rows):
-                    return False
-                work.append((kept.update, rows))
-        for update, rows in work:
-            update.run(rows)
+        for cached, group, grads in zip(self._groups.groups, groups, found, strict=True):
+            inputs = cached.inputs(optimizer, group, grads)
+            if inputs is None:
+                continue
+            if not (cached.are_plain(inputs.grads) and cached.update.suits_reference(inputs)):
+                return False
+            work.append((cached.update, inputs))
+        clip = self._update_type.clip_factor(optimizer, lambda: _norms(work))
+        for update, inputs in work:
+            update.step(inputs if clip is None else _clipped(inputs, clip))
         return True
 
 
-def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    has_grad = list(map(operator.is_not, grads, repeat(None)))
-    if all(has_grad):
-        return params, grads
-    return list(compress(params, has_grad)), list(compress(grads, has_grad))
+def _norms(work: list[tuple[GroupUpdate, StepInputs]]) -> list[Tensor]:
+    return torch_kernels.norms_of([grad for _, inputs in work for grad in inputs.grads], 2.0)
+
+
+def _clipped(inputs: StepInputs, factor: Tensor) -> StepInputs:
+    return inputs._replace(grads=torch_optimizers.scaled(inputs.grads, factor))
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -129,51 +136,3 @@ def _without_hooks(step: Any) -> Callable[..., Any]:
     """Return the step that ``Optimizer.profile_hook_step`` wrapped for a class of optimizers."""
     inner: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return inner
-
-
-def refuse_unknown(optimizer: Optimizer) -> None:
-    """Raise for an optimizer that no fused step is known for.
-
-    Raises:
-        TypeError: it is not exactly one of `KINDS`.
-        RuntimeError: its ``step`` was replaced, or a group has an option that fused steps lack.
-    """
-    if type(optimizer) not in KINDS:
-        raise TypeError(
-            "fused_step=True steps torch.optim.AdamW, Adam and SGD and "
-            "amp_patch.optimizers.FusedLAMB, these very types; got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}; {_MEND}."
-        )
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise RuntimeError(
-            "fused_step=True takes the place of the optimizer's own step(); got one that was "
-            f"replaced on this {type(optimizer).__name__}, and would not be called; {_MEND}."
-        )
-    for group in optimizer.param_groups:
-        refuse_options(optimizer, group)
-
-
-def refuse_options(optimizer: Optimizer, group: Any) -> None:
-    """Raise for a parameter group with an option that fused steps lack.
-
-    Raises:
-        RuntimeError: ``differentiable``, or a tensor in the place of a number other than lr.
-    """
-    given = {**optimizer.defaults, **(group if isinstance(group, dict) else {})}
-    tensors = [name for name in _NUMBERS if _holds_tensor(given.get(name))]
-    lacking = ["differentiable"] * bool(given.get("differentiable")) + tensors
-    if lacking:
-        name = lacking[0]
-        raise RuntimeError(
-            "fused_step=True knows no differentiable=True and no tensors as options but for lr; "
-            f"got {name}={given[name]!r}; leave that out, or {_MEND}."
-        )
-
-
-_NUMBERS = ("betas", "eps", "weight_decay", "momentum", "dampening")
-
-
-def _holds_tensor(option: Any) -> bool:
-    values = option if isinstance(option, (list, tuple)) else [option]
-    return any(isinstance(value, torch.Tensor) for value in values)

@@ -1,18 +1,35 @@
-"""Optimizers that torch has not; knows no scales, masters or CUDA kernels."""
+"""LAMB: `FusedLAMB`, which torch has not, and its step by the kernels of lamb.cu.
+
+Knows no loss scales or masters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.kernels import torch_optimizers
-from amp_patch.kernels.torch_kernels import alike
+from amp_patch.kernels import cuda_module, torch_optimizers
+from amp_patch.kernels.cuda_kernels import launch
+from amp_patch.kernels.cuda_module import Kernel
+from amp_patch.kernels.cuda_optimizers import (
+    Column,
+    GroupRows,
+    Operands,
+    OptimizerKernels,
+    byte_rows,
+    learning_rate,
+)
+from amp_patch.kernels.dense_rows import Part
+from amp_patch.kernels.torch_kernels import alike, clip_factor, combined, norms_of
 
-__all__ = ["FusedLAMB"]
+from .adam import state_columns
+from .groups import GroupUpdate, ParamState, StepCounters, StepInputs
+
+__all__ = ["FusedLAMB", "LambUpdate"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DEFAULTS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
@@ -122,62 +139,136 @@ class FusedLAMB(Optimizer):
             (group, [param for param in group["params"] if param.grad is not None])
             for group in self.param_groups
         ]
-        factor = self._clip_factor([param.grad for _, params in stepped for param in params])
-        for group, params in stepped:
-            for (part,) in alike(params):
-                self._step_alike(group, part, factor)
-        return loss
-
-    def _clip_factor(self, grads: list[Tensor]) -> Tensor | None:
+        grads: list[Any] = [param.grad for _, params in stepped for param in params]
         if any(grad.is_sparse for grad in grads):
             raise RuntimeError(
                 "LAMB needs dense gradients; got a sparse one. Build the embedding with "
                 "sparse=False, or give its weight to torch.optim.SparseAdam."
             )
-        max_norm = self.defaults["max_grad_norm"]
-        return torch_optimizers.clip_factor(grads, max_norm) if max_norm and grads else None
+        factor = LambUpdate.clip_factor(self, lambda: norms_of(grads, 2.0))
+        for group, params in stepped:
+            for (part,) in alike(params):
+                self._step_alike(group, part, factor)
+        return loss
 
     def _step_alike(
         self, group: dict[str, Any], params: list[Tensor], factor: Tensor | None
     ) -> None:
-        entries = [self._state_of(param) for param in params]
+        states = [self.state[param] for param in params]
+        _make_states(params, states)
         grads: list[Any] = [param.grad for param in params]
-        columns = [[entry[name] for entry in entries] for name in ("exp_avg", "exp_avg_sq")]
-        steps = [entry["step"] for entry in entries]
+        stored = [params, *state_columns(states, "exp_avg", "exp_avg_sq")]
+        steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        stored = [params, *columns]
         exact = [grads, *stored]
         if params[0].dtype in _HALVES:
             exact = [[tensor.float() for tensor in column] for column in exact]
-        grads = exact[0] if factor is None else _scaled(exact[0], factor)
+        if factor is not None:
+            exact[0] = torch_optimizers.scaled(exact[0], factor)
         counts = [float(step) for step in steps]
-        _, masters, exp_avgs, exp_avg_sqs = exact
-        torch_optimizers.lamb(masters, grads, exp_avgs, exp_avg_sqs, counts, **_lamb_options(group))
-        if masters is not params:
+        _update(group, exact, counts)
+        if exact[1] is not params:
             for targets, sources in zip(stored, exact[1:], strict=True):
                 torch._foreach_copy_(targets, sources)
 
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        entry: dict[str, Any] = self.state[param]
-        if not entry:
-            entry["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for name in ("exp_avg", "exp_avg_sq"):
-                entry[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return entry
+
+class _LambKernels(OptimizerKernels):
+    """Two passes, for the ratio of a row needs the norm of its whole update."""
+
+    def update(self, part: Part, operands: Operands, weight: int) -> None:
+        """See `OptimizerKernels.update`."""
+        rows, coefficients, _, _, found_inf = operands
+        norms = byte_rows(part, part.table.chunk_count, _NORMS_BYTES)
+        ratios = torch.empty(len(part.rows), dtype=torch.float32, device=part.device)
+        launch(part, self.source, "lamb_moments_{0}", "PPPPPPP", *operands, found=norms)
+        sums = (part.table.ranges()[0], norms, coefficients, ratios, found_inf)
+        cuda_module.modules.launch(_RATIOS, len(part.rows), part.device, *sums)
+        name = f"lamb_update_{{{weight}}}"
+        launch(part, self.source, name, "PPPPP", rows, coefficients, ratios, found_inf)
 
 
-def _lamb_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a group of `FusedLAMB` says, by the names of `torch_optimizers.lamb`."""
-    return {
+_RATIOS = Kernel("lamb.cu", "lamb_ratios", "PPPPP")
+#: The size of ``struct Norms`` in lamb.cu.
+_NORMS_BYTES = 16
+
+
+class LambUpdate(GroupUpdate):
+    """A group of `FusedLAMB`."""
+
+    kernels = _LambKernels("lamb.cu", 48, "dPddddiiiii")
+    numbers = ("betas", "eps", "weight_decay")
+
+    def __init__(self) -> None:
+        self._counters = StepCounters()
+
+    @classmethod
+    def clip_factor(
+        cls, optimizer: Optimizer, norms: Callable[[], Sequence[Tensor]]
+    ) -> Tensor | None:
+        """See `GroupUpdate.clip_factor`."""
+        max_norm = optimizer.defaults["max_grad_norm"]
+        return clip_factor(combined(norms(), 2.0), max_norm) if max_norm else None
+
+    def step(self, inputs: StepInputs) -> None:
+        """See `GroupUpdate.step`."""
+        _, group, params, grads, states = inputs
+        self.make_states(inputs)
+        self._counters.advance(states)
+        columns = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
+        _update(group, columns, self._counters.values())
+
+    def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
+        """See `GroupUpdate.kernel_rows`."""
+        _, group, params, grads, states = inputs
+        self.make_states(inputs)
+        columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
+        return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
+
+    def counters(self, inputs: StepInputs) -> list[Tensor]:
+        """Return the steps so far: a float32 number on the device for each parameter."""
+        return self._counters.gather(inputs.states, inputs.params[0].device, torch.float32)
+
+    def make_states(self, inputs: StepInputs) -> None:
+        """Make the state of parameters that have none."""
+        _make_states(inputs.params, inputs.states)
+
+    def arguments(self, group: Mapping[str, Any]) -> list[Any]:
+        """Return the options of a group as ``lamb_prepare`` takes them."""
+        names = ("adam_w_mode", "bias_correction", "grad_averaging", "use_nvlamb")
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        maximizes = 0
+        switches = [int(group[name]) for name in names]
+        return [*learning_rate(group["lr"]), *numbers, *switches, maximizes]
+
+
+def _make_states(params: list[Tensor], states: list[ParamState]) -> None:
+    for param, state in zip(params, states, strict=True):
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+
+
+def _update(group: Mapping[str, Any], columns: list[list[Tensor]], steps: list[float]) -> None:
+    """Step the parameters of a group.
+
+    Args:
+        group: its options.
+        columns: gradients, clipped already, parameters and the two averages, of one dtype.
+        steps: of each parameter, this one included.
+    """
+    grads, params, exp_avgs, exp_avg_sqs = columns
+    torch_optimizers.lamb(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        steps,
         **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
         **{name: group[name] for name in ("bias_correction", "grad_averaging")},
-        "decoupled": group["adam_w_mode"],
-        "adapt_always": group["use_nvlamb"],
-    }
-
-
-def _scaled(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
-    return list(torch._foreach_mul(tensors, factor.to(tensors[0].device, tensors[0].dtype)))
+        decoupled=group["adam_w_mode"],
+        adapt_always=group["use_nvlamb"],
+    )
 
 
 def _refuse_negative(numbers: dict[str, float]) -> None:

@@ -37,10 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.model_shapes import MODELS, Shape
 
 from amp_patch import amp, kernels
-from amp_patch.kernels.cuda_optimizers import Batch, Factors
+from amp_patch.kernels.cuda_optimizers import Factors, KernelStep
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.optimizers.groups import UPDATES, KeptGroups
+from amp_patch.optimizers.groups import CachedGroups
+from amp_patch.optimizers.registry import update_of
 
 RESULTS = Path(__file__).with_name("results")
 LARGE = "one tensor of 2**28 elements"
@@ -179,19 +180,19 @@ def one_pass(
     """Return a step from half gradients to half weights; on a CPU the reference's, in fp32."""
     params = new_parameters(shapes, device)
     optimizer = make(params)
-    make_update, rule = UPDATES[type(optimizer)]
-    if not kernels.are_used((rule.source,), params):
+    update_type = update_of(optimizer)
+    if not kernels.are_used((update_type.kernels.source,), params):
         return functools.partial(FusedStep(optimizer).run, optimizer, None)
-    kept = KeptGroups(make_update)
-    kept.look_up(optimizer)
+    cached = CachedGroups(update_type)
+    cached.look_up(optimizer)
     weights = [param.detach().half() for param in params]
     grads = [torch.full_like(weight, 1e-4) for weight in weights]
-    update = kept.groups[0].update
-    rows = kept.groups[0].rows(optimizer.param_groups[0], list(params), grads)
-    block, batch, scale = update.block(rows, weights), Batch(rule), torch.ones(1, device=device)
-    batch.holds([block])
+    inputs = cached.groups[0].inputs(optimizer, optimizer.param_groups[0], grads)
+    rows = cached.groups[0].update.kernel_rows(inputs, weights)
+    step, scale = KernelStep(update_type.kernels), torch.ones(1, device=device)
+    step.take([rows])
     # what holds the state and its counters must live as long as the step
-    return lambda: (batch.step(Factors(scale, None), None), kept)
+    return lambda: (step.step(Factors(scale, None), None), cached)
 
 
 def our_phase(shapes: list[Shape], device: torch.device) -> Callable[[], object]:

@@ -274,6 +274,16 @@ def test_a_momentum_buffer_that_was_loaded_is_kept(kernels: LoadKernels) -> None
     torch.testing.assert_close(parameters["momentum_buffer"][0], expected, rtol=0, atol=0)
 
 
+def test_a_buffer_without_a_step_counter_holds_momentum(kernels: LoadKernels) -> None:
+    rule = Sgd(weight_decay=0.0, momentum=0.5)
+    parameters = one_tensor(rule)
+    parameters["momentum_buffer"][0].fill_(2.0)
+    parameters.rows[:, 4] = 0
+    launch(kernels(rule), parameters, {range(1): rule})
+    expected = 1.0 + parameters["gradient"][0].float()
+    torch.testing.assert_close(parameters["momentum_buffer"][0], expected, rtol=0, atol=0)
+
+
 def test_without_momentum_no_step_counter_is_needed(kernels: LoadKernels) -> None:
     rule = Sgd(momentum=0.0)
     with_counter, without = (Parameters([torch.arange(9.0)], rule, PAIRS[0]) for _ in range(2))

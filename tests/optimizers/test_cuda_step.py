@@ -4,7 +4,9 @@ The kernels run as the CPU runs their text, on tensors that look like a GPU's, a
 """
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -23,7 +25,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_patch.kernels import cuda_module
 from amp_patch.optimizers import FusedLAMB
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.optimizers.adam import AdamWUpdate
+from amp_patch.optimizers.cuda_step import CudaStep
+from amp_patch.weights.lazy_gradients import LazyGradients, stored_grad
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -484,3 +488,58 @@ def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, on_gpu:
                 trial.check()
             else:
                 trial.step(True)
+
+
+# --- what is kept from step to step ---
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "lamb"])
+def test_what_is_kept_does_not_grow_with_the_steps(
+    amp: ModuleType, place: Place, name: str
+) -> None:
+    trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+
+    def steps() -> int:
+        for seed in range(10):
+            trial.step(trial.backward(seed, seed % 7, 1.0))
+            # as a load does, and who resets momenta
+            for state in trial.optimizer.state.values():
+                state.update({key: value.clone() for key, value in state.items()})
+        return tensors_alive()
+
+    steps()
+    assert steps() <= steps()
+    many = [steps() for _ in range(3)]
+    assert many == [many[0]] * 3
+
+
+def test_groups_that_are_gone_are_not_kept(amp: ModuleType, place: Place) -> None:
+    trial = Trial(amp, RULES["sgd momentum"], "O2", 64.0, place.device)
+    trial.step(trial.backward(0, 9, 1.0))
+    group = trial.optimizer.param_groups.pop()
+    gone = weakref.ref(trial.optimizer.state[group["params"][0]]["momentum_buffer"])
+    for param in group["params"]:
+        del trial.optimizer.state[param]
+    trial.backward(1, 9, 1.0)
+    trial.optimizer.step()
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_launches_keep_no_gradient_alive(on_gpu: Gpu) -> None:
+    params = [torch.ones(3), torch.ones(5)]
+    optimizer = AdamW(params)
+    assert AdamWUpdate.kernels is not None
+    step = CudaStep(AdamWUpdate, AdamWUpdate.kernels, LazyGradients())
+    for param in params:
+        param.grad = torch.ones_like(param)
+    grads = [weakref.ref(param.grad) for param in params]
+    assert step.step(optimizer, lambda param: param, None)
+    assert on_gpu.modules.launched == ["adamw_prepare", "adamw_float32_to_float32"]
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None, None]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import amp_C
 import torch
 from torch import Tensor
 
+from amp_patch.optimizers import registry
+from amp_patch.optimizers.adam import AdamUpdate
+
 from ..multi_tensor_apply import multi_tensor_applier
 from .explicit_gradients import explicit_gradients, group_norms
 from .grad_scaling import scaling_of
+from .group_counters import CountedByGroup
 from .multi_tensor_optimizer import (
     MultiTensorOptimizer,
     evaluated,
@@ -127,6 +131,8 @@ class FusedAdam(MultiTensorOptimizer):
         divisor = 1.0 if scale is None else scale
         norms = group_norms(grad_norms, self.param_groups)
         with explicit_gradients(self.param_groups, grads, divisor, output_params):
+            if self._step_by_kernels():
+                return loss
             for group, norm in zip(self.param_groups, norms, strict=True):
                 if self.capturable:
                     self._step_capturable(group, grad_scaler)
@@ -195,3 +201,28 @@ def _refuse_options(capturable: bool, master_weights: bool, eps_inside_sqrt: boo
             "FusedAdam adds eps to the root, as Adam does; got eps_inside_sqrt=True; call "
             "FusedAdam(..., eps=1e-8)."
         )
+
+
+class FusedAdamUpdate(CountedByGroup, AdamUpdate):
+    """A group of `FusedAdam`, in the words of torch's Adam."""
+
+    @classmethod
+    def options(cls, optimizer: Any, group: dict[str, Any]) -> Mapping[str, Any]:
+        """See `GroupUpdate.options`."""
+        return {
+            **group,
+            "decoupled_weight_decay": bool(optimizer.adam_w_mode),
+            "amsgrad": False,
+            "maximize": False,
+            "capturable": optimizer.capturable,
+            "eps_mode": getattr(optimizer, "eps_mode", None),
+        }
+
+    @classmethod
+    def suits_kernels(cls, options: Mapping[str, Any]) -> bool:
+        """See `GroupUpdate.suits_kernels`; not what is of 2019, nor what is to be captured."""
+        is_of_2019 = options["eps_mode"] is not None or options.get("max_grad_norm", 0.0) > 0
+        return super().suits_kernels(options) and not (is_of_2019 or options["capturable"])
+
+
+registry.register(FusedAdam, FusedAdamUpdate)

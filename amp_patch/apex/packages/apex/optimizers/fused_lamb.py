@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import amp_C
 import torch
 from torch import Tensor
 
+from amp_patch.optimizers import registry
+from amp_patch.optimizers.lamb import LambUpdate
+
 from ..multi_tensor_apply import multi_tensor_applier
+from .group_counters import CountedByGroup
 from .multi_tensor_optimizer import (
     MultiTensorOptimizer,
     evaluated,
@@ -92,6 +96,8 @@ class FusedLAMB(MultiTensorOptimizer):
             RuntimeError: a sparse gradient.
         """
         loss = evaluated(closure)
+        if self._step_by_kernels():
+            return loss
         stepped = [(group, self._with_gradients(group)) for group in self.param_groups]
         norm = self._norm([grad for _, params in stepped for grad in gradients_of(params)])
         for group, params in stepped:
@@ -123,3 +129,16 @@ class FusedLAMB(MultiTensorOptimizer):
             self.defaults["max_grad_norm"],
             self.use_nvlamb,
         )
+
+
+class FusedLambUpdate(CountedByGroup, LambUpdate):
+    """A group of `FusedLAMB`, in the words of `amp_patch.optimizers.FusedLAMB`."""
+
+    @classmethod
+    def options(cls, optimizer: Any, group: dict[str, Any]) -> Mapping[str, Any]:
+        """See `GroupUpdate.options`."""
+        names = ("adam_w_mode", "use_nvlamb")
+        return {**group, **{name: getattr(optimizer, name) for name in names}}
+
+
+registry.register(FusedLAMB, FusedLambUpdate)

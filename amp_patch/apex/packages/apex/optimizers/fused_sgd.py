@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import amp_C
 import torch
 from torch import Tensor
 from torch.optim.optimizer import required
+
+from amp_patch.optimizers import registry
+from amp_patch.optimizers.groups import StepInputs
+from amp_patch.optimizers.sgd import SgdUpdate
 
 from ..multi_tensor_apply import multi_tensor_applier
 from .explicit_gradients import explicit_gradients
@@ -90,6 +94,8 @@ class FusedSGD(MultiTensorOptimizer):
         """
         loss = evaluated(closure)
         with explicit_gradients(self.param_groups, grads, scale, output_params):
+            if self._step_by_kernels():
+                return loss
             for group in self.param_groups:
                 self._step_group(group)
         return loss
@@ -142,3 +148,20 @@ def _refuse_numbers(numbers: dict[str, Any], dampening: float, nesterov: bool) -
             f"momentum={numbers['momentum']!r}, dampening={dampening!r}; call "
             "FusedSGD(..., momentum=0.9, dampening=0, nesterov=True)."
         )
+
+
+class FusedSgdUpdate(SgdUpdate):
+    """A group of `FusedSGD`, in the words of torch's SGD."""
+
+    @classmethod
+    def options(cls, optimizer: Any, group: dict[str, Any]) -> Mapping[str, Any]:
+        """See `GroupUpdate.options`."""
+        decoupled = optimizer.wd_after_momentum
+        return {**group, "maximize": False, "decoupled_weight_decay": decoupled}
+
+    def suits_reference(self, inputs: StepInputs) -> bool:
+        """See `GroupUpdate.suits_reference`: the optimizer's own step is the reference."""
+        return False
+
+
+registry.register(FusedSGD, FusedSgdUpdate)

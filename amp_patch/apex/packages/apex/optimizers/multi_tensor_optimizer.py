@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.optimizers import registry
+from amp_patch.optimizers.cuda_step import CudaStep
+from amp_patch.weights.lazy_gradients import LazyGradients
+
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -30,6 +35,7 @@ class MultiTensorOptimizer(Optimizer):
     set_grad_none = True
     #: What else belongs to the optimizer where it is copied or pickled.
     kept: tuple[str, ...] = ("set_grad_none",)
+    _cuda_step: CudaStep | None = None
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool
@@ -73,6 +79,22 @@ class MultiTensorOptimizer(Optimizer):
                 if param.dtype in _HALVES and name in self.state[param] and _is_floating(value):
                     copy = value.detach().to(param.device, torch.float32, copy=True)
                     self.state[param][name] = copy
+
+    def _step_by_kernels(self) -> bool:
+        """Step all groups by the CUDA kernels that `registry` has for this very type.
+
+        They take float32 parameters. In a CUDA graph the operations of amp_C serve, which apex's
+        users know there.
+
+        Returns:
+            False, with no parameter changed, where the operations of amp_C have to.
+        """
+        update = registry.UPDATES.get(type(self))
+        if update is None or update.kernels is None or captures.are_made(self._device()):
+            return False
+        if self._cuda_step is None:
+            self._cuda_step = CudaStep(update, update.kernels, LazyGradients())
+        return self._cuda_step.step(self, lambda param: param, None)
 
     def _count_step(self, group: dict[str, Any]) -> int:
         count = int(group.get("step", 0)) + 1

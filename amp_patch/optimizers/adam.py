@@ -1,0 +1,91 @@
+"""`torch.optim.Adam` and `AdamW`: their step in torch, and by the kernels of adamw.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.kernels import torch_optimizers
+from amp_patch.kernels.cuda_optimizers import (
+    Column,
+    GroupRows,
+    OptimizerKernels,
+    learning_rate,
+)
+
+from .groups import GroupUpdate, ParamState, StepCounters, StepInputs
+
+
+class AdamUpdate(GroupUpdate):
+    """A group of `torch.optim.Adam`."""
+
+    kernels = OptimizerKernels("adamw.cu", 36, "dPddddii")
+    numbers = ("betas", "eps", "weight_decay")
+    #: Whether weight decay is decoupled in groups that do not say.
+    decoupled = False
+
+    def __init__(self) -> None:
+        self._counters = StepCounters()
+
+    def step(self, inputs: StepInputs) -> None:
+        """See `GroupUpdate.step`."""
+        _, group, params, grads, states = inputs
+        self.make_states(inputs)
+        exp_avgs, exp_avg_sqs = state_columns(states, "exp_avg", "exp_avg_sq")
+        largest = state_columns(states, "max_exp_avg_sq")[0] if group["amsgrad"] else []
+        tensors = (params, grads, exp_avgs, exp_avg_sqs, largest)
+        steps = self._counters.advance(states)
+        options = {
+            **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")},
+            "decoupled": group.get("decoupled_weight_decay", self.decoupled),
+        }
+        if group["fused"]:
+            torch_optimizers.fused_adam(*tensors, steps, **options)
+        else:
+            torch_optimizers.adam(*tensors, self._counters.values(), **options)
+
+    def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
+        """See `GroupUpdate.kernel_rows`."""
+        _, group, params, grads, states = inputs
+        self.make_states(inputs)
+        columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
+        has_largest = group["amsgrad"]
+        columns.append([state["max_exp_avg_sq"] if has_largest else None for state in states])
+        return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
+
+    def counters(self, inputs: StepInputs) -> list[Tensor]:
+        """Return the steps so far: a float32 number on the device for each parameter."""
+        return self._counters.gather(inputs.states, inputs.params[0].device, torch.float32)
+
+    def arguments(self, group: Any) -> list[Any]:
+        """Return the options of a group as ``adamw_prepare`` takes them."""
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        return [*learning_rate(group["lr"]), *numbers, int(decoupled), int(group["maximize"])]
+
+    def make_states(self, inputs: StepInputs) -> None:
+        """Make the state of parameters that have none, as torch makes it."""
+        if all(inputs.states):
+            return
+        group, is_fused = inputs.options, inputs.options["fused"]
+        device = inputs.params[0].device if is_fused else torch.device("cpu")
+        is_wide = torch.get_default_dtype() is torch.float64 and not is_fused
+        dtype = torch.float64 if is_wide else torch.float32
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+        for param, state in zip(inputs.params, inputs.states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=dtype, device=device)
+                state.update({name: torch.zeros_like(param) for name in names})
+
+
+class AdamWUpdate(AdamUpdate):
+    """A group of `torch.optim.AdamW`."""
+
+    decoupled = True
+
+
+def state_columns(states: list[ParamState], *names: str) -> list[list[Tensor]]:
+    """Return for each name the list of that tensor of every state."""
+    return [[state[name] for state in states] for name in names]

@@ -1,0 +1,76 @@
+"""`torch.optim.SGD`: its step in torch, and by the kernels of sgd.cu."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from amp_patch.kernels import torch_optimizers
+from amp_patch.kernels.cuda_optimizers import (
+    Column,
+    GroupRows,
+    OptimizerKernels,
+    learning_rate,
+)
+
+from .groups import GroupUpdate, StepInputs
+
+
+class SgdUpdate(GroupUpdate):
+    """A group of `torch.optim.SGD`."""
+
+    kernels = OptimizerKernels("sgd.cu", 32, "dPdddiii")
+    numbers = ("momentum", "dampening", "weight_decay")
+
+    def has_state(self, options: Mapping[str, Any]) -> bool:
+        """See `GroupUpdate.has_state`."""
+        return bool(options["momentum"] != 0)
+
+    def suits_reference(self, inputs: StepInputs) -> bool:
+        """See `GroupUpdate.suits_reference`."""
+        # torch's fused kernel refuses momentum that only some parameters have
+        has_momentum = {state.get("momentum_buffer") is not None for state in inputs.states}
+        return super().suits_reference(inputs) and not (
+            inputs.options["fused"] and len(has_momentum) > 1
+        )
+
+    def step(self, inputs: StepInputs) -> None:
+        """See `GroupUpdate.step`."""
+        _, group, params, grads, states = inputs
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        step = torch_optimizers.fused_sgd if group["fused"] else torch_optimizers.sgd
+        buffers = [state.get("momentum_buffer") for state in states]
+        before = list(buffers)
+        step(params, grads, buffers, **{name: group[name] for name in names})
+        if not all(map(operator.is_, buffers, before)):
+            for state, buffer in zip(states, buffers, strict=True):
+                state["momentum_buffer"] = buffer
+
+    def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
+        """See `GroupUpdate.kernel_rows`.
+
+        A buffer made now gets a counter of 0: the kernel puts the gradient into it. One that is
+        there gets none, and holds momentum.
+        """
+        _, group, params, grads, states = inputs
+        buffers: list[Any] = [None] * len(params)
+        counters: list[Any] = [None] * len(params)
+        new_state = []
+        if group["momentum"] != 0:
+            buffers = [state.get("momentum_buffer") for state in states]
+            for i in [i for i, buffer in enumerate(buffers) if buffer is None]:
+                buffers[i] = torch.zeros_like(params[i])
+                counters[i] = torch.zeros((), dtype=torch.float32, device=params[i].device)
+                new_state.append((states[i], "momentum_buffer", buffers[i]))
+        columns: list[Column] = [grads, params, buffers, weights, counters]
+        return GroupRows(self.arguments(group), columns, new_state)
+
+    def arguments(self, group: Mapping[str, Any]) -> list[Any]:
+        """Return the options of a group as ``sgd_prepare`` takes them."""
+        numbers = [group[name] for name in self.numbers]
+        decoupled = int(group.get("decoupled_weight_decay", False))
+        switches = (decoupled, int(group["nesterov"]), int(group["maximize"]))
+        return [*learning_rate(group["lr"]), *numbers, *switches]
