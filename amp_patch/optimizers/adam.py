@@ -36,15 +36,19 @@ class AdamUpdate(GroupUpdate):
         exp_avgs, exp_avg_sqs = state_columns(states, "exp_avg", "exp_avg_sq")
         largest = state_columns(states, "max_exp_avg_sq")[0] if group["amsgrad"] else []
         tensors = (params, grads, exp_avgs, exp_avg_sqs, largest)
-        steps = self._counters.advance(states)
         options = {
             **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")},
             "decoupled": group.get("decoupled_weight_decay", self.decoupled),
         }
-        if group["fused"]:
-            torch_optimizers.fused_adam(*tensors, steps, **options)
-        else:
-            torch_optimizers.adam(*tensors, self._counters.values(), **options)
+        steps = self._counters.advance(states)
+        try:
+            if group["fused"]:
+                torch_optimizers.fused_adam(*tensors, steps, **options)
+            else:
+                torch_optimizers.adam(*tensors, self._counters.values(), **options)
+        except BaseException:
+            self._counters.take_back()
+            raise
 
     def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
         """See `GroupUpdate.kernel_rows`."""

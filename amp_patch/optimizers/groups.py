@@ -161,6 +161,10 @@ class StepCounters:
                 state["step"] = step
         return self._steps
 
+    def take_back(self) -> None:
+        """Subtract what `advance` added, for the step was not made."""
+        self._all -= 1
+
     def values(self) -> list[float]:
         """Return what they count. Waits for the device."""
         values: list[float] = self._all.tolist()
