@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import amp_patch.apex
 from amp_patch import amp
 from amp_patch.optimizers import registry
+from amp_patch.optimizers.fused_step import FusedStep
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 SOURCES = {"FusedAdam": "adamw", "FusedSGD": "sgd", "FusedLAMB": "lamb"}
@@ -232,23 +233,18 @@ def test_fused_step_on_the_cpu_is_the_optimizers_own(optimizers: Any, name: str)
 def test_a_flag_on_the_device_skips_the_step_and_its_count(
     gpu: Gpu, optimizers: Any, name: str
 ) -> None:
-    training = Training(optimizers, name, "O2", True)
-    (step,) = [s for o, s in amp.session.optimizers.steps.items() if o is training.optimizer]
-    counts = []
+    params = parameters(dtype=F32)
+    optimizer = make(optimizers, name, params)
+    step, counts = FusedStep(optimizer), []
+    assert step.skips_by_flag(optimizer)
     for seed, flag in enumerate([1.0, 0.0, 2.0, 0.0]):
-        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-        training.optimizer.zero_grad()
-        loss = training.model(inputs).float().square().mean()
-        with amp.scale_loss(loss, training.optimizer) as scaled_loss:
-            scaled_loss.backward()
-        before = training.result()
-        step.skip_if(torch.tensor([flag]))
-        training.optimizer.step()
-        same = all(map(torch.equal, before, training.result()))
-        assert same == (flag != 0)
-        counts.append(training.optimizer.param_groups[0].get("step"))
-    expected = [None, 1, 1, 2] if name != "FusedSGD" else [None] * 4
-    assert counts == expected
+        give_gradients(params, seed)
+        before = [param.detach().clone() for param in params]
+        step.run(optimizer, torch.tensor(flag))
+        assert step.has_published
+        assert all(map(torch.equal, params, before)) == (flag != 0)
+        counts.append(optimizer.param_groups[0].get("step"))
+    assert counts == ([None] * 4 if name == "FusedSGD" else [None, 1, 1, 2])
 
 
 # --- what the kernels leave to the reference ---
