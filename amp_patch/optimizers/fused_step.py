@@ -20,9 +20,7 @@ from amp_patch.weights.lazy_gradients import LazyGradients
 
 from .cuda_step import CudaStep
 from .groups import CachedGroups, GroupUpdate, StepInputs
-from .registry import refuse_options, refuse_unknown, update_of
-
-__all__ = ["FusedStep", "refuse_options"]
+from .registry import refuse_unknown, update_of
 
 
 class FusedStep:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import HALVES, mode
-from amp_patch.optimizers.fused_step import FusedStep, refuse_options
+from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import clear_grads
