@@ -249,6 +249,50 @@ def test_sgd_is_torchs(optimizers: Any, nesterov: bool, decay: float, momentum: 
     compared(ours, optimizers.FusedSGD(ours, **options), theirs, torch.optim.SGD(theirs, **options))
 
 
+POWERS_OF_TWO = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.25, 0.5, 1.0]),
+        "momentum": st.sampled_from([0.0, 0.125, 0.5]),
+        "dampening": st.sampled_from([0.0, 0.5]),
+    }
+)
+
+
+@ONE_FIXTURE
+@given(options=POWERS_OF_TWO, dtype=st.sampled_from([F16, BF16]), seed=st.integers(0, 99))
+def test_sgd_on_half_parameters_is_torchs_bit_by_bit(
+    optimizers: Any, options: Any, dtype: torch.dtype, seed: int
+) -> None:
+    """apex rounds ``lr * update`` to half and subtracts in half, and torch rounds each of them."""
+    ours, theirs = parameters(seed, dtype), parameters(seed, dtype)
+    optimizer, expected = optimizers.FusedSGD(ours, **options), torch.optim.SGD(theirs, **options)
+    for step in range(4):
+        for params in (ours, theirs):
+            give_gradients(params, 100 * seed + step)
+        optimizer.step()
+        expected.step()
+        assert all(map(torch.equal, ours, theirs))
+        for param, other in zip(ours, theirs, strict=True):
+            momenta = optimizer.state[param].get("momentum_buffer")
+            wanted = expected.state[other].get("momentum_buffer")
+            assert (momenta is None) == (wanted is None)
+            assert momenta is None or (momenta.dtype is dtype and torch.equal(momenta, wanted))
+
+
+def test_momenta_of_half_parameters_load_into_their_dtype(optimizers: Any) -> None:
+    """As torch loads them, so that a run goes on as one that was never saved."""
+    params = parameters(0, F16)
+    optimizer = optimizers.FusedSGD(params, lr=0.25, momentum=0.5)
+    give_gradients(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["momentum_buffer"] = entry["momentum_buffer"].float() + 1e-5
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state[params[1]]["momentum_buffer"]
+    assert torch.equal(loaded, saved["state"][1]["momentum_buffer"].half())
+
+
 @ONE_FIXTURE
 @given(adam_w=st.booleans(), decay=st.sampled_from([0.0, 0.25]))
 def test_adam_is_torchs(optimizers: Any, adam_w: bool, decay: float) -> None:
@@ -288,8 +332,9 @@ def test_a_group_may_hold_every_dtype_and_is_stepped_in_float32(optimizers: Any,
             near([param], [other.to(param.dtype)], 2e-2)
             other.data.copy_(param)
             for key, value in ours.state[param].items():
-                assert value.dtype is F32
-                near([value], [theirs.state[other][key]], 1e-3)
+                # torch's SGD, and apex's, keep momenta in the parameter's dtype.
+                assert value.dtype is (param.dtype if name == "FusedSGD" else F32)
+                near([value], [theirs.state[other][key]], 2e-2 if name == "FusedSGD" else 1e-3)
 
 
 DEFAULTS = {
