@@ -553,8 +553,11 @@ def test_sgd_refuses_what_cannot_be(optimizers: Any, options: Any, message: str)
 def test_adam_refuses_what_it_has_not(optimizers: Any) -> None:
     with pytest.raises(RuntimeError, match="master weights only where it is capturable; got"):
         optimizers.FusedAdam(parameters(), master_weights=True)
-    with pytest.raises(RuntimeError, match=r"adds eps to the root.*; got eps_inside_sqrt=True"):
-        optimizers.FusedAdam(parameters(), eps_inside_sqrt=True)
+    for other in ("capturable=True", "adam_w_mode=False"):
+        name, _, value = other.partition("=")
+        options = {"eps_inside_sqrt": False, name: value == "True"}
+        with pytest.raises(RuntimeError, match=f"of 2019 is not .*; got .* and {other}; leave"):
+            optimizers.FusedAdam(parameters(), **options)
 
 
 def test_novograd_refuses_other_norms_and_others_state(optimizers: Any) -> None:
@@ -783,7 +786,81 @@ class TestCapturable:
         assert optimizer.param_groups[1]["lr"].item() == pytest.approx(1e-3)
 
 
+class AdamOf2019(Adam):
+    """The loop of apex's kernel: eps beside what is not corrected, decay times the step size."""
+
+    def prepared(self, grads: list[Any]) -> list[Any]:
+        return [None if grad is None else grad * self.options.get("factor", 1.0) for grad in grads]
+
+    def step_one(self, i: int, grad: Tensor) -> None:
+        o, (beta1, beta2), (c1, c2) = self.options, self.options["betas"], self.corrections()
+        self.first[i] = beta1 * self.first[i] + (1 - beta1) * grad
+        self.second[i] = beta2 * self.second[i] + (1 - beta2) * grad**2
+        inside, outside = (o["eps"], 0.0) if o["eps_inside_sqrt"] else (0.0, o["eps"])
+        update = self.first[i] / ((self.second[i] + inside).sqrt() + outside)
+        step_size = o["lr"] * c2**0.5 / c1
+        self.params[i] = self.params[i] - step_size * (update + o["weight_decay"] * self.params[i])
+
+
 class TestInterfaceOf2019:
+    @pytest.mark.parametrize("package", ["apex.optimizers", "apex.contrib.optimizers"])
+    @ONE_FIXTURE
+    @given(
+        options=st.fixed_dictionaries({**ADAM, "eps_inside_sqrt": st.booleans()}),
+        dtype=st.sampled_from([F64, F32]),
+        missing=st.lists(st.sampled_from([None, 0, 1, 2]), min_size=2, max_size=4),
+    )
+    def test_adam_follows_the_formula_of_then(
+        self, optimizers: Any, package: str, options: Any, dtype: torch.dtype, missing: Any
+    ) -> None:
+        params = parameters(0, dtype)
+        expected = AdamOf2019(params, **options)
+        optimizer = importlib.import_module(package).FusedAdam(params, **options)
+        for seed, which in enumerate(missing):
+            give_gradients(params, seed, which)
+            optimizer.step()
+            expected.step([param.grad for param in params])
+            near(params, expected.params, 1e-12 if dtype is F64 else 1e-5)
+
+    @pytest.mark.parametrize("dtype", [F16, BF16])
+    def test_half_parameters_are_rounded_once(self, contrib: Any, dtype: torch.dtype) -> None:
+        params = parameters(0, dtype)
+        options = {"lr": 0.25, "eps": 1e-4, "weight_decay": 0.25, "eps_inside_sqrt": True}
+        expected = AdamOf2019(params, betas=(0.9, 0.999), bias_correction=True, **options)
+        optimizer = contrib.FusedAdam(params, **options)
+        give_gradients(params, 0)
+        optimizer.step()
+        expected.step([param.grad for param in params])
+        assert all(
+            torch.equal(p, e.to(dtype)) for p, e in zip(params, expected.params, strict=True)
+        )
+        assert all(entry["exp_avg"].dtype is F32 for entry in optimizer.state.values())
+
+    @pytest.mark.parametrize(
+        ("options", "mode"),
+        [
+            ({}, None),
+            ({"eps_inside_sqrt": True}, 0),
+            ({"eps_inside_sqrt": False}, 1),
+            ({"max_grad_norm": 1.0}, 1),
+            ({"use_mt": False}, 1),
+            ({"amp_scale_adjustment": 1.0}, 1),
+        ],
+    )
+    def test_who_gives_an_argument_of_then_gets_the_formula_of_then(
+        self, optimizers: Any, contrib: Any, options: dict[str, Any], mode: int | None
+    ) -> None:
+        assert optimizers.FusedAdam(parameters(), **options).eps_mode == mode
+        assert contrib.FusedAdam(parameters(), **options).eps_mode == (1 if mode is None else mode)
+
+    def test_copies_keep_the_formula(self, contrib: Any) -> None:
+        params = parameters(0, F32)
+        optimizer = contrib.FusedAdam(params, eps_inside_sqrt=True, eps=1e-2)
+        give_gradients(params, 0)
+        optimizer.step()
+        other = pickle.loads(pickle.dumps(optimizer))
+        compared(other.param_groups[0]["params"], other, params, optimizer)
+
     @pytest.mark.parametrize("from_contrib", [True, False])
     @pytest.mark.parametrize("limit", [0.5, 100.0])
     def test_adam_steps_given_gradients(
@@ -799,11 +876,13 @@ class TestInterfaceOf2019:
         norm = torch.stack([grad.float().norm() for grad in grads]).norm()
         given = [param.detach().clone() for param in params]
         optimizer.step(grads=grads, output_params=outputs, scale=64.0, grad_norms=[norm])
+        options = {"lr": 0.25, "eps": 1.0, "betas": (0.9, 0.999), "bias_correction": True}
         factor = min(1.0, limit / (norm.item() / 64))
-        for param, grad in zip(others, grads, strict=True):
-            param.grad = grad.float() / 64 * factor
-        optimizers.FusedAdam(others, lr=0.25, eps=1.0).step()
-        near(params, others, 1e-4)
+        expected = AdamOf2019(
+            others, **options, weight_decay=0.0, eps_inside_sqrt=False, factor=factor
+        )
+        expected.step([grad.double() / 64 for grad in grads])
+        near(params, expected.params, 1e-4)
         near(outputs, [param.half() for param in params])
         assert all(param.grad is None for param in params)
         assert not torch.equal(params[1], given[1])
@@ -811,7 +890,7 @@ class TestInterfaceOf2019:
     def test_the_norm_is_taken_where_none_is_given(self, optimizers: Any) -> None:
         params, others = parameters(), parameters()
         clipping = optimizers.FusedAdam(params, lr=0.25, eps=1.0, max_grad_norm=0.5)
-        plain = optimizers.FusedAdam(others, lr=0.25, eps=1.0)
+        plain = optimizers.FusedAdam(others, lr=0.25, eps=1.0, max_grad_norm=0.0)
         for seed in range(2):
             give_gradients(params, seed)
             give_gradients(others, seed)
