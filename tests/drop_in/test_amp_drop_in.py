@@ -57,6 +57,9 @@ def test_amp_state_is_one_object_as_attribute_and_as_module(amp) -> None:
 def test_before_initialize_scripts_see_no_properties(amp) -> None:
     assert not hasattr(amp._amp_state, "opt_properties")
     assert not hasattr(amp._amp_state, "loss_scalers")
+    for name in ("opt_properties", "loss_scalers", "no_such_thing"):
+        with pytest.raises(AttributeError, match=f"'AmpState' object has no attribute '{name}'$"):
+            getattr(amp._amp_state, name)
     trained(amp)
     assert amp._amp_state.opt_properties.enabled
     amp_patch.amp.deactivate()

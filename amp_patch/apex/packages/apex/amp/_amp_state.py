@@ -47,7 +47,7 @@ class AmpState(types.ModuleType):
             views = scalers_of(session.scalers)
             return views[: self.num_losses] or views
         if not session.disabled:
-            raise AttributeError("'AmpState' object has no attribute 'loss_scalers'")
+            raise AttributeError("loss_scalers")
         scaler = LossScaler(1.0)
         # Scripts step their schedulers where this is not 0, and without amp no step is skipped.
         scaler._unskipped = 1
@@ -61,6 +61,10 @@ class AmpState(types.ModuleType):
     @verbosity.setter
     def verbosity(self, value: int) -> None:
         session.verbosity = value
+
+    def __getattr__(self, name: str) -> Any:
+        # In the place of what modules of the drop-in say: it is there after `initialize`.
+        raise AttributeError(f"'AmpState' object has no attribute {name!r}")
 
     def forget(self) -> None:
         """Take off what `initialize` and `init` left here."""
