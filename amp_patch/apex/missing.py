@@ -38,7 +38,7 @@ def is_from_import(frame: types.FrameType) -> bool:
         frame: of what asked.
     """
     code, place = frame.f_code.co_code, frame.f_lasti
-    while code[place] == opcode.EXTENDED_ARG:
+    while code[place] == opcode.EXTENDED_ARG:  # where Python 3.10 points to
         place += 2
     return code[place] == _IMPORT_FROM
 
