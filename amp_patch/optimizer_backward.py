@@ -65,6 +65,7 @@ class OptimizerBackward:
         if self._fused is not None and self.masters is not None:
             self._fused.param_of = self.masters.param_of
         self.skip_message: str | None = None
+        self._overflowed: LossScaler | None = None
         self._device_skip = DeviceSkip()
         self._strays = StrayGradients()
         self.scaling = False
@@ -106,6 +107,12 @@ class OptimizerBackward:
         if stepped and not can_be:
             captures.refuse_waiting(stepped[0].device)
         return can_be
+
+    def have_skipped(self, scaler: LossScaler, scaler_id: int) -> None:
+        """Have the next step skipped, and say so of this scaler; as in apex the first is named."""
+        if self._overflowed is None or self._overflowed is scaler:
+            self._overflowed = scaler
+            self.skip_message = scaler.skip_message(scaler_id)
 
     def skip_if(self, found_inf: Tensor) -> None:
         """Have the device skip the next step where a flag is not 0."""
@@ -257,7 +264,7 @@ class OptimizerBackward:
         self._forget_skip()
 
     def _forget_skip(self) -> None:
-        self.skip_message = None
+        self.skip_message = self._overflowed = None
         self._device_skip.forget()
 
     def _drop_waiting(self) -> None:

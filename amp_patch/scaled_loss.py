@@ -242,9 +242,8 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._count()
             return
         if self._scaler.update(any(check.overflow for check, _ in checks)):
-            message = self._scaler.skip_message(self._scaler_id)
             for step in self._steps:
-                step.skip_message = message
+                step.have_skipped(self._scaler, self._scaler_id)
         if self._scaler.exhausted:
             raise FloatingPointError(self._describe(checks))
 
