@@ -52,19 +52,26 @@ class Patches:
 
     def __init__(self) -> None:
         # Owners are held weakly: a patched optimizer that the user drops must go.
-        self._undo: list[tuple[Callable[[], Any], str, Any, Any]] = []
+        self._undo: list[tuple[Callable[[], Any], str, Callable[[], Any], Callable[[], Any]]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._left_alone: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._undo)
 
-    def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Set ``owner.name`` to ``new`` and record how to restore it."""
-        old = vars(owner).get(name, _ABSENT)
+    def replace(self, owner: Any, name: str, new: Any, *, weakly: bool = False) -> None:
+        """Set ``owner.name`` to ``new`` and record how to restore it.
+
+        Args:
+            weakly: record neither what was there nor ``new`` in a way that keeps it, for either
+                may keep the owner, as its bound methods do. Then ``new`` must keep what it
+                replaces.
+        """
+        keep = _reference_to if weakly else _holder_of
+        old, current = keep(vars(owner).get(name, _ABSENT)), keep(new)
         reference = _reference_to(owner)
         setattr(owner, name, new)
-        self._undo.append((reference, name, old, new))
+        self._undo.append((reference, name, old, current))
 
     def replace_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
         """Replace module globals bound to an original, outside torch.
@@ -92,12 +99,13 @@ class Patches:
         while self._undo:
             reference, name, old, new = self._undo.pop()
             owner = reference()
-            if owner is None or vars(owner).get(name, _ABSENT) is not new:
+            if owner is None or vars(owner).get(name, _ABSENT) is not new():
                 continue
-            if old is _ABSENT:
+            original = old()
+            if original is _ABSENT:
                 delattr(owner, name)
             else:
-                setattr(owner, name, old)
+                setattr(owner, name, original)
 
 
 def _reference_to(owner: Any) -> Callable[[], Any]:
@@ -105,7 +113,11 @@ def _reference_to(owner: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(owner)
     except TypeError:
-        return lambda: owner
+        return _holder_of(owner)
+
+
+def _holder_of(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 def _bindings(

@@ -200,6 +200,38 @@ def test_patches_keep_no_owner_alive_and_pass_over_dead_ones() -> None:
 # -- globals bound to an original ------------------------------------------------------------
 
 
+class Bare:
+    """Takes any attribute."""
+
+    method: Any
+
+
+def test_what_is_recorded_weakly_keeps_no_owner_by_its_methods() -> None:
+    patches, owner = Patches(), Bare()
+    old = owner.method = types.MethodType(lambda self: "old", owner)
+    patches.replace(owner, "method", types.MethodType(lambda self, old=old: "new", owner))
+    patches.undo()
+    assert owner.method is old
+    replacement = types.MethodType(lambda self, old=old: "new", owner)
+    patches.replace(owner, "method", replacement, weakly=True)
+    assert owner.method() == "new"
+    patches.undo()
+    assert owner.method is old
+    patches.replace(
+        owner, "method", types.MethodType(lambda self, old=old: "new", owner), weakly=True
+    )
+    owner.method = 3  # somebody else's, which stays
+    patches.undo()
+    assert owner.method == 3
+    owner.method = old
+    patches.replace(owner, "method", replacement, weakly=True)
+    reference = weakref.ref(owner)
+    del owner, old, replacement
+    gc.collect()
+    assert reference() is None
+    patches.undo()
+
+
 class Functions:
     """In a class, for this module's own globals would be replaced as well."""
 

@@ -1,4 +1,4 @@
-"""Finds ``packages/apex/amp/scaler.py`` for ``import apex.amp.scaler``, and says what is missing.
+"""Finds ``packages/apex/amp/scaler.py`` for ``import apex.amp.scaler``.
 
 Knows where the files lie and nothing of what is in them; imports no torch.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .replacements import REPLACEMENTS
+from .missing import advice, advice_on_compiled, is_from_import, is_import
+from .replacements import COMPILED
 
 _PACKAGES = Path(__file__).parent / "packages"
 _TOP_LEVEL = ("amp_C", "apex", "apex_C")
@@ -38,19 +40,22 @@ class Finder:
         path: Sequence[str] | None = None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return where a module of apex lies; None for one of another name.
+        """Return where a module of apex lies; None where there is none.
 
         Raises:
-            ModuleNotFoundError: apex's name, and nothing is supplied under it.
+            ModuleNotFoundError: an import of apex's, or of what it compiled, and nothing is there.
         """
+        if fullname in COMPILED and is_import(sys._getframe(1)) and not _others_find(fullname):
+            raise ModuleNotFoundError(advice_on_compiled(fullname), name=fullname)
         if not self.owns(fullname):
             return None
         place = _PACKAGES.joinpath(*fullname.split("."))
         is_package = (place / "__init__.py").is_file()
         file = place / "__init__.py" if is_package else place.with_suffix(".py")
         if not file.is_file():
-            # Without name=: `from apex import transformer` would put Python's message in its place.
-            raise ModuleNotFoundError(_not_supplied(fullname))
+            if is_import(sys._getframe(1)):
+                raise ModuleNotFoundError(_not_supplied(fullname), name=fullname)
+            return None
         spec = importlib.util.spec_from_file_location(
             fullname, file, loader=_Loader(fullname, str(file))
         )
@@ -69,12 +74,35 @@ class Finder:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    def exec_module(self, module: types.ModuleType) -> None:
-        super().exec_module(module)
-        # `from apex.amp.opt import x` asks the finder for 'apex.amp.opt.x' where opt has no x, but
-        # only of a module with a path; else Python's message would not say what to use instead.
-        if not hasattr(module, "__path__"):
-            module.__path__ = []
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        vars(module)["__getattr__"] = _getattr_of(spec.name)
+        return module
+
+
+def _getattr_of(module: str) -> Callable[[str], Any]:
+    """Return what Python calls for a name that a module has not."""
+
+    def __getattr__(name: str) -> Any:
+        raise absent(module, name, sys._getframe(1))
+
+    return __getattr__
+
+
+def absent(module: str, name: str, frame: types.FrameType) -> Exception:
+    """Return the error for a name that a module has not.
+
+    Args:
+        frame: of what asked the module for it.
+    """
+    words = f"module {module!r} has no attribute {name!r}"
+    if name.startswith("__"):  # Python asks for many of these
+        return AttributeError(words)
+    named = getattr(sys.modules.get(module), "__all__", None)
+    told = _not_supplied(f"{module}.{name}", named)
+    if is_from_import(frame):
+        return ImportError(told, name=module)
+    return AttributeError(f"{words}: {told}")
 
 
 def is_supplied(module: types.ModuleType) -> bool:
@@ -89,19 +117,21 @@ def supplied_in(name: str) -> list[str]:
     return sorted(path.stem for path in modules if not path.name.startswith("__"))
 
 
-def _not_supplied(fullname: str) -> str:
+def _not_supplied(fullname: str, names: Sequence[str] | None = None) -> str:
+    """Return what to say of a name that is not there.
+
+    Args:
+        fullname: of a module, or of what is in one.
+        names: what is in the module around it; else the modules that lie there are named.
+    """
     parent = fullname.rpartition(".")[0]
-    while parent and not supplied_in(parent):
+    while not names and parent and not supplied_in(parent):
         parent = parent.rpartition(".")[0]
-    names = ", ".join(name for name in supplied_in(parent) if not name.startswith("_"))
-    instead = "look for its counterpart in torch"
-    known = fullname
-    while known:
-        if known in REPLACEMENTS:
-            instead = f"use {REPLACEMENTS[known]}"
-            break
-        known = known.rpartition(".")[0]
-    return (
-        f"amp_patch supplies no {fullname!r} in the place of apex; {parent or 'it'} has {names}. "
-        f"Instead of {fullname.rpartition('.')[2]}, {instead}."
-    )
+    public = [name for name in names or supplied_in(parent) if not name.startswith("_")]
+    return advice(fullname, f"{parent or 'it'} has {', '.join(public)}")
+
+
+def _others_find(fullname: str) -> bool:
+    """Return whether there is a module of a name, the user's own or a real apex's."""
+    others = [one for one in sys.meta_path if not isinstance(one, Finder)]
+    return any(one.find_spec(fullname, None) is not None for one in others)

@@ -12,7 +12,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from .finder import Finder, supplied_in
+from .finder import Finder, absent, supplied_in
 
 _NAME = "apex"
 
@@ -80,4 +80,4 @@ def _lend(module: types.ModuleType) -> None:
 def _import_submodule(name: str) -> types.ModuleType:
     if name in supplied_in(_NAME):
         return importlib.import_module(f"{_NAME}.{name}")
-    raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
+    raise absent(_NAME, name, sys._getframe(1))

@@ -111,7 +111,7 @@ class HostScaling:
             if scaler.update(any(check.overflow for check, _ in found)):
                 reason = scaler.skip_message(self._scaler_id)
                 for skip in skips:
-                    skip.ask(reason)
+                    skip.ask(reason, scaler)
             is_exhausted = scaler.exhausted
         except BaseException:
             scaler.set_numbers(*before)

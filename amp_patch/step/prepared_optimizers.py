@@ -153,6 +153,31 @@ class PreparedOptimizers:
         found = [check.take_over(scaler) for check in checks]
         return any(found)
 
+    def put_scalers_first(
+        self,
+        scalers: Sequence[LossScaler],
+        instead: Callable[[int, int, LossScaler], LossScaler],
+    ) -> None:
+        """Put scalers at the head of the process's list, and say which of them losses use.
+
+        Behind them come the others that losses go on using; what no loss uses is dropped.
+
+        Args:
+            scalers: at their positions, loss_ids that an optimizer has none of its own for.
+            instead: (loss_id, position in the list, scaler) of a loss of an optimizer -> the
+                scaler that it uses from now on.
+        """
+        before = list(self._scalers)
+        self._scalers[:] = scalers
+        # The optimizers of one call have one mapping.
+        mappings = {id(step.scalers): step.scalers for step in self.steps.values()}
+        for mapping in mappings.values():
+            for loss_id, index in mapping.items():
+                scaler = instead(loss_id, index, before[index])
+                if scaler not in self._scalers:
+                    self._scalers.append(scaler)
+                mapping[loss_id] = self._scalers.index(scaler)
+
     def scaler_of(self, step: OptimizerStep, loss_id: Any) -> int:
         """Return the index of the scaler of an optimizer's loss.
 

@@ -46,6 +46,7 @@ class Skip:
     def __init__(self, announce: Callable[[str], None]) -> None:
         self.announce = announce
         self.reason: str | None = None
+        self._asked_by: LossScaler | None = None
         self.flag: Tensor | None = None
         self.pending: list[Pending] = []
         self._was_skipped: bool | HostCopy = False
@@ -55,9 +56,15 @@ class Skip:
         """True where the next step will or may be skipped."""
         return self.reason is not None or self.flag is not None
 
-    def ask(self, reason: str) -> None:
-        """Skip the next step, and say why when it comes."""
-        self.reason = reason
+    def ask(self, reason: str, scaler: LossScaler | None = None) -> None:
+        """Skip the next step, and say why when it comes.
+
+        Args:
+            reason: of several scalers' reasons the first scaler's is said, as in apex.
+            scaler: whose overflow it is.
+        """
+        if self.reason is None or scaler is self._asked_by:
+            self.reason, self._asked_by = reason, scaler
 
     def ask_where(self, found_inf: Tensor) -> None:
         """Skip the next step where a flag (fp32, one element) or an earlier one is not 0.
@@ -80,7 +87,7 @@ class Skip:
 
     def forget(self) -> None:
         """The next step has other gradients."""
-        self.reason = self.flag = None
+        self.reason = self._asked_by = self.flag = None
 
     @property
     def was_skipped(self) -> bool:

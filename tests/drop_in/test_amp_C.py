@@ -300,9 +300,10 @@ class TestAdam:
 
 
 def sgd(
-    g: Tensor, p: Tensor, m: Tensor, *, lr: float, momentum: float, dampening: float, decay: float,
-    nesterov: bool, first: bool, after: bool, scale: float,
+    dtype: torch.dtype, g: Tensor, p: Tensor, m: Tensor, *, lr: float, momentum: float,
+    dampening: float, decay: float, nesterov: bool, first: bool, after: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return parameter and momentum, rounded nowhere but in what is subtracted, to ``dtype``."""
     g = g * scale
     if not after:
         g = g + decay * p
@@ -311,7 +312,7 @@ def sgd(
         g = g + momentum * m if nesterov else m
     if after:
         g = g + decay * p
-    return p - lr * g, m
+    return p - (lr * g).to(dtype).to(g.dtype), m
 
 
 class TestSgd:
@@ -339,7 +340,7 @@ class TestSgd:
     ) -> None:
         lists = drawn(seed, *((shapes, dtype) for dtype in dtypes[: 4 if has_models else 3]))
         rows = zip(*map(exact, lists[:3]), strict=True)
-        expected = [sgd(*row, **options) for row in rows]
+        expected = [sgd(dtypes[1], *row, **options) for row in rows]
         o = options
         amp_C.multi_tensor_sgd(
             65536, flag(), lists, o["decay"], o["momentum"], o["dampening"], o["lr"],
@@ -348,7 +349,55 @@ class TestSgd:
         near(lists[1], [p for p, _ in expected])
         near(lists[2], [m for _, m in expected])
         if has_models:
-            near(lists[3], [p for p, _ in expected])
+            near(lists[3], exact(lists[1]))
+
+    @ONE_FIXTURE
+    @given(
+        dtype=st.sampled_from([F16, BF16]),
+        has_models=st.booleans(),
+        seed=SEEDS,
+        options=st.fixed_dictionaries(
+            {
+                "lr": st.sampled_from([0.5, 0.25, 2.0**-6]),
+                "momentum": st.sampled_from([0.0, 0.125, 0.5]),
+                "dampening": st.sampled_from([0.0, 0.25]),
+                "decay": st.sampled_from([0.0, 0.25]),
+                "nesterov": st.booleans(),
+                "first": st.booleans(),
+                "after": st.booleans(),
+                "scale": st.sampled_from([1.0, 0.125]),
+            }
+        ),
+    )
+    def test_half_parameters_are_rounded_where_apex_rounds_them(
+        self, amp_C: Any, dtype: torch.dtype, has_models: bool, seed: int, options: Any
+    ) -> None:
+        """With powers of two all else is exact, so that every bit is known."""
+        shapes = [(), (3, 4), (7,)]
+        lists = drawn(seed, *[(shapes, dtype)] * (4 if has_models else 3))
+        # Of few bits, so that their sums are exact in float32 as well.
+        for tensor in (tensor for column in lists for tensor in column):
+            tensor.copy_((tensor.float() * 64).round() / 64)
+        rows = list(zip(*map(exact, lists[:3]), strict=True))
+        expected = [sgd(dtype, *row, **options) for row in rows]
+        o = options
+        amp_C.multi_tensor_sgd(
+            65536, flag(), lists, o["decay"], o["momentum"], o["dampening"], o["lr"],
+            o["nesterov"], o["first"], o["after"], o["scale"],
+        )  # fmt: skip
+        for index, (param, momentum) in enumerate(expected):
+            assert torch.equal(lists[1][index], param.to(dtype))
+            assert torch.equal(lists[2][index], momentum.to(dtype))
+            assert not has_models or torch.equal(lists[3][index], lists[1][index])
+
+    def test_masters_are_stepped_in_float32_and_copied_to_half(self, amp_C: Any) -> None:
+        """What half could not hold stays in the master."""
+        lists = [[torch.ones(2).half()], [torch.ones(2)], [torch.zeros(2)], [torch.ones(2).half()]]
+        amp_C.multi_tensor_sgd(
+            65536, flag(), lists, 0.0, 0.5, 0.0, 2.0**-13, False, True, False, 1.0
+        )
+        assert lists[1][0].tolist() == [1 - 2.0**-13] * 2
+        assert lists[2][0].tolist() == lists[3][0].tolist() == [1.0, 1.0]
 
     def test_a_set_flag_stops_it(self, amp_C: Any) -> None:
         lists = [[torch.ones(2)], [torch.ones(2)], [torch.zeros(2)]]
@@ -624,7 +673,8 @@ def test_lists_of_nothing_are_left_alone(amp_C: Any) -> None:
 
 
 def test_an_unknown_operation_is_refused(amp_C: Any) -> None:
-    with pytest.raises(AttributeError, match="supplies these .*scale.*; got 'multi_tensor_lars'"):
+    message = "supplies no 'amp_C.multi_tensor_lars' .*; amp_C has .*multi_tensor_scale.* Instead"
+    with pytest.raises(AttributeError, match=message):
         amp_C.multi_tensor_lars  # noqa: B018
     assert not hasattr(amp_C, "multi_tensor_lars")
     with pytest.raises(ImportError):

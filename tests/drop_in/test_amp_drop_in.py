@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib
 import inspect
@@ -57,6 +58,9 @@ def test_amp_state_is_one_object_as_attribute_and_as_module(amp) -> None:
 def test_before_initialize_scripts_see_no_properties(amp) -> None:
     assert not hasattr(amp._amp_state, "opt_properties")
     assert not hasattr(amp._amp_state, "loss_scalers")
+    for name in ("opt_properties", "loss_scalers", "no_such_thing"):
+        with pytest.raises(AttributeError, match=f"'AmpState' object has no attribute '{name}'$"):
+            getattr(amp._amp_state, name)
     trained(amp)
     assert amp._amp_state.opt_properties.enabled
     amp_patch.amp.deactivate()
@@ -516,6 +520,48 @@ def test_a_model_with_a_forward_of_its_own_and_one_that_is_compiled_run(amp) -> 
     amp.initialize(other, opt_level="O2", verbosity=0)
     compiled = torch.compile(other, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(1, 2)), other(torch.ones(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda model: types.MethodType(Doubling.forward, model),
+        lambda model: functools.partial(Doubling.forward, model),
+        lambda model: lambda x: Doubling.forward(model, x),
+    ],
+)
+def test_a_forward_of_its_own_is_put_back_and_keeps_no_model(amp, made) -> None:
+    model = Doubling()
+    own = model.forward = made(model)
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    assert model.forward(torch.ones(1, 2)).dtype is torch.float32
+    assert model.seen == [torch.float16]
+    amp_patch.amp.deactivate()
+    assert vars(model)["forward"] is own
+    for _ in range(2):
+        amp.initialize(model, opt_level="O0", verbosity=0)
+    model.forward(torch.ones(1, 2).half())
+    assert model.seen == [torch.float16, torch.float32]
+    theirs = model.forward = lambda x: x  # a script's own, which stays
+    amp_patch.amp.deactivate()
+    assert vars(model)["forward"] is theirs
+    model.forward = own
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    dropped = weakref.ref(model)
+    del model, own
+    gc.collect()
+    assert dropped() is None
+
+
+def test_a_copy_that_is_initialized_itself_casts_once(amp) -> None:
+    model = Doubling()
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    copied = copy.deepcopy(model).float()
+    amp.initialize(copied, opt_level="O3", verbosity=0)
+    before = len(copied.seen)
+    assert copied.forward(torch.ones(1, 2)).dtype is torch.float32
+    assert copied.seen[before:] == [torch.float16]
+    assert vars(copied)["forward"].__func__ is vars(model)["forward"].__func__
 
 
 # -- casts -----------------------------------------------------------------------------------------

@@ -396,6 +396,39 @@ def test_backward_passes_add_up_while_the_scale_grows(fp16: Any, at_once: bool) 
     assert torch.equal(gradients[1], torch.tensor([9.0, 9.0]))
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {"static_loss_scale": 64.0},
+        {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 4.0, "scale_window": 2}},
+    ],
+)
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_several_backward_passes_before_a_step_train_as_in_float32(
+    fp16: Any, scale: dict[str, Any], passes: int
+) -> None:
+    """apex unscaled what the first of them left at float32 parameters a second time."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    reference = copy.deepcopy(model)
+    fp16.convert_network(model, torch.half)
+    optimizer = wrapped(fp16, model.parameters(), **scale)
+    plain = SGD(reference.parameters(), lr=0.1)
+    batches = [batch() for _ in range(passes)]
+    for _ in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for inputs, targets in batches:
+            optimizer.backward(loss_of(model, inputs, targets))
+            loss_of(reference, inputs, targets).backward()
+        optimizer.step()
+        plain.step()
+    assert model[0].weight.dtype is torch.half
+    assert model[1].weight.dtype is torch.float32
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.float(), expected, rtol=0.02, atol=0.02)
+        assert not torch.equal(expected, torch.ones_like(expected))
+
+
 def test_own_backward_pass_of_a_scaled_loss(fp16: Any) -> None:
     half, full, optimizer = mixed(fp16, static_loss_scale=4.0)
     optimizer.backward(product(half, full))

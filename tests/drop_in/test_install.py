@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pickle
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import amp_patch.apex
-from amp_patch.apex.replacements import REPLACEMENTS
+from amp_patch.apex.replacements import COMPILED, REPLACEMENTS
 
 TOP_LEVEL = ("apex", "amp_C", "apex_C")
 PACKAGES = Path(amp_patch.apex.__file__).parent / "packages"
@@ -137,6 +138,9 @@ def test_a_real_apex_has_what_it_lacks_after_import_apex_alone(
         assert callable(apex.amp.initialize)
         with pytest.raises(AttributeError, match="module 'apex' has no attribute 'transformer'"):
             _ = apex.transformer
+        with pytest.raises(ImportError, match=r"'apex.transformer' .* use megatron.core"):
+            from apex import transformer  # noqa: F401
+        assert __import__("apex", fromlist=["dummy"]) is apex
     assert not hasattr(apex, "amp")
     assert not [one for one in sys.meta_path if type(one).__module__.startswith("amp_patch")]
 
@@ -186,6 +190,12 @@ def test_force_is_a_bool() -> None:
         ),
         ("from apex.amp.opt import Nothing", "supplies no 'apex.amp.opt.Nothing'"),
         ("from apex.contrib.sparsity import ASP", "to_sparse_semi_structured"),
+        (
+            "from apex.optimizers import FusedLARS",
+            "apex.optimizers has .*FusedAdam",
+        ),
+        ("from amp_C import multi_tensor_lars", "amp_C has .*multi_tensor_scale.*Instead of multi"),
+        ("from apex.amp import amp, dummy", "supplies no 'apex.amp.dummy'"),
     ],
 )
 def test_what_is_not_supplied_is_an_import_error_with_advice(
@@ -198,6 +208,83 @@ def test_what_is_not_supplied_is_an_import_error_with_advice(
 def test_libraries_that_probe_get_no(apex: types.ModuleType) -> None:
     assert not hasattr(apex, "transformer")
     assert not hasattr(apex.amp.opt, "Nothing")
+    for name in ("apex.transformer", "apex.amp.dummy", "apex.contrib.sparsity", "syncbn"):
+        assert importlib.util.find_spec(name) is None
+    assert importlib.util.find_spec("apex.amp.opt") is not None
+
+
+@pytest.mark.parametrize("name", SUPPLIED)
+def test_loaders_of_plug_ins_may_ask_for_what_is_not_there(
+    apex: types.ModuleType, name: str
+) -> None:
+    """Python ignores such a name, and so do ``pydoc``, ``unittest`` and their like."""
+    module = __import__(name, fromlist=["dummy"])
+    assert module is sys.modules[name]
+    assert not hasattr(module, "dummy")
+    assert getattr(module, "dummy", 3) == 3
+    with pytest.raises(ImportError):
+        exec(f"from {name} import dummy")
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module(f"{name}.dummy")
+    assert raised.value.name == f"{name}.dummy"
+
+
+def test_an_error_in_a_statement_is_told_from_one_beside_it(apex: types.ModuleType) -> None:
+    """The statement asks the module as ``hasattr`` does; only its own question is answered so."""
+    code = "import apex.amp\nhas = hasattr(apex.amp, 'dummy')\nfrom apex.amp import initialize"
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["has"] is False
+    assert names["initialize"] is apex.amp.initialize
+    many = "\n".join(f"name_{index} = {index}" for index in range(300))  # EXTENDED_ARG before it
+    with pytest.raises(ImportError, match=r"supplies no 'apex.amp.dummy'") as raised:
+        exec(f"{many}\nfrom apex.amp import dummy")
+    assert raised.value.name == "apex.amp"
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_apex_compiled_is_an_import_error_with_advice(
+    apex: types.ModuleType, name: str
+) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"Instead of {name}, use ") as raised:
+        importlib.import_module(name)
+    assert raised.value.name == name
+    with pytest.raises(ModuleNotFoundError, match=f"supplies no '{name}', which is a module that"):
+        exec(f"from {name} import forward")
+    assert importlib.util.find_spec(name) is None
+    for advised in re.findall(r"(?:apex|amp_C)[.\w]+", COMPILED[name]):
+        package, _, attribute = advised.rpartition(".")
+        assert hasattr(importlib.import_module(package), attribute)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_module_of_a_compiled_ones_name_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    """Found on the path, or by a finder that comes after ours, as those of editable installs."""
+    (tmp_path / "syncbn.py").write_text("origin = 'path'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/mlp_cuda.py").write_text("origin = 'finder'\n")
+
+    class Editable:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> object:
+            place = tmp_path / "hidden" / f"{name}.py"
+            return importlib.util.spec_from_file_location(name, place) if place.exists() else None
+
+    with amp_patch.apex.install(force=force):
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable()])
+        assert importlib.import_module("syncbn").origin == "path"
+        assert importlib.import_module("mlp_cuda").origin == "finder"
+        assert importlib.util.find_spec("mlp_cuda") is not None
+        monkeypatch.undo()
+    # Uninstalling leaves what is not ours.
+    assert [sys.modules.pop(name).origin for name in ("syncbn", "mlp_cuda")] == ["path", "finder"]
+
+
+def test_without_it_pythons_own_words_stand() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'syncbn'$"):
+        importlib.import_module("syncbn")
 
 
 @pytest.mark.parametrize("name", REPLACEMENTS)

@@ -249,6 +249,50 @@ def test_sgd_is_torchs(optimizers: Any, nesterov: bool, decay: float, momentum: 
     compared(ours, optimizers.FusedSGD(ours, **options), theirs, torch.optim.SGD(theirs, **options))
 
 
+POWERS_OF_TWO = st.fixed_dictionaries(
+    {
+        "lr": st.sampled_from([0.25, 0.5, 1.0]),
+        "momentum": st.sampled_from([0.0, 0.125, 0.5]),
+        "dampening": st.sampled_from([0.0, 0.5]),
+    }
+)
+
+
+@ONE_FIXTURE
+@given(options=POWERS_OF_TWO, dtype=st.sampled_from([F16, BF16]), seed=st.integers(0, 99))
+def test_sgd_on_half_parameters_is_torchs_bit_by_bit(
+    optimizers: Any, options: Any, dtype: torch.dtype, seed: int
+) -> None:
+    """apex rounds ``lr * update`` to half and subtracts in half, and torch rounds each of them."""
+    ours, theirs = parameters(seed, dtype), parameters(seed, dtype)
+    optimizer, expected = optimizers.FusedSGD(ours, **options), torch.optim.SGD(theirs, **options)
+    for step in range(4):
+        for params in (ours, theirs):
+            give_gradients(params, 100 * seed + step)
+        optimizer.step()
+        expected.step()
+        assert all(map(torch.equal, ours, theirs))
+        for param, other in zip(ours, theirs, strict=True):
+            momenta = optimizer.state[param].get("momentum_buffer")
+            wanted = expected.state[other].get("momentum_buffer")
+            assert (momenta is None) == (wanted is None)
+            assert momenta is None or (momenta.dtype is dtype and torch.equal(momenta, wanted))
+
+
+def test_momenta_of_half_parameters_load_into_their_dtype(optimizers: Any) -> None:
+    """As torch loads them, so that a run goes on as one that was never saved."""
+    params = parameters(0, F16)
+    optimizer = optimizers.FusedSGD(params, lr=0.25, momentum=0.5)
+    give_gradients(params, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["momentum_buffer"] = entry["momentum_buffer"].float() + 1e-5
+    optimizer.load_state_dict(saved)
+    loaded = optimizer.state[params[1]]["momentum_buffer"]
+    assert torch.equal(loaded, saved["state"][1]["momentum_buffer"].half())
+
+
 @ONE_FIXTURE
 @given(adam_w=st.booleans(), decay=st.sampled_from([0.0, 0.25]))
 def test_adam_is_torchs(optimizers: Any, adam_w: bool, decay: float) -> None:
@@ -288,8 +332,9 @@ def test_a_group_may_hold_every_dtype_and_is_stepped_in_float32(optimizers: Any,
             near([param], [other.to(param.dtype)], 2e-2)
             other.data.copy_(param)
             for key, value in ours.state[param].items():
-                assert value.dtype is F32
-                near([value], [theirs.state[other][key]], 1e-3)
+                # torch's SGD, and apex's, keep momenta in the parameter's dtype.
+                assert value.dtype is (param.dtype if name == "FusedSGD" else F32)
+                near([value], [theirs.state[other][key]], 2e-2 if name == "FusedSGD" else 1e-3)
 
 
 DEFAULTS = {
@@ -342,7 +387,7 @@ def test_they_lie_where_apex_had_them(optimizers: Any, contrib: Any) -> None:
         assert found.__module__ == f"apex.optimizers.{module}"
     for module in ("fp16_optimizer", "fused_adam", "fused_lamb", "fused_sgd"):
         importlib.import_module(f"apex.contrib.optimizers.{module}")
-    assert contrib.FP16_Optimizer is optimizers.FP16_Optimizer
+    assert contrib.FP16_Optimizer is not optimizers.FP16_Optimizer
 
 
 STATES = {
@@ -508,8 +553,11 @@ def test_sgd_refuses_what_cannot_be(optimizers: Any, options: Any, message: str)
 def test_adam_refuses_what_it_has_not(optimizers: Any) -> None:
     with pytest.raises(RuntimeError, match="master weights only where it is capturable; got"):
         optimizers.FusedAdam(parameters(), master_weights=True)
-    with pytest.raises(RuntimeError, match=r"adds eps to the root.*; got eps_inside_sqrt=True"):
-        optimizers.FusedAdam(parameters(), eps_inside_sqrt=True)
+    for other in ("capturable=True", "adam_w_mode=False"):
+        name, _, value = other.partition("=")
+        options = {"eps_inside_sqrt": False, name: value == "True"}
+        with pytest.raises(RuntimeError, match=f"of 2019 is not .*; got .* and {other}; leave"):
+            optimizers.FusedAdam(parameters(), **options)
 
 
 def test_novograd_refuses_other_norms_and_others_state(optimizers: Any) -> None:
@@ -738,9 +786,80 @@ class TestCapturable:
         assert optimizer.param_groups[1]["lr"].item() == pytest.approx(1e-3)
 
 
+class AdamOf2019(Adam):
+    """The loop of apex's kernel: eps beside what is not corrected, decay times the step size."""
+
+    def prepared(self, grads: list[Any]) -> list[Any]:
+        return [None if grad is None else grad * self.options.get("factor", 1.0) for grad in grads]
+
+    def step_one(self, i: int, grad: Tensor) -> None:
+        o, (beta1, beta2), (c1, c2) = self.options, self.options["betas"], self.corrections()
+        self.first[i] = beta1 * self.first[i] + (1 - beta1) * grad
+        self.second[i] = beta2 * self.second[i] + (1 - beta2) * grad**2
+        inside, outside = (o["eps"], 0.0) if o["eps_inside_sqrt"] else (0.0, o["eps"])
+        update = self.first[i] / ((self.second[i] + inside).sqrt() + outside)
+        step_size = o["lr"] * c2**0.5 / c1
+        self.params[i] = self.params[i] - step_size * (update + o["weight_decay"] * self.params[i])
+
+
 class TestInterfaceOf2019:
-    def halves(self) -> list[nn.Parameter]:
-        return parameters(0, F16)
+    @pytest.mark.parametrize("package", ["apex.optimizers", "apex.contrib.optimizers"])
+    @ONE_FIXTURE
+    @given(
+        options=st.fixed_dictionaries({**ADAM, "eps_inside_sqrt": st.booleans()}),
+        dtype=st.sampled_from([F64, F32]),
+        missing=st.lists(st.sampled_from([None, 0, 1, 2]), min_size=2, max_size=4),
+    )
+    def test_adam_follows_the_formula_of_then(
+        self, optimizers: Any, package: str, options: Any, dtype: torch.dtype, missing: Any
+    ) -> None:
+        params = parameters(0, dtype)
+        expected = AdamOf2019(params, **options)
+        optimizer = importlib.import_module(package).FusedAdam(params, **options)
+        for seed, which in enumerate(missing):
+            give_gradients(params, seed, which)
+            optimizer.step()
+            expected.step([param.grad for param in params])
+            near(params, expected.params, 1e-12 if dtype is F64 else 1e-5)
+
+    @pytest.mark.parametrize("dtype", [F16, BF16])
+    def test_half_parameters_are_rounded_once(self, contrib: Any, dtype: torch.dtype) -> None:
+        params = parameters(0, dtype)
+        options = {"lr": 0.25, "eps": 1e-4, "weight_decay": 0.25, "eps_inside_sqrt": True}
+        expected = AdamOf2019(params, betas=(0.9, 0.999), bias_correction=True, **options)
+        optimizer = contrib.FusedAdam(params, **options)
+        give_gradients(params, 0)
+        optimizer.step()
+        expected.step([param.grad for param in params])
+        assert all(
+            torch.equal(p, e.to(dtype)) for p, e in zip(params, expected.params, strict=True)
+        )
+        assert all(entry["exp_avg"].dtype is F32 for entry in optimizer.state.values())
+
+    @pytest.mark.parametrize(
+        ("options", "mode"),
+        [
+            ({}, None),
+            ({"eps_inside_sqrt": True}, 0),
+            ({"eps_inside_sqrt": False}, 1),
+            ({"max_grad_norm": 1.0}, 1),
+            ({"use_mt": False}, 1),
+            ({"amp_scale_adjustment": 1.0}, 1),
+        ],
+    )
+    def test_who_gives_an_argument_of_then_gets_the_formula_of_then(
+        self, optimizers: Any, contrib: Any, options: dict[str, Any], mode: int | None
+    ) -> None:
+        assert optimizers.FusedAdam(parameters(), **options).eps_mode == mode
+        assert contrib.FusedAdam(parameters(), **options).eps_mode == (1 if mode is None else mode)
+
+    def test_copies_keep_the_formula(self, contrib: Any) -> None:
+        params = parameters(0, F32)
+        optimizer = contrib.FusedAdam(params, eps_inside_sqrt=True, eps=1e-2)
+        give_gradients(params, 0)
+        optimizer.step()
+        other = pickle.loads(pickle.dumps(optimizer))
+        compared(other.param_groups[0]["params"], other, params, optimizer)
 
     @pytest.mark.parametrize("from_contrib", [True, False])
     @pytest.mark.parametrize("limit", [0.5, 100.0])
@@ -757,11 +876,13 @@ class TestInterfaceOf2019:
         norm = torch.stack([grad.float().norm() for grad in grads]).norm()
         given = [param.detach().clone() for param in params]
         optimizer.step(grads=grads, output_params=outputs, scale=64.0, grad_norms=[norm])
+        options = {"lr": 0.25, "eps": 1.0, "betas": (0.9, 0.999), "bias_correction": True}
         factor = min(1.0, limit / (norm.item() / 64))
-        for param, grad in zip(others, grads, strict=True):
-            param.grad = grad.float() / 64 * factor
-        optimizers.FusedAdam(others, lr=0.25, eps=1.0).step()
-        near(params, others, 1e-4)
+        expected = AdamOf2019(
+            others, **options, weight_decay=0.0, eps_inside_sqrt=False, factor=factor
+        )
+        expected.step([grad.double() / 64 for grad in grads])
+        near(params, expected.params, 1e-4)
         near(outputs, [param.half() for param in params])
         assert all(param.grad is None for param in params)
         assert not torch.equal(params[1], given[1])
@@ -769,7 +890,7 @@ class TestInterfaceOf2019:
     def test_the_norm_is_taken_where_none_is_given(self, optimizers: Any) -> None:
         params, others = parameters(), parameters()
         clipping = optimizers.FusedAdam(params, lr=0.25, eps=1.0, max_grad_norm=0.5)
-        plain = optimizers.FusedAdam(others, lr=0.25, eps=1.0)
+        plain = optimizers.FusedAdam(others, lr=0.25, eps=1.0, max_grad_norm=0.0)
         for seed in range(2):
             give_gradients(params, seed)
             give_gradients(others, seed)
@@ -797,110 +918,6 @@ class TestInterfaceOf2019:
             RuntimeError, match="a list for each of the optimizer's 1 groups; got 2"
         ):
             optimizer.step(grads=[[torch.ones(2)], [torch.ones(2)]])
-
-    def test_a_bert_script_trains(self, optimizers: Any) -> None:
-        model, x, y = model_and_data()
-        model.half()
-        groups = [
-            {"params": [p for n, p in model.named_parameters() if "bias" not in n]},
-            {"params": [p for n, p in model.named_parameters() if "bias" in n]},
-        ]
-        groups[0]["weight_decay"] = 0.01
-        adam = optimizers.FusedAdam(groups, lr=0.03, bias_correction=False, max_grad_norm=1.0)
-        optimizer = optimizers.FP16_Optimizer(adam, dynamic_loss_scale=True, verbose=False)
-        losses = []
-        for _ in range(60):
-            loss = (model(x.half()).float() - y).square().mean()
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[-1] < 0.3 * losses[0]
-        assert model[0].weight.dtype is F16
-        assert optimizer.param_groups[0]["params"][0].dtype is F32
-        assert torch.equal(model[0].weight, optimizer.fp32_groups[0][0].half())
-
-    @pytest.mark.parametrize("verbose", [True, False])
-    @pytest.mark.parametrize("dynamic", [True, False])
-    def test_an_overflow_is_skipped(
-        self, optimizers: Any, capsys: Any, verbose: bool, dynamic: bool
-    ) -> None:
-        params = self.halves()
-        optimizer = optimizers.FP16_Optimizer(
-            optimizers.FusedAdam(params), static_loss_scale=8.0, dynamic_loss_scale=dynamic,
-            verbose=verbose,
-        )  # fmt: skip
-        before = [param.detach().clone() for param in params]
-        give_gradients(params, 0)
-        params[2].grad[1] = float("nan")
-        optimizer.step()
-        near(params, before)
-        assert optimizer.overflow
-        assert not optimizer.state
-        assert optimizer.loss_scale == (2.0**15 if dynamic else 8.0)
-        printed = capsys.readouterr().out
-        kind = "dynamic loss scale of 65536.0" if dynamic else "static loss scale of 8.0"
-        expected = f"\nGrad overflow on iteration 0\nUsing {kind}\n"
-        assert printed == (expected if verbose else "")
-
-    def test_the_dynamic_scale_doubles_after_its_window(self, optimizers: Any) -> None:
-        params = self.halves()
-        arguments = {"init_scale": 4.0, "scale_window": 3}
-        optimizer = optimizers.FP16_Optimizer(
-            optimizers.FusedAdam(params), dynamic_loss_scale=True, dynamic_loss_args=arguments
-        )
-        scales = []
-        for _ in range(6):
-            give_gradients(params, 0)
-            optimizer.step()
-            scales.append(optimizer.cur_scale)
-        assert scales == [4.0, 4.0, 8.0, 8.0, 8.0, 16.0]
-
-    def test_the_scale_falls_no_lower_than_1(self, optimizers: Any) -> None:
-        params = self.halves()
-        optimizer = optimizers.FP16_Optimizer(
-            optimizers.FusedAdam(params), dynamic_loss_scale=True, verbose=False
-        )
-        for _ in range(20):
-            params[1].grad = torch.full_like(params[1], float("inf"))
-            optimizer.step()
-        assert optimizer.cur_scale == 1
-
-    def test_its_state_goes_round(self, optimizers: Any) -> None:
-        def made(seed: int) -> tuple[list[nn.Parameter], Any]:
-            params = parameters(seed, F16)
-            adam = optimizers.FusedAdam(params, lr=0.25)
-            return params, optimizers.FP16_Optimizer(adam, dynamic_loss_scale=True)
-
-        params, optimizer = made(0)
-        give_gradients(params, 0)
-        optimizer.step()
-        saved = copy.deepcopy(optimizer.state_dict())
-        assert set(saved) == {
-            "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
-            "scale_window", "optimizer_state_dict", "fp32_groups",
-        }  # fmt: skip
-        others, loaded = made(1)
-        loaded.load_state_dict(saved)
-        for run, group in ((optimizer, params), (loaded, others)):
-            give_gradients(group, 1)
-            run.step()
-        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-        assert loaded.cur_iter == 2
-
-    def test_gradients_are_cleared(self, optimizers: Any) -> None:
-        params = self.halves()
-        optimizer = optimizers.FP16_Optimizer(optimizers.FusedAdam(params))
-        give_gradients(params, 0)
-        optimizer.zero_grad(set_grads_to_None=False)
-        assert all(param.grad is not None and not param.grad.any() for param in params)
-        optimizer.zero_grad()
-        assert all(param.grad is None for param in params)
-
-    def test_a_closure_is_refused(self, optimizers: Any) -> None:
-        optimizer = optimizers.FP16_Optimizer(optimizers.FusedAdam(self.halves()))
-        with pytest.raises(RuntimeError, match="steps without a closure; got one; call loss ="):
-            optimizer.step(lambda: None)
 
 
 def test_a_subclass_may_step_by_the_names_that_apex_had(optimizers: Any) -> None:

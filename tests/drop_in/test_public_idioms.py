@@ -15,7 +15,7 @@ from torch import nn
 
 def test_contrib_optimizers_are_there_after_import_apex(apex: types.ModuleType) -> None:
     """OpenNMT-py: ``import apex; apex.contrib.optimizers.FP16_Optimizer``."""
-    assert apex.contrib.optimizers.FP16_Optimizer.__module__ == "apex.optimizers.fp16_optimizer"
+    assert apex.contrib.optimizers.FP16_Optimizer.__module__.endswith(".fp16_optimizer")
 
 
 def test_applier_reaches_tensors_in_containers_and_batches(apex: types.ModuleType) -> None:

@@ -5,8 +5,6 @@ Each takes ``(chunk_size, noop_flag, tensor_lists, ...)``, by position, as apex'
 
 from __future__ import annotations
 
-from typing import Any
-
 from .adagrad import multi_tensor_adagrad
 from .adam import (
     multi_tensor_adam,
@@ -49,10 +47,3 @@ __all__ = [
     "multi_tensor_unscale_l2norm",
     "update_scale_hysteresis",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    raise AttributeError(
-        f"amp_patch supplies these operations of amp_C: {', '.join(__all__)}; got {name!r}; "
-        "compose it of torch's own torch._foreach_... functions."
-    )

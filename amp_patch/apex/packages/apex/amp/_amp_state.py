@@ -6,18 +6,58 @@ apex.amp._amp_state``. Here they are one: the module, whose class has the proper
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from amp_patch.amp import master_params
+from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session
 
-from .scaler import LossScaler, scalers_of
+from .scaler import LossScaler, cores_of, scalers_of
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+
+
+def _and_used(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that writes to a list of scalers, with which the process goes on."""
+
+    @functools.wraps(method)
+    def write(scalers: LossScalers, *args: Any, **kwargs: Any) -> Any:
+        written = list(scalers)
+        result = method(written, *args, **kwargs)
+        _amp_state.loss_scalers = written
+        method(scalers, *args, **kwargs)
+        return result
+
+    return write
+
+
+class LossScalers(list[LossScaler]):
+    """``_amp_state.loss_scalers``: what is written to it holds for the losses from then on."""
+
+    __setitem__ = _and_used(list.__setitem__)
+    __delitem__ = _and_used(list.__delitem__)
+    append = _and_used(list.append)
+    clear = _and_used(list.clear)
+    extend = _and_used(list.extend)
+    insert = _and_used(list.insert)
+    pop = _and_used(list.pop)
+    remove = _and_used(list.remove)
+    reverse = _and_used(list.reverse)
+    sort = _and_used(list.sort)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)  # a copy, or what is loaded from a file, is a list of its own
+
+
+# As which it stands in checkpoints; torch.load(path) refuses what it does not know.
+torch.serialization.add_safe_globals([list])
 
 
 class AmpState(types.ModuleType):
@@ -29,7 +69,8 @@ class AmpState(types.ModuleType):
         opt_properties: what the last `initialize` was asked for; missing before it.
         handle: what casts functions; missing before O1, O4 or `init`.
         min_loss_scale, max_loss_scale: as given to `initialize`.
-        num_losses: of the last `initialize`, whose scalers come first among the process's.
+        num_losses: of the last `initialize`, whose scalers come first among the process's; None
+            before one with an optimizer.
     """
 
     hard_override: bool
@@ -38,20 +79,37 @@ class AmpState(types.ModuleType):
     handle: Any
     min_loss_scale: float | None
     max_loss_scale: float
-    num_losses: int
+    num_losses: int | None
 
     @property
-    def loss_scalers(self) -> list[LossScaler]:
-        """Those that the last `initialize` gave its losses; each the same object each time."""
+    def loss_scalers(self) -> LossScalers:
+        """Those that the last `initialize` gave its losses; each the same object each time.
+
+        They may be replaced: loss 0 uses the first of a list that is assigned, and so on. A list
+        that is shorter leaves the losses behind its end their scalers.
+        """
         if session.initialized:
-            views = scalers_of(session.scalers)
-            return views[: self.num_losses] or views
+            return LossScalers(scalers_of(session.scalers)[: self.num_losses])
         if not session.disabled:
-            raise AttributeError("'AmpState' object has no attribute 'loss_scalers'")
+            raise AttributeError("loss_scalers")
         scaler = LossScaler(1.0)
         # Scripts step their schedulers where this is not 0, and without amp no step is skipped.
         scaler._unskipped = 1
-        return [scaler]
+        return LossScalers([scaler])
+
+    @loss_scalers.setter
+    def loss_scalers(self, value: list[LossScaler]) -> None:
+        if session.is_off("amp._amp_state.loss_scalers = [...]"):
+            return
+        session.settle()
+        cores = cores_of(value)
+
+        def instead(loss_id: int, index: int, scaler: CoreScaler) -> CoreScaler:
+            # Others are of earlier calls, with rules of their own.
+            return cores[loss_id] if index == loss_id < len(cores) else scaler
+
+        session.optimizers.put_scalers_first(cores, instead)
+        self.num_losses = len(cores)
 
     @property
     def verbosity(self) -> int:
@@ -62,11 +120,18 @@ class AmpState(types.ModuleType):
     def verbosity(self, value: int) -> None:
         session.verbosity = value
 
+    def __getattr__(self, name: str) -> Any:
+        # In the place of what modules of the drop-in say: it is there after `initialize`.
+        raise AttributeError(f"'AmpState' object has no attribute {name!r}")
+
     def forget(self) -> None:
         """Take off what `initialize` and `init` left here."""
         for name in ("opt_properties", "handle", "min_loss_scale", "max_loss_scale"):
             vars(self).pop(name, None)
-        self.num_losses = 0
+        self.num_losses = None
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -160,18 +160,12 @@ def renew_scalers(optimizer: Optimizer) -> None:
     scale of theirs they keep their own.
     """
     session.settle()
-    before = list(session.scalers)
     latest = session.optimizers.steps[optimizer].scalers
-    fresh = [CoreScaler(before[latest[loss_id]].rule) for loss_id in sorted(latest)]
-    session.scalers[:] = fresh
-    # The optimizers of one call have one mapping.
-    mappings = {id(step.scalers): step.scalers for step in session.optimizers.steps.values()}
-    for mapping in mappings.values():
-        for loss_id, index in mapping.items():
-            scaler = before[index]
-            if loss_id < len(fresh) and fresh[loss_id].rule == scaler.rule:
-                scaler = fresh[loss_id]
-            elif scaler not in session.scalers:
-                session.scalers.append(scaler)
-            mapping[loss_id] = session.scalers.index(scaler)
+    fresh = [CoreScaler(session.scalers[latest[loss_id]].rule) for loss_id in sorted(latest)]
+
+    def instead(loss_id: int, index: int, scaler: CoreScaler) -> CoreScaler:
+        is_shared = loss_id < len(fresh) and fresh[loss_id].rule == scaler.rule
+        return fresh[loss_id] if is_shared else scaler
+
+    session.optimizers.put_scalers_first(fresh, instead)
     _amp_state.num_losses = len(fresh)

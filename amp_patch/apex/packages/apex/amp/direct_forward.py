@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from amp_patch.patching import Patches
 from amp_patch.session import session
 
 __all__ = ["cast_direct_calls"]
@@ -29,29 +30,27 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+#: The functions made here; a copy of a model has that of its original.
+_forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def cast_direct_calls(model: nn.Module) -> None:
     """Have ``model.forward(x)`` do what ``model(x)`` does, until `amp.deactivate`."""
     own = vars(model).get("forward")
-    if hasattr(own, "_casts_direct_calls"):
+    if getattr(own, "__func__", None) in _forwards:
         return
-    model.forward = types.MethodType(_casting(type(model), own), model)
-    hook = model.register_forward_pre_hook(_begin)
+    forward = _casting(type(model), own)
+    _forwards.add(forward)
+    patches = Patches()
     # What is kept for the undoing must not keep the model, as its own methods would.
-    session.call_at_deactivate(functools.partial(_undo, weakref.ref(model), hook))
+    patches.replace(model, "forward", types.MethodType(forward, model), weakly=True)
+    hook = model.register_forward_pre_hook(_begin)
+    session.call_at_deactivate(functools.partial(_undo, patches, hook))
 
 
-def _undo(reference: weakref.ref[nn.Module], hook: RemovableHandle) -> None:
+def _undo(patches: Patches, hook: RemovableHandle) -> None:
     hook.remove()
-    model = reference()
-    forward: Any = None if model is None else vars(model).get("forward")
-    if model is None or not hasattr(forward, "_casts_direct_calls"):
-        return
-    if forward._own is None:
-        del model.forward
-    else:
-        model.forward = forward._own
+    patches.undo()
 
 
 def _begin(model: nn.Module, args: Any) -> None:
@@ -74,5 +73,4 @@ def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[
 
     # Methods are pickled by the name of their function; a copy from a file has the class's own.
     forward.__name__ = "forward"
-    vars(forward).update(_casts_direct_calls=True, _own=own)
     return forward

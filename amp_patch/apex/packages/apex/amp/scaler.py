@@ -224,7 +224,7 @@ class LossScaler:
 # Checkpoints hold it, an FP16_Optimizer's for one, and torch.load(path) refuses unknown classes.
 torch.serialization.add_safe_globals([LossScaler])
 
-#: Those handed out last: what a script sets on one stays while the scaler behind it does.
+#: Those handed out or in last: what a script sets on one stays while the scaler behind it does.
 _views: list[LossScaler] = []
 
 
@@ -233,3 +233,24 @@ def scalers_of(cores: Sequence[CoreScaler]) -> list[LossScaler]:
     known = {id(view._core): view for view in _views}
     _views[:] = [known.get(id(core)) or LossScaler._view(core) for core in cores]
     return list(_views)
+
+
+def cores_of(scalers: Any) -> list[CoreScaler]:
+    """Return what is behind scalers, which are the views of these from now on.
+
+    Raises:
+        TypeError: no list or tuple of them.
+    """
+    given = scalers if isinstance(scalers, (list, tuple)) else [scalers]
+    # Of what torch.load made the class may be that of an earlier `amp_patch.apex.install`.
+    are_scalers = all(isinstance(getattr(one, "_core", None), CoreScaler) for one in given)
+    if given is not scalers or not are_scalers:
+        kinds = ", ".join(type(one).__name__ for one in given)
+        got = f"a list of {kinds}" if given is scalers else kinds
+        raise TypeError(
+            "amp._amp_state.loss_scalers must be a list of LossScaler objects; got "
+            f"{got}; call amp.load_state_dict() with what amp.state_dict() returned, or assign "
+            "[apex.amp.scaler.LossScaler('dynamic'), ...]."
+        )
+    _views.extend(given)
+    return [one._core for one in given]

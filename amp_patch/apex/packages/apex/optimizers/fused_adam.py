@@ -13,6 +13,7 @@ from amp_patch.optimizers import registry
 from amp_patch.optimizers.adam import AdamUpdate
 
 from ..multi_tensor_apply import multi_tensor_applier
+from .deprecated_adam import deprecated_adam
 from .explicit_gradients import explicit_gradients, group_norms
 from .grad_scaling import scaling_of
 from .group_counters import CountedByGroup
@@ -44,17 +45,25 @@ class FusedAdam(MultiTensorOptimizer):
         capturable: keep lr and step on the device, and never wait for it.
         master_weights: keep float32 copies of the parameters, and step those.
         max_grad_norm: of 2019: clip the gradients of each group to this norm; None or 0: not.
-        eps_inside_sqrt: of 2019; only False.
+        eps_inside_sqrt: of 2019: add eps to the average of squares, not to its root.
         use_mt, amp_scale_adjustment: of 2019; without effect.
 
+    Who gives one of the arguments of 2019 gets the formula of then; see `deprecated_adam`.
+
+    Attributes:
+        eps_mode: 0 or 1, whether eps is added outside of the root; None: by today's formula.
+
     Raises:
-        RuntimeError: amsgrad, eps_inside_sqrt, or masters without capturable.
+        RuntimeError: amsgrad, masters without capturable, or an argument of 2019 together with
+            adam_w_mode=False or capturable.
     """
+
+    eps_mode: int | None = None
 
     adam_w_mode = 1
     capturable = False
     master_weights = False
-    kept = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "_masters")
+    kept = ("set_grad_none", "adam_w_mode", "capturable", "master_weights", "eps_mode", "_masters")
     multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_C.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_C.multi_tensor_adam_capturable_master)
@@ -74,12 +83,14 @@ class FusedAdam(MultiTensorOptimizer):
         master_weights: bool = False,
         *,
         max_grad_norm: float | None = None,
-        eps_inside_sqrt: bool = False,
-        use_mt: bool = False,
-        amp_scale_adjustment: float = 1.0,
+        eps_inside_sqrt: bool | None = None,
+        use_mt: bool | None = None,
+        amp_scale_adjustment: float | None = None,
     ) -> None:
         refuse_amsgrad("FusedAdam", amsgrad)
-        _refuse_options(capturable, master_weights, eps_inside_sqrt)
+        given = (max_grad_norm, eps_inside_sqrt, use_mt, amp_scale_adjustment)
+        is_of_2019 = any(argument is not None for argument in given)
+        _refuse_options(capturable, master_weights, bool(adam_w_mode), is_of_2019)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -90,6 +101,7 @@ class FusedAdam(MultiTensorOptimizer):
         if max_grad_norm is not None:
             defaults["max_grad_norm"] = max_grad_norm
         super().__init__(params, defaults, set_grad_none)
+        self.eps_mode = int(not eps_inside_sqrt) if is_of_2019 else None
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
         self.master_weights = master_weights
@@ -146,6 +158,18 @@ class FusedAdam(MultiTensorOptimizer):
         lists = [gradients_of(params), params, *self._state_of(params, "exp_avg", "exp_avg_sq")]
         if group.get("max_grad_norm", 0.0) > 0 and params:
             lists[0] = _clipped(lists[0], group["max_grad_norm"], norm)
+        if self.eps_mode is not None:
+            deprecated_adam(
+                lists,
+                group["lr"],
+                group["betas"],
+                group["eps"],
+                step,
+                eps_inside_sqrt=self.eps_mode == 0,
+                bias_correction=group["bias_correction"],
+                weight_decay=group["weight_decay"],
+            )
+            return
         options = self._options(group, step)
         multi_tensor_applier(self.multi_tensor_adam, self._dummy_overflow_buf, lists, *options)
 
@@ -189,17 +213,21 @@ def _clipped(grads: list[Tensor], max_norm: float, norm: Any) -> list[Tensor]:
     return [grad * factor.to(grad.device) for grad in grads]
 
 
-def _refuse_options(capturable: bool, master_weights: bool, eps_inside_sqrt: bool) -> None:
+def _refuse_options(
+    capturable: bool, master_weights: bool, adam_w_mode: bool, is_of_2019: bool
+) -> None:
     if master_weights and not capturable:
         raise RuntimeError(
             "FusedAdam keeps master weights only where it is capturable; got "
             "master_weights=True, capturable=False; call FusedAdam(..., capturable=True, "
             "master_weights=True), or amp.initialize(..., opt_level='O2')."
         )
-    if eps_inside_sqrt:
+    if is_of_2019 and (capturable or not adam_w_mode):
+        other = "capturable=True" if capturable else "adam_w_mode=False"
         raise RuntimeError(
-            "FusedAdam adds eps to the root, as Adam does; got eps_inside_sqrt=True; call "
-            "FusedAdam(..., eps=1e-8)."
+            "the FusedAdam of 2019 is not capturable, and adds decay to the update; got "
+            f"max_grad_norm, eps_inside_sqrt, use_mt or amp_scale_adjustment and {other}; leave "
+            "out the one or the other."
         )
 
 

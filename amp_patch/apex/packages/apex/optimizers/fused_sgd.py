@@ -24,7 +24,8 @@ __all__ = ["FusedSGD"]
 class FusedSGD(MultiTensorOptimizer):
     """SGD with momentum, by the formula of `torch.optim.SGD`.
 
-    The state of a parameter is ``momentum_buffer``, where there is momentum.
+    The state of a parameter is ``momentum_buffer`` of its own dtype, where there is momentum. With
+    powers of two as options half parameters get the very bits that `torch.optim.SGD` gives them.
 
     Args:
         params: parameters, or groups of them.
@@ -43,6 +44,7 @@ class FusedSGD(MultiTensorOptimizer):
             dampening.
     """
 
+    has_wide_state = False
     wd_after_momentum = False
     materialize_master_grads = True
     most_recent_scale = 1.0

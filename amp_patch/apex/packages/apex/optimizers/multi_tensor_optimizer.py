@@ -24,7 +24,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 class MultiTensorOptimizer(Optimizer):
     """An optimizer that steps the parameters of a group by one operation of amp_C.
 
-    State of half parameters is float32. State that apex or torch saved loads, too.
+    State of half parameters is float32, unless a subclass says otherwise. State that apex or torch
+    saved loads, too.
 
     Args:
         params: parameters, or groups of them.
@@ -33,6 +34,8 @@ class MultiTensorOptimizer(Optimizer):
     """
 
     set_grad_none = True
+    #: Whether state of half parameters is float32; else it has their dtype.
+    has_wide_state = True
     #: What else belongs to the optimizer where it is copied or pickled.
     kept: tuple[str, ...] = ("set_grad_none",)
     _cuda_step: CudaStep | None = None
@@ -70,8 +73,10 @@ class MultiTensorOptimizer(Optimizer):
                 group["step"] = max(steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state as `torch.optim.Optimizer` does, but never round it to half."""
+        """Load state as `torch.optim.Optimizer` does, but round none to half that is float32."""
         super().load_state_dict(state_dict)
+        if not self.has_wide_state:
+            return
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, param in zip(saved, params, strict=True):
@@ -122,14 +127,11 @@ class MultiTensorOptimizer(Optimizer):
         for name in names:
             for param in params:
                 if self.state[param].get(name) is None:
-                    self.state[param][name] = zeros_like(param)
+                    is_wide = self.has_wide_state and param.dtype in _HALVES
+                    dtype = torch.float32 if is_wide else None
+                    self.state[param][name] = torch.zeros_like(param, dtype=dtype)
             columns.append([self.state[param][name] for param in params])
         return columns
-
-
-def zeros_like(param: Tensor) -> Tensor:
-    """Return zeros for a parameter's state: of its dtype, but float32 for half."""
-    return torch.zeros_like(param, dtype=torch.float32 if param.dtype in _HALVES else None)
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Adam with the arguments that it had in 2019, in their order."""
+"""Adam with the arguments that it had in 2019, in their order, and the formula of then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(CurrentFusedAdam):
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) that clips the gradients of each group.
+    """Adam with decay by the formula of `deprecated_adam`; clips the gradients of each group.
 
     Args:
         params: parameters, or groups of them.
@@ -19,14 +19,14 @@ class FusedAdam(CurrentFusedAdam):
         bias_correction: divide the averages by ``1 - beta ** step``.
         betas: of the averages of the gradient and of its square.
         eps: added to the root of the latter.
-        eps_inside_sqrt: only False.
+        eps_inside_sqrt: add eps to the average of squares, not to its root.
         weight_decay: the share of the parameter that is added to the update.
         max_grad_norm: the gradients of each group are clipped to this norm; 0: they are not.
         amsgrad: only False.
         use_mt, amp_scale_adjustment: without effect.
 
     Raises:
-        RuntimeError: amsgrad or eps_inside_sqrt.
+        RuntimeError: amsgrad.
     """
 
     def __init__(

@@ -1,0 +1,252 @@
+"""amp._amp_state.loss_scalers as scripts write to it, and what is said of a skipped step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_patch.amp
+
+INF = float("inf")
+
+
+@pytest.fixture
+def amp(apex: types.ModuleType) -> Iterator[types.ModuleType]:
+    """apex.amp, deactivated at the end."""
+    yield apex.amp
+    amp_patch.amp.deactivate()
+
+
+@pytest.fixture
+def LossScaler(apex: types.ModuleType) -> Any:
+    return apex.amp.scaler.LossScaler
+
+
+def prepared(amp: types.ModuleType, level: str = "O1", **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of a small model, initialized; the model is its attribute."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
+    optimizer.model = model
+    return optimizer
+
+
+def scale_of(amp: types.ModuleType, optimizer: Any, loss_id: int = 0) -> float:
+    """Return the factor that a loss of an optimizer is multiplied by."""
+    with amp.scale_loss(torch.tensor(1.0), optimizer, loss_id=loss_id) as scaled_loss:
+        return scaled_loss.item()
+
+
+def backward(amp: types.ModuleType, optimizer: Any, loss_id: int = 0, value: float = 0.125) -> None:
+    loss = optimizer.model(torch.ones(1, 2)).sum() * value
+    with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+        scaled_loss.backward()
+
+
+def test_a_script_puts_scalers_of_its_own_in_their_places(amp, LossScaler) -> None:
+    optimizer = prepared(amp, num_losses=2)
+    mine = [LossScaler("dynamic", init_scale=8.0, scale_window=1), LossScaler(32.0)]
+    amp._amp_state.loss_scalers = mine
+    assert all(a is b for a, b in zip(amp._amp_state.loss_scalers, mine, strict=True))
+    assert (scale_of(amp, optimizer), scale_of(amp, optimizer, 1)) == (8.0, 32.0)
+    # They move by what their losses find, each by its own rule.
+    mine[0]._loss_scale = 8.0
+    backward(amp, optimizer)
+    assert (mine[0].loss_scale(), mine[1].loss_scale()) == (16.0, 32.0)
+    backward(amp, optimizer, value=INF)
+    assert mine[0].loss_scale() == 8.0
+    assert mine[0]._has_overflow
+    assert [one["loss_scale"] for one in amp.state_dict().values()] == [8.0, 32.0]
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    assert mine[0].loss_scale() == 2.0
+
+
+def by_item(state: Any, scaler: Any) -> None:
+    state.loss_scalers[0] = scaler
+
+
+def by_slice(state: Any, scaler: Any) -> None:
+    state.loss_scalers[:1] = [scaler]
+
+
+def by_insert(state: Any, scaler: Any) -> None:
+    state.loss_scalers.insert(0, scaler)
+    del state.loss_scalers[1]
+
+
+def by_pop(state: Any, scaler: Any) -> None:
+    state.loss_scalers.insert(0, scaler)
+    state.loss_scalers.pop(1)
+
+
+def by_remove(state: Any, scaler: Any) -> None:
+    first = state.loss_scalers[0]
+    state.loss_scalers.insert(0, scaler)
+    state.loss_scalers.remove(first)
+
+
+def by_clear(state: Any, scaler: Any) -> None:
+    kept = state.loss_scalers[1]
+    state.loss_scalers.clear()
+    state.loss_scalers.append(scaler)
+    state.loss_scalers.extend([kept])
+
+
+def by_reverse(state: Any, scaler: Any) -> None:
+    del state.loss_scalers[0]
+    state.loss_scalers += [scaler]
+    state.loss_scalers.reverse()
+
+
+def by_sort(state: Any, scaler: Any) -> None:
+    first, second = state.loss_scalers
+    state.loss_scalers.append(scaler)
+    state.loss_scalers.sort(key=[scaler, second, first].index)
+
+
+WAYS = [by_item, by_slice, by_insert, by_pop, by_remove, by_clear, by_reverse, by_sort]
+
+
+@pytest.mark.parametrize("write", WAYS)
+def test_every_way_to_write_to_a_list_is_followed(amp, LossScaler, write) -> None:
+    optimizer = prepared(amp, num_losses=2)
+    _, second = amp._amp_state.loss_scalers
+    second._loss_scale = 4.0
+    write(amp._amp_state, LossScaler(16.0))
+    assert (scale_of(amp, optimizer), scale_of(amp, optimizer, 1)) == (16.0, 4.0)
+    assert amp._amp_state.loss_scalers[1] is second
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), "file"])
+def test_a_script_saves_them_whole_and_restores_them(amp, copied: Any, tmp_path: Path) -> None:
+    optimizer = prepared(amp, num_losses=2)
+    backward(amp, optimizer, 1, INF)
+    backward(amp, optimizer)
+    if copied == "file":
+        torch.save({"scalers": amp._amp_state.loss_scalers}, tmp_path / "saved.pt")
+        saved = torch.load(tmp_path / "saved.pt")["scalers"]
+    else:
+        saved = copied(amp._amp_state.loss_scalers)
+    assert type(saved) is list
+    again = prepared(amp, num_losses=2)
+    assert scale_of(amp, again, 1) == 2.0**16
+    amp._amp_state.loss_scalers = saved
+    assert (scale_of(amp, again), scale_of(amp, again, 1)) == (2.0**16, 2.0**15)
+    assert amp._amp_state.loss_scalers[0]._unskipped == 2
+
+
+def test_more_scalers_are_more_losses(amp, LossScaler) -> None:
+    """And those of earlier optimizers with other rules stay theirs."""
+    static = prepared(amp, loss_scale=128.0, num_losses=2)
+    optimizer = prepared(amp)
+    amp._amp_state.loss_scalers.append(LossScaler(4.0))
+    assert len(amp._amp_state.loss_scalers) == 2
+    assert scale_of(amp, optimizer, 1) == 4.0
+    assert (scale_of(amp, static), scale_of(amp, static, 1)) == (128.0, 128.0)
+
+
+def test_one_scaler_may_serve_two_losses(amp, LossScaler) -> None:
+    optimizer = prepared(amp, num_losses=2)
+    one = LossScaler("dynamic", init_scale=64.0)
+    amp._amp_state.loss_scalers = [one, one]
+    backward(amp, optimizer, 1, INF)
+    assert scale_of(amp, optimizer) == scale_of(amp, optimizer, 1) == one.loss_scale() == 32.0
+
+
+def test_scalers_may_change_places(amp) -> None:
+    optimizer = prepared(amp, num_losses=2)
+    scalers = amp._amp_state.loss_scalers
+    scalers[0]._loss_scale = 4.0
+    amp._amp_state.loss_scalers = scalers[::-1]
+    assert (scale_of(amp, optimizer), scale_of(amp, optimizer, 1)) == (2.0**16, 4.0)
+
+
+def test_optimizers_that_share_a_scaler_share_the_one_in_its_place(amp, LossScaler) -> None:
+    first, second = prepared(amp), prepared(amp)
+    amp._amp_state.loss_scalers[0] = LossScaler(16.0)
+    assert scale_of(amp, first) == scale_of(amp, second) == 16.0
+
+
+def test_what_is_no_list_of_scalers_is_refused(amp, LossScaler) -> None:
+    optimizer = prepared(amp)
+    for wrong in (3.0, [3.0], [LossScaler(4.0), None], LossScaler(4.0)):
+        with pytest.raises(TypeError, match=r"must be a list of LossScaler objects; got .*; call"):
+            amp._amp_state.loss_scalers = wrong
+    with pytest.raises(TypeError, match=r"must be a list of LossScaler objects; got .*; call"):
+        amp._amp_state.loss_scalers[0] = {"loss_scale": 4.0}
+    assert scale_of(amp, optimizer) == 2.0**16
+
+
+def test_before_initialize_there_is_nothing_to_replace(amp, LossScaler) -> None:
+    with pytest.raises(RuntimeError, match=r"not been initialized; call .*amp.initialize"):
+        amp._amp_state.loss_scalers = [LossScaler(4.0)]
+
+
+def test_a_disabled_run_takes_them_without_effect(amp, LossScaler) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, enabled=False)
+    amp._amp_state.loss_scalers = [LossScaler(4.0)]
+    amp._amp_state.loss_scalers[0] = LossScaler(4.0)
+    assert scale_of(amp, optimizer) == 1.0
+
+
+def test_a_check_that_is_open_moves_the_scaler_that_it_was_made_with(amp, LossScaler) -> None:
+    optimizer = prepared(amp)
+    before = amp._amp_state.loss_scalers[0]
+    loss = optimizer.model(torch.ones(1, 2)).sum() * INF
+    with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled_loss:
+        scaled_loss.backward()
+    amp._amp_state.loss_scalers = [LossScaler("dynamic", init_scale=4.0)]
+    optimizer.step()
+    assert before.loss_scale() == 2.0**15
+    assert scale_of(amp, optimizer) == 4.0
+
+
+def test_the_state_pickles_by_its_name(amp) -> None:
+    """cloudpickle takes along what a script of jobs has as globals."""
+    assert pickle.loads(pickle.dumps(amp._amp_state)) is amp._amp_state
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def line(loss_id: int, scale: float) -> str:
+    return (
+        f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {scale}"
+    )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("overflows", "scale"),
+    [
+        ([0, 1], 2.0**15),
+        ([0, 0], 2.0**14),
+        ([0, 1, 0], 2.0**14),
+        ([0, 1, 1], 2.0**15),
+    ],
+)
+def test_of_several_overflows_before_a_step_the_first_is_named(
+    amp, capsys, level: str, overflows: list[int], scale: float
+) -> None:
+    """apex printed at the step, once: the first loss's number, and what its scale is by then."""
+    optimizer = prepared(amp, level, num_losses=2, verbosity=1)
+    for first in (0, 1, 0):
+        for scaler in amp._amp_state.loss_scalers:
+            scaler._loss_scale = 2.0**16
+        capsys.readouterr()
+        for loss_id in overflows:
+            backward(amp, optimizer, loss_id ^ first, INF)
+        optimizer.step()
+        assert capsys.readouterr().out.splitlines() == [line(first, scale)]
+        optimizer.zero_grad()
