@@ -108,6 +108,12 @@ class Patches:
                 setattr(owner, name, original)
 
 
+def remove(owner: Any, name: str, value: Any) -> None:
+    """Delete ``owner.name``, if it is ``value``: what an import left at a package, say."""
+    if vars(owner).get(name, _ABSENT) is value:
+        delattr(owner, name)
+
+
 def _reference_to(owner: Any) -> Callable[[], Any]:
     """Return what returns an object, held weakly if it can be: a SimpleNamespace cannot."""
     try:

@@ -20,6 +20,7 @@ from amp_patch.patching import (
     Patches,
     as_if_defined_at,
     bind,
+    remove,
     resolve,
     resolve_in,
     split_path,
@@ -230,6 +231,16 @@ def test_what_is_recorded_weakly_keeps_no_owner_by_its_methods() -> None:
     gc.collect()
     assert reference() is None
     patches.undo()
+
+
+def test_an_attribute_is_removed_where_it_is_what_is_thought() -> None:
+    owner = Bare()
+    owner.method = abs
+    remove(owner, "method", len)
+    remove(owner, "nothing", None)
+    assert owner.method is abs
+    remove(owner, "method", abs)
+    assert not hasattr(owner, "method")
 
 
 class Functions:

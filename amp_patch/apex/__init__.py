@@ -96,8 +96,11 @@ def _forget_modules() -> None:
     for name in [name for name, module in sys.modules.items() if is_supplied(module)]:
         module = sys.modules.pop(name)
         parent, _, child = name.rpartition(".")
-        if parent in sys.modules and vars(sys.modules[parent]).get(child) is module:
-            delattr(sys.modules[parent], child)
+        if parent in sys.modules and not is_supplied(sys.modules[parent]):
+            # Where there is no real apex, no process pays for the import.
+            from amp_patch.patching import remove
+
+            remove(sys.modules[parent], child, module)
 
 
 def _installed() -> list[Finder]:

@@ -57,11 +57,14 @@ class Finder:
                 raise ModuleNotFoundError(_not_supplied(fullname), name=fullname)
             return None
         spec = importlib.util.spec_from_file_location(
-            fullname, file, loader=_Loader(fullname, str(file))
+            fullname,
+            file,
+            loader=_Loader(fullname, str(file)),
+            submodule_search_locations=[] if is_package else None,
         )
-        if is_package and spec is not None:
-            # Empty: what lies in a package is for this finder to find, not for Python's own.
-            spec.submodule_search_locations = []
+        if spec is not None and spec.submodule_search_locations is not None:
+            # Python put the folder in, but what lies there is for this finder to find.
+            spec.submodule_search_locations.clear()
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterator[Any]:

@@ -5,6 +5,7 @@ Knows nothing of what is supplied but who finds it; imports no torch.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.machinery
 import sys
@@ -47,16 +48,16 @@ class RealApex:
         spec = next(filter(None, specs), None)
         if spec is None or spec.loader is None:
             return self._supplied.find_spec(fullname)
-        spec.loader = _Lending(spec.loader)  # type: ignore[assignment]  # a loader
-        return spec
+        lent = copy.copy(spec)
+        vars(lent)["loader"] = _Lending(spec.loader)
+        return lent
 
     def uninstall(self) -> None:
         """Take itself off ``sys.meta_path``; the last one takes what is lent off the real apex."""
         sys.meta_path.remove(self)
-        names = vars(sys.modules[_NAME]) if _NAME in sys.modules else {}
-        is_last = not any(isinstance(one, RealApex) for one in sys.meta_path)
-        if is_last and names.get("__getattr__") is _import_submodule:
-            del names["__getattr__"]
+        if not any(isinstance(one, RealApex) for one in sys.meta_path):
+            while _lent:
+                _lent.pop().undo()
 
 
 class _Lending:
@@ -73,8 +74,19 @@ class _Lending:
         return getattr(self._loader, name)
 
 
+#: The `Patches` of real apexes.
+_lent: list[Any] = []
+
+
 def _lend(module: types.ModuleType) -> None:
-    vars(module).setdefault("__getattr__", _import_submodule)
+    if "__getattr__" in vars(module):
+        return
+    # Where there is no real apex, no process pays for the import.
+    from amp_patch.patching import Patches
+
+    patches = Patches()
+    patches.replace(module, "__getattr__", _import_submodule)
+    _lent.append(patches)
 
 
 def _import_submodule(name: str) -> types.ModuleType:

@@ -821,6 +821,23 @@ def test_functions_of_the_scripts_own_cast(amp) -> None:
     assert amp.promote_function(lambda a, b: b)(x, x.half()).dtype is torch.float32
 
 
+def test_functions_that_a_script_sets_are_put_back(amp) -> None:
+    """By apex.amp.utils.set_func, and by apex.amp.wrap over it; a dict stays the script's."""
+    module, names = types.ModuleType("module"), {"double": lambda x: 2 * x}
+    original = module.double = lambda x: 2 * x
+    trained(amp, "O1")
+    amp.utils.set_func(module, "double", abs)
+    assert amp.utils.get_func(module, "double") is abs
+    amp.utils.set_func(module, "double", original)
+    amp.wrap.cached_cast(module, "double", amp.utils.maybe_half, amp._amp_state.handle)
+    amp.wrap.cached_cast(names, "double", amp.utils.maybe_half, amp._amp_state.handle)
+    for double in (module.double, names["double"]):
+        assert double(torch.ones(1)).dtype is torch.float16
+    amp_patch.amp.deactivate()
+    assert module.double is original
+    assert names["double"] is not original
+
+
 def test_messages_are_printed_by_verbosity_alone(amp, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained(amp, "O2", verbosity=1)
     printed = capsys.readouterr().out

@@ -31,7 +31,7 @@ def _and_used(method: Callable[..., Any]) -> Callable[..., Any]:
     def write(scalers: LossScalers, *args: Any, **kwargs: Any) -> Any:
         written = list(scalers)
         result = method(written, *args, **kwargs)
-        _amp_state.loss_scalers = written
+        _amp_state.use_scalers(written)
         method(scalers, *args, **kwargs)
         return result
 
@@ -99,6 +99,15 @@ class AmpState(types.ModuleType):
 
     @loss_scalers.setter
     def loss_scalers(self, value: list[LossScaler]) -> None:
+        self.use_scalers(value)
+
+    def use_scalers(self, value: list[LossScaler]) -> None:
+        """Put scalers in the places of those there are; see `loss_scalers`.
+
+        Raises:
+            TypeError: no list of them.
+            RuntimeError: `initialize` was not called.
+        """
         if session.is_off("amp._amp_state.loss_scalers = [...]"):
             return
         session.settle()

@@ -59,7 +59,7 @@ class Properties:
         if name in self.options:
             self.options[name] = value
         else:
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)
 
     def _update_options_dict(self, new_options: dict[str, Any]) -> None:
         unknown = [name for name in new_options if name not in self.options]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.patching import Patches
+from amp_patch.session import session
 from amp_patch.weights.half_model import cast_floats
 
 __all__ = [
@@ -105,11 +107,13 @@ def get_func_names(mod: Any) -> list[str]:
 
 
 def set_func(mod: Any, fn: str, new_fn: Any) -> None:
-    """Set a function of a module or of a dict."""
+    """Set a function of a module, until `amp.deactivate`, or of a dict."""
     if isinstance(mod, dict):
         mod[fn] = new_fn
-    else:
-        setattr(mod, fn, new_fn)
+        return
+    patches = Patches()
+    patches.replace(mod, fn, new_fn)
+    session.call_at_deactivate(patches.undo)
 
 
 def iter_params(x: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from amp_patch.patching import Patches
 from amp_patch.session import session
 
 from . import utils
@@ -27,18 +26,14 @@ def cached_cast(
     mod: Any, fn: str, cast_fn: Any, handle: Any, try_caching: bool = False, verbose: bool = False
 ) -> None:
     """Cast the arguments of ``mod.fn`` until `amp.deactivate`."""
-    _replace(mod, fn, make_cast_wrapper(utils.get_func(mod, fn), cast_fn, handle, try_caching))
+    utils.set_func(
+        mod, fn, make_cast_wrapper(utils.get_func(mod, fn), cast_fn, handle, try_caching)
+    )
 
 
 def promote(mod: Any, fn: str, handle: Any, verbose: bool = False) -> None:
     """Cast arguments of mixed dtypes of ``mod.fn`` until `amp.deactivate`."""
-    _replace(mod, fn, make_promote_wrapper(utils.get_func(mod, fn), handle=handle))
-
-
-def _replace(mod: Any, fn: str, wrapper: Any) -> None:
-    patches = Patches()
-    patches.replace(mod, fn, wrapper)
-    session.call_at_deactivate(patches.undo)
+    utils.set_func(mod, fn, make_promote_wrapper(utils.get_func(mod, fn), handle=handle))
 
 
 def disable_casts(handle: Any) -> contextlib.AbstractContextManager[Any]:
