@@ -54,14 +54,15 @@ class RaiseOnce:
         caller = frame.f_back if event == "call" else frame
         if event not in ("call", "c_call") or not is_ours(caller):
             return
-        if event == "call" and frame.f_code.co_name in ("__enter__", "__exit__"):
-            return  # what such a block of torch's has set would stay, whoever called it
-        if event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        code = frame.f_code
+        if event == "call" and code.co_name in ("__enter__", "__exit__", "restore"):
+            return  # if what ends a block or stands in a finally does not run, nobody undoes it
+        if event == "call" and code.co_flags & inspect.CO_GENERATOR:
             return  # Python swallows what is raised in a generator that is being closed
         self.count += 1
         if self.count == self.at:
             sys.setprofile(None)
-            raise OutOfMemory(f"at call {self.at}, of {frame.f_code.co_name}")
+            raise OutOfMemory(f"at call {self.at}, of {code.co_name}")
 
 
 def is_ours(frame: FrameType | None) -> bool:
