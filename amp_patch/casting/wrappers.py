@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in
 
 from . import rules as cast_rules
+from .held_functions import HeldFunctions
 from .mode import HALVES, OFF, mode, process
 from .nested import map_tensors
 from .weight_cache import WeightCache
@@ -100,6 +101,7 @@ class Casts:
         patches: Patches,
         rules: Mapping[str, str],
         registered: Iterable[tuple[Any, str, str]],
+        held: HeldFunctions,
     ) -> None:
         """Patch every function of `rules.targets`, changed by what the user asked for.
 
@@ -110,6 +112,7 @@ class Casts:
             patches: records what is replaced.
             rules: dotted path -> rule; ``"off"`` casts nothing.
             registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
+            held: puts the wrappers where the functions are held.
         """
         installation = _Installation(patches, self.wrap)
         registered_rules = {}
@@ -124,7 +127,8 @@ class Casts:
             asked = registered_rules.get(id(target[2]))
             alone = asked is not None or path in rules
             installation.replace(target, asked or rule, path, alone)
-        patches.replace_bindings(installation.bindings())
+        bindings = installation.bindings()
+        held.install(bindings, patches.replace_bindings(bindings))
 
     def wrap(self, function: Function, rule: str, alone: bool = False) -> Function:
         """Return ``function`` with its arguments cast by ``rule`` while casts are on.
