@@ -26,6 +26,7 @@ from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions
+from .casting.warn_once import warn_once
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, print_level
@@ -73,6 +74,7 @@ class Session:
         self._step_hooks: list[Any] = []
         self._at_deactivate: list[Callable[[], None]] = []
         process.reset()
+        warn_once.reset()
 
     def initialize(
         self,

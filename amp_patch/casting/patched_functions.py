@@ -13,8 +13,8 @@ from torch import nn
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 
+from . import installation, torch_compile
 from . import rules as cast_rules
-from . import torch_compile
 from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
@@ -100,7 +100,9 @@ class PatchedFunctions:
             process.dtype = next(iter(casting))
 
     def register(self, module: Any, name: str, rule: str) -> None:
-        """Cast the arguments of ``module.name`` by ``rule`` from the next O1/O4 on, or from now.
+        """Cast the arguments of ``module.name`` by ``rule``, for as long as this process runs.
+
+        While a model at O1 or O4 lives this begins at once; else where the next one comes.
 
         Raises:
             TypeError: its owner's attributes cannot be replaced.
@@ -141,7 +143,10 @@ class PatchedFunctions:
         self._observer = self._casts.observer
         try:
             torch_compile.install(self._patches)
-            self._casts.install(self._patches, self._rules, self._registered.values(), self._held)
+            registered = self._registered.values()
+            installation.install(
+                self._casts.wrap, self._patches, self._rules, registered, self._held
+            )
             self._held.reach(self._models)
         except BaseException:
             self._restore()

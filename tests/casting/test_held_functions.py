@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from amp_patch import levels
 from amp_patch.casting.held_functions import HeldFunctions, living_modules
 from amp_patch.session import session
 
@@ -561,6 +562,16 @@ def test_a_registered_function_is_reached_where_it_is_held(amp, user_module) -> 
         session._registered.update(session_rules)
     amp.deactivate()
     assert model.held[0].func is original
+
+
+def test_casts_without_a_model_reach_every_living_module(amp) -> None:
+    model = Holder({"act": F.softplus})
+    original = F.softplus
+    session.cast_without_model(levels.resolve("O1"), {})
+    assert model.held["act"] is F.softplus is not original
+    assert model(X).dtype is torch.float32
+    amp.deactivate()
+    assert model.held["act"] is original
 
 
 def test_a_second_session_reaches_what_the_first_put_back(amp) -> None:
