@@ -1,6 +1,6 @@
 """Puts the wrappers where functions are found: in torch, in users' modules, in what holds them.
 
-Knows the rules (`rules`) and the order in which those of the user win; knows nothing of what a
+Knows where functions are found (`targets`) and when a user's rule wins; knows nothing of what a
 wrapper does.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in
 
-from . import rules as cast_rules
+from . import targets
 from .held_functions import HeldFunctions
 
 Function = Callable[..., Any]
@@ -27,7 +27,7 @@ def install(
     registered: Iterable[tuple[Any, str, str]],
     held: HeldFunctions,
 ) -> None:
-    """Patch every function of `rules.targets`, changed by what the user asked for.
+    """Patch every function of `targets.rule_targets`, changed by what the user asked for.
 
     What the user asked for of a function of torch holds for all that it does: the rules of
     the functions that it calls do not. A function of the user's has its arguments cast only.
@@ -42,16 +42,16 @@ def install(
     installation = _Installation(patches, wrap)
     registered_rules = {}
     for module, name, rule in registered:
-        target = resolve_in(module, name)
-        registered_rules[id(target[2])] = rule
-        installation.replace(target, rule, alone=_is_torchs(target[2]))
+        found = resolve_in(module, name)
+        registered_rules[id(found[2])] = rule
+        installation.replace(found, rule, alone=_is_torchs(found[2]))
     # First the user's: of a function found in several places (`torch.conv2d` and
     # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
-    for path, rule in {**rules, **cast_rules.targets(), **rules}.items():
-        target = resolve(path)
-        asked = registered_rules.get(id(target[2]))
+    for path, rule in {**rules, **targets.rule_targets(), **rules}.items():
+        found = resolve(path)
+        asked = registered_rules.get(id(found[2]))
         alone = asked is not None or path in rules
-        installation.replace(target, asked or rule, path, alone)
+        installation.replace(found, asked or rule, path, alone)
     bindings = installation.bindings()
     held.install(bindings, patches.replace_bindings(bindings))
 

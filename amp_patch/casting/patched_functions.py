@@ -1,4 +1,7 @@
-"""Which functions are patched for O1 and O4, and by whose rules; knows no model or optimizer."""
+"""Which functions are patched for O1 and O4, and by whose rules.
+
+Knows no optimizer, and of the models only that they may hold functions.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ from torch import nn
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 
-from . import installation, torch_compile
-from . import rules as cast_rules
+from . import installation, targets, torch_compile
 from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
@@ -35,7 +37,7 @@ def expand(rules: Mapping[str, str]) -> dict[str, str]:
                 f"a rule must be one of {', '.join(map(repr, USER_RULES))}; got {rule!r} for "
                 f"{name!r}; call amp.initialize(..., rules={{{name!r}: 'float'}})."
             )
-        for path in cast_rules.user_rule_targets(name):
+        for path in targets.user_rule_targets(name):
             expanded[path] = rule
     return expanded
 

@@ -1,6 +1,6 @@
 """Local precision: everything in one dtype inside a ``with``, at every level; or no casts there.
 
-Knows which functions compute (`rules.region_targets`) and the mode of the thread; knows
+Knows which functions compute (`targets.region_targets`) and the mode of the thread; knows
 nothing of patches, for a region acts through torch's own function modes.
 """
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_patch.patching import is_left_alone, resolve
 
-from . import rules
+from . import targets
 from .argument_casts import tensors_in, to_dtype
 from .mode import mode, process
 from .nested import map_tensors
@@ -214,10 +214,10 @@ def _own_name(path: str) -> str:
 # By name, for torch.compile cannot look functions up in a set, and what a patched function calls
 # is not always the object that stands in torch. Made at import, for a first use may be while it
 # traces.
-_COMPUTING = _names(rules.region_targets())
+_COMPUTING = _names(targets.region_targets())
 # The running statistics of a norm are written to, so a cast copy of them will not do.
-_FIRST_ARGUMENT = _names(rules.first_argument_targets())
+_FIRST_ARGUMENT = _names(targets.first_argument_targets())
 # No half kernel on the CPU: a half region runs these in fp32 there.
 _FLOAT_ON_CPU = _names(
-    path for path, rule in rules.targets().items() if rule in ("float_on_cpu", "banned")
+    path for path, rule in targets.rule_targets().items() if rule in ("float_on_cpu", "banned")
 )

@@ -58,7 +58,7 @@ class Casts:
 
         Args:
             function: any.
-            rule: one of `rules.targets`, ``"bfloat16"`` or ``"off"``.
+            rule: one of `targets.rule_targets`, ``"bfloat16"`` or ``"off"``.
             alone: let no other rule act inside of it.
         """
         wrapper = self._rules[rule](_alone(function) if alone else function)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree
 
-from amp_patch.casting import rules as cast_rules
+from amp_patch.casting.targets import rule_targets
 
 # -- where the functions are found ---------------------------------------------------------------
 
@@ -40,7 +40,7 @@ def test_a_name_bound_while_patched_is_restored(amp, user_module):
 
 @pytest.mark.usefixtures("o1")
 def test_every_patched_function_is_picklable():
-    for path in cast_rules.targets():
+    for path in rule_targets():
         function = existing(path)
         # torch.Tensor's own methods pickle through the object that they are bound to
         loaded = pickle.loads(pickle.dumps(function))
@@ -188,7 +188,7 @@ def calls_of_targets():
         for sample in oracle.samples(op, 1):
             for _, path in oracle.spellings(op):
                 calls[path] = (sample.input, *sample.args), sample.kwargs
-    alike = {path: path.replace("torch.functional.", "torch.") for path in cast_rules.targets()}
+    alike = {path: path.replace("torch.functional.", "torch.") for path in rule_targets()}
     return {path: calls[other] for path, other in alike.items() if other in calls}
 
 
@@ -232,7 +232,7 @@ def test_a_rule_for_a_dotted_path_decides_all_that_the_function_does(amp, rule):
                     wrong.append(f"{path} of {dtype}: {got}, {rule} means {want}")
     assert not wrong, "\n".join(wrong)
     del model
-    targets = cast_rules.targets()
+    targets = rule_targets()
     amp.deactivate()
     left = {path for path in targets if isinstance(existing(path), types.FunctionType)}
     assert left <= {path for path, _ in calls}

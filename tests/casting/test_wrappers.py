@@ -19,6 +19,7 @@ from torch.utils import _pytree
 import amp_patch.amp
 from amp_patch.casting import rules as cast_rules
 from amp_patch.casting.mode import process
+from amp_patch.casting.targets import rule_targets
 
 # An operator that only a build with cuDNN can run.
 CUDNN_ONLY = {"cudnn_convolution", "cudnn_convolution_transpose"}
@@ -142,7 +143,7 @@ def far_from_float64(path, args, kwargs, result):
 def test_every_operator_has_the_dtypes_of_autocast_and_the_values_of_float64(amp):
     calls = list(sampled_calls())
     activate(amp)
-    rules, wrong, compared = cast_rules.targets(), [], set()
+    rules, wrong, compared = rule_targets(), [], set()
     for name, path, label, args, kwargs, dtypes in calls:
         result = existing(path)(*args, **kwargs)
         got = oracle.dtypes_of(result)
