@@ -14,8 +14,8 @@ from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
+from unittest import mock
 
-import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -322,7 +322,6 @@ WRAPPERS = {
 }
 
 
-@hypothesis.settings(max_examples=25)
 @given(TREES)
 def test_any_nesting_holds_wrappers_and_then_the_very_objects_again(tree) -> None:
     held, model = HeldFunctions(), Inner(tree)
@@ -334,7 +333,8 @@ def test_any_nesting_holds_wrappers_and_then_the_very_objects_again(tree) -> Non
     for now, then in zip(replaced, expected, strict=True):
         # a tuple is another, of the same kind and length; everything else is the object itself
         assert now is then or (type(now) is type(then) and isinstance(then, tuple))
-    held.undo()
+    with mock.patch("amp_patch.casting.held_functions.living_modules", lambda: [model]):
+        held.undo()  # to look for all living modules takes its time
     after = list(inside(model))
     for now, then in zip(after, before, strict=True):
         assert now is then or (isinstance(then, tuple) and not is_plain(then))

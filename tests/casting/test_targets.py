@@ -7,7 +7,17 @@ import autocast_oracle as oracle
 import pytest
 import torch
 
+from amp_patch.casting import rules as cast_rules
 from amp_patch.casting import targets
+
+LISTS = {
+    "half": cast_rules.HALF,
+    "float": cast_rules.FLOAT,
+    "float_dtype": cast_rules.FLOAT_DTYPE,
+    "promote": cast_rules.PROMOTE,
+    "banned": cast_rules.BANNED,
+}
+LAYERED = torch.rand(2, 3, 4, 4)
 
 
 def test_every_target_is_a_function_that_returns_its_result():
