@@ -333,7 +333,7 @@ def test_any_nesting_holds_wrappers_and_then_the_very_objects_again(tree) -> Non
     for now, then in zip(replaced, expected, strict=True):
         # a tuple is another, of the same kind and length; everything else is the object itself
         assert now is then or (type(now) is type(then) and isinstance(then, tuple))
-    with mock.patch("amp_patch.casting.held_functions.living_modules", lambda: [model]):
+    with mock.patch("amp_patch.casting.held_functions.living_modules", return_value=[model]):
         held.undo()  # to look for all living modules takes its time
     after = list(inside(model))
     for now, then in zip(after, before, strict=True):
