@@ -6,6 +6,7 @@ replaced here, recorded at that moment, and restored in reverse order.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import weakref
@@ -73,20 +74,28 @@ class Patches:
         setattr(owner, name, new)
         self._undo.append((reference, name, old, current))
 
-    def replace_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
+    def replace_bindings(
+        self, replacements: Mapping[int, tuple[Any, Any]]
+    ) -> list[types.ModuleType]:
         """Replace module globals bound to an original, outside torch.
 
         ``from torch.nn.functional import linear`` at the top of a user's file is such a binding.
 
         Args:
             replacements: ``id(original) -> (original, replacement)``.
+
+        Returns:
+            The modules that use torch, see `users_of_torch`.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        self._left_alone = {
-            name for name in sys.modules if name.partition(".")[0] in ("torch", __package__)
-        }
-        for module, name, new in _bindings(replacements, self._left_alone):
-            self.replace(module, name, new)
+        self._left_alone = {name for name in sys.modules if is_left_alone(name)}
+        # Both in one pass: there may be a thousand modules.
+        users = {}
+        for module, name, new in _bindings({**_torch_modules(), **replacements}, self._left_alone):
+            users[module.__name__] = module
+            if not isinstance(new, types.ModuleType):
+                self.replace(module, name, new)
+        return list(users.values())
 
     def undo(self) -> None:
         """Restore everything in reverse order; what others replaced since then is left alone.
@@ -112,6 +121,47 @@ def remove(owner: Any, name: str, value: Any) -> None:
     """Delete ``owner.name``, if it is ``value``: what an import left at a package, say."""
     if vars(owner).get(name, _ABSENT) is value:
         delattr(owner, name)
+
+
+def is_left_alone(name: str) -> bool:
+    """Tell whether nothing is replaced in a module of this name: torch's, and this package's."""
+    return name.partition(".")[0] in ("torch", __package__)
+
+
+def users_of_torch() -> list[types.ModuleType]:
+    """Return the imported modules, outside torch, of which a global is torch or a module of it."""
+    left_alone = {name for name in sys.modules if is_left_alone(name)}
+    users = {module.__name__: module for module, _, _ in _bindings(_torch_modules(), left_alone)}
+    return list(users.values())
+
+
+def put(holder: Any, key: Any, new: Any) -> None:
+    """Replace what ``holder`` holds at ``key``, in place, whatever its class overrides.
+
+    Args:
+        holder: a dict or list; a ``functools.partial``; or any object with attributes, among them
+            a class, a function and the cell of a closure.
+        key: the key or index; the name of an attribute; of a partial "func" or "args".
+        new: what is held there from now on.
+    """
+    if isinstance(holder, dict):
+        dict.__setitem__(holder, key, new)
+    elif isinstance(holder, list):
+        list.__setitem__(holder, key, new)
+    elif isinstance(holder, functools.partial):
+        state: Any = functools.partial.__reduce__(holder)[2]
+        function, args, *rest = state
+        state = (new, args, *rest) if key == "func" else (function, new, *rest)
+        functools.partial.__setstate__(holder, state)  # type: ignore[attr-defined]  # no stub
+    elif isinstance(holder, type):
+        type.__setattr__(holder, key, new)
+    else:
+        object.__setattr__(holder, key, new)
+
+
+def _torch_modules() -> dict[int, tuple[Any, Any]]:
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
+    return {id(module): (module, module) for module in modules}
 
 
 def _reference_to(owner: Any) -> Callable[[], Any]:

@@ -23,8 +23,10 @@ from torch.optim.optimizer import (
 
 from . import arguments
 from .casting import torch_compile, torch_sites
+from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions
+from .casting.warn_once import warn_once
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, print_level
@@ -74,6 +76,7 @@ class Session:
         self._step_hooks: list[Any] = []
         self._at_deactivate: list[Callable[[], None]] = []
         process.reset()
+        warn_once.reset()
 
     def initialize(
         self,
@@ -102,7 +105,7 @@ class Session:
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
             on_error.callback(Snapshot(models, optimizers).restore)
-            self.functions.set_up(level, rules, self._casting_dtypes(), on_error)
+            self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, on_error)
             self.optimizers.set_up(
@@ -124,7 +127,7 @@ class Session:
         """
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
-            self.functions.set_up(level, rules, self._casting_dtypes(), on_error)
+            self.functions.set_up(living_modules(), level, rules, self._casting_dtypes(), on_error)
             on_error.pop_all()
         self.models.cast_functions()
         process.devices = ALL_DEVICES

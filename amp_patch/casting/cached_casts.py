@@ -1,4 +1,4 @@
-"""Casts of parameters that are kept, and what must still hold for each to be right.
+"""Cached casts of parameters, and what must still hold for each to be right.
 
 Knows parameters and the modules that they are registered on; nothing of modes or of functions.
 """

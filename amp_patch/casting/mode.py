@@ -15,6 +15,8 @@ import torch
 OFF = torch.float32
 #: The dtypes that casts cast to.
 HALVES = (torch.float16, torch.bfloat16)
+#: The dtypes that they cast from; float64 is somebody's choice.
+FLOATS = (torch.float32, *HALVES)
 #: The device types that torch has, where no model says which ones are meant.
 ALL_DEVICES = frozenset(
     {"cpu", "cuda", "hpu", "ipu", "lazy", "maia", "meta", "mps", "mtia", "xla", "xpu"}

@@ -1,18 +1,23 @@
-"""Which functions are patched for O1 and O4, and by whose rules; knows no model or optimizer."""
+"""Which functions are patched for O1 and O4, and by whose rules.
+
+Knows no optimizer, and of the models only that they may hold functions.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 
-from . import rules as cast_rules
-from . import torch_compile
+from . import installation, targets, torch_compile
+from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
 
@@ -32,7 +37,7 @@ def expand(rules: Mapping[str, str]) -> dict[str, str]:
                 f"a rule must be one of {', '.join(map(repr, USER_RULES))}; got {rule!r} for "
                 f"{name!r}; call amp.initialize(..., rules={{{name!r}: 'float'}})."
             )
-        for path in cast_rules.user_rule_targets(name):
+        for path in targets.user_rule_targets(name):
             expanded[path] = rule
     return expanded
 
@@ -54,9 +59,12 @@ class PatchedFunctions:
         self._rules: dict[str, str] = {}
         self._observer = casts.observer
         self._patches = Patches()
+        self._held = HeldFunctions()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def set_up(
         self,
+        models: Iterable[nn.Module],
         level: OptLevel,
         rules: Mapping[str, str],
         casting: set[torch.dtype],
@@ -65,7 +73,8 @@ class PatchedFunctions:
         """Patch for models that come at ``level``; earlier rules hold while ``casting`` has any.
 
         Args:
-            level: of the models that come.
+            models: those that come; the functions that they hold are replaced, too.
+            level: theirs.
             rules: dotted path -> rule, see `expand`.
             casting: the half dtypes of the models that live at O1 or O4.
             on_error: gets what undoes it.
@@ -76,10 +85,13 @@ class PatchedFunctions:
             return
         process.dtype = level.half_dtype
         rules = {**(self._rules if casting else {}), **rules}
+        new = set(models) - set(self._models)
+        on_error.callback(self._roll_back, new, self._rules, bool(self._patches))
+        self._models.update(new)
         if rules == self._rules and self._patches and self._casts.observer is self._observer:
-            return
-        on_error.callback(self._set_rules, self._rules, bool(self._patches))
-        self._set_rules(rules, True)
+            self._held.reach(models)
+        else:
+            self._set_rules(rules, True)
 
     def follow_models(self, casting: set[torch.dtype]) -> None:
         """Cast to a dtype of the models that live at O1 or O4; without any, patch nothing."""
@@ -90,7 +102,9 @@ class PatchedFunctions:
             process.dtype = next(iter(casting))
 
     def register(self, module: Any, name: str, rule: str) -> None:
-        """Cast the arguments of ``module.name`` by ``rule`` from the next O1/O4 on, or from now.
+        """Cast the arguments of ``module.name`` by ``rule``, for as long as this process runs.
+
+        While a model at O1 or O4 lives this begins at once; else where the next one comes.
 
         Raises:
             TypeError: its owner's attributes cannot be replaced.
@@ -111,19 +125,36 @@ class PatchedFunctions:
         """Restore every function and forget the rules; what was registered stays registered."""
         self._set_rules({}, False)
 
+    def _roll_back(self, models: set[nn.Module], rules: dict[str, str], patched: bool) -> None:
+        gone = {module for model in models for module in model.modules()}
+        self._models.update(self._restore())
+        self._models.difference_update(gone)
+        self._set_rules(rules, patched)
+
     def _set_rules(self, rules: dict[str, str], patched: bool) -> None:
         self._rules = rules
         if patched:
             self._reinstall()
         else:
-            self._patches.undo()
+            self._restore()
+            self._models.clear()
 
     def _reinstall(self) -> None:
-        self._patches.undo()
+        # A copy of a model holds what the model held.
+        self._models.update(self._restore())
         self._observer = self._casts.observer
         try:
             torch_compile.install(self._patches)
-            self._casts.install(self._patches, self._rules, self._registered.values())
+            registered = self._registered.values()
+            installation.install(
+                self._casts.wrap, self._patches, self._rules, registered, self._held
+            )
+            self._held.reach(self._models)
         except BaseException:
-            self._patches.undo()
+            self._restore()
             raise
+
+    def _restore(self) -> list[nn.Module]:
+        """Put every function back; return the modules that held a patched one."""
+        self._patches.undo()
+        return self._held.undo()

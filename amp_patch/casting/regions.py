@@ -1,6 +1,6 @@
 """Local precision: everything in one dtype inside a ``with``, at every level; or no casts there.
 
-Knows which functions compute (`rules.region_targets`) and the mode of the thread; knows
+Knows which functions compute (`targets.region_targets`) and the mode of the thread; knows
 nothing of patches, for a region acts through torch's own function modes.
 """
 
@@ -9,22 +9,23 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from amp_patch.patching import resolve
+from amp_patch.patching import is_left_alone, resolve
 
-from . import rules
+from . import targets
+from .argument_casts import tensors_in, to_dtype
 from .mode import mode, process
 from .nested import map_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
-B = TypeVar("B", bound="Block")
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+C = TypeVar("C", bound="CastContext")
 
 
 class Region(TorchFunctionMode):
@@ -32,6 +33,9 @@ class Region(TorchFunctionMode):
 
     Acts only while it is the innermost region of its thread: an outer region sees the calls of
     an inner one, and ``disable_casts`` inside a region turns it off.
+
+    It is no second set of rules: there is one dtype for all functions, at every level, also where
+    nothing is patched, so that a region cannot be made of the wrappers of O1 and O4.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -48,26 +52,26 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         if mode.region is not self or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        if func.__name__ not in _COMPUTING:
+        if func.__name__ not in _COMPUTING or _is_users(func):
             return func(*args, **kwargs)
         dtype = self.dtype
         if func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
             dtype = torch.float32
         if func.__name__ in _FIRST_ARGUMENT:
             return _normalize(func, dtype, args, dict(kwargs))
-        args, kwargs = map_tensors(lambda tensor: _cast(tensor, dtype), (args, dict(kwargs)))
+        args, kwargs = map_tensors(lambda tensor: to_dtype(tensor, dtype), (args, dict(kwargs)))
         return func(*args, **kwargs)
 
 
-class Block:
-    """A ``with`` block, or each call of a function that it decorates, in a mode of its own.
+class CastContext:
+    """A context manager, and a decorator: casts are set for a ``with`` block or a function's calls.
 
     Its state is in the thread's mode: one object may be entered again, and in several threads.
     A class and no generator: torch 2.6 does not compile those.
     """
 
     def __call__(self, function: F) -> F:
-        """Return ``function`` with each of its calls run in such a block.
+        """Return ``function`` with each of its calls run in such a context.
 
         Raises:
             TypeError: what computes after its call returned (a generator function, a coroutine),
@@ -76,12 +80,12 @@ class Block:
         _refuse_no_function(function)
 
         @functools.wraps(function)
-        def in_block(*args: Any, **kwargs: Any) -> Any:
+        def in_context(*args: Any, **kwargs: Any) -> Any:
             # torch.compile enters only what it has seen being made.
             with type(self)():
                 return function(*args, **kwargs)
 
-        return cast(F, in_block)
+        return cast(F, in_context)
 
     def __enter__(self) -> None:
         mode.around.append(mode.save())
@@ -102,32 +106,32 @@ class Block:
         raise NotImplementedError
 
 
-class CastsOff(Block):
+class CastsOff(CastContext):
     """The casts of O1 and O4 are off inside, and no region around acts."""
 
     def _begin(self) -> None:
         mode.switch_off()
 
 
-class HalfRegion(Block):
+class HalfRegion(CastContext):
     """Everything is in the level's half dtype inside; nothing happens before initialize."""
 
     def _begin(self) -> None:
         _begin_region(half=True)
 
 
-class FloatRegion(Block):
+class FloatRegion(CastContext):
     """Everything is in fp32 inside; nothing happens before initialize."""
 
     def _begin(self) -> None:
         _begin_region(half=False)
 
 
-def without_arguments(make: Callable[[], B]) -> Callable[[], B]:
-    """Decorate what makes a block: ``@amp.half_region`` for ``@amp.half_region()`` is told so."""
+def without_arguments(make: Callable[[], C]) -> Callable[[], C]:
+    """Decorate what makes a context: ``@amp.half_region`` for ``@amp.half_region()`` is told so."""
 
     @functools.wraps(make)
-    def made(*given: Any) -> B:
+    def made(*given: Any) -> C:
         if given:
             raise TypeError(
                 f"amp.{make.__name__}() takes no argument; got {given[0]!r}; call it with empty "
@@ -161,11 +165,14 @@ def _begin_region(half: bool) -> None:
         region.__enter__()
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    found = tensor.dtype
-    if found is dtype or found not in _FLOATS or tensor.device.type not in process.devices:
-        return tensor
-    return tensor.to(dtype)
+def _is_users(function: Any) -> bool:
+    """Tell a user's function from torch's: it may ask torch's modes too, under any name.
+
+    Where torch.compile traces, such a function goes by its name.
+    """
+    if is_compiling() or not isinstance(function, FunctionType):
+        return False
+    return not is_left_alone(function.__globals__.get("__name__", ""))
 
 
 def _normalize(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +186,7 @@ def _normalize(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dic
         is_input = key in (0, "input")
         if not isinstance(value, Tensor) or not (is_input or dtype is torch.float32):
             continue
-        values[key] = _cast(value, dtype)
+        values[key] = to_dtype(value, dtype)
         if values[key] is not value and not is_input and not _is_weight(value):
             written.append((value, values[key]))
     result = func(*[values[i] for i in range(len(args))], **{k: values[k] for k in kwargs})
@@ -193,14 +200,7 @@ def _is_weight(value: Tensor) -> bool:
 
 
 def _on_cpu(value: Any) -> bool:
-    found: list[bool] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor.device.type == "cpu")
-        return tensor
-
-    map_tensors(note, value)
-    return any(found)
+    return any(tensor.device.type == "cpu" for tensor in tensors_in(value))
 
 
 def _names(paths: Iterable[str]) -> frozenset[str]:
@@ -211,12 +211,13 @@ def _own_name(path: str) -> str:
     return str(getattr(resolve(path)[2], "__name__", path))
 
 
-# By name, for torch.compile cannot look functions up in a set; made at import, for a first use
-# may be while it traces.
-_COMPUTING = _names(rules.region_targets())
+# By name, for torch.compile cannot look functions up in a set, and what a patched function calls
+# is not always the object that stands in torch. Made at import, for a first use may be while it
+# traces.
+_COMPUTING = _names(targets.region_targets())
 # The running statistics of a norm are written to, so a cast copy of them will not do.
-_FIRST_ARGUMENT = _names(rules.first_argument_targets())
+_FIRST_ARGUMENT = _names(targets.first_argument_targets())
 # No half kernel on the CPU: a half region runs these in fp32 there.
 _FLOAT_ON_CPU = _names(
-    path for path, rule in rules.targets().items() if rule in ("float_on_cpu", "banned")
+    path for path, rule in targets.rule_targets().items() if rule in ("float_on_cpu", "banned")
 )

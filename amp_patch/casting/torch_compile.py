@@ -125,7 +125,7 @@ def _handle_operator(original: Callable[..., Any]) -> Callable[..., Any]:
         if on_tensors == [False, True]:
             name, args = reflected, [args[1], args[0]]
         # torch.compile keeps handlers, so this one may be called when nothing is patched any more.
-        if name is None or not any(on_tensors) or not _is_patched(getattr(torch.Tensor, name)):
+        if name is None or not any(on_tensors) or not is_patched(getattr(torch.Tensor, name)):
             return original(self, tx, given, kwargs)
         return _traced(tx, f"Tensor.{name}.traced").call_function(tx, list(args), kwargs)
 
@@ -179,14 +179,15 @@ def _calls_patched(function: Any, seen: set[int]) -> bool:
     if id(own.get(function.__name__)) != id(function):
         return False
     for name in function.__code__.co_names:
-        if any(_is_patched(getattr(place, name, None)) for place in _PLACES):
+        if any(is_patched(getattr(place, name, None)) for place in _PLACES):
             return True
-        if _is_patched(own.get(name)) or _calls_patched(own.get(name), seen):
+        if is_patched(own.get(name)) or _calls_patched(own.get(name), seen):
             return True
     return False
 
 
-def _is_patched(value: Any) -> bool:
+def is_patched(value: Any) -> bool:
+    """Tell whether a value is a patched function, or one that a user has decorated."""
     return isinstance(value, types.FunctionType) and hasattr(value, "__prepare_scriptable__")
 
 

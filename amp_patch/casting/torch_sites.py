@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from amp_patch.patching import Patches, as_if_defined_at, resolve
 
 from . import autocast_blocks
 from .mode import casts_are_on, mode
+from .torch_compile import is_patched
 
 
 def install(patches: Patches) -> None:
@@ -101,7 +101,7 @@ def _find_builtin(original: Callable[[Any], str | None]) -> Callable[[Any], str 
 
     @functools.wraps(original)
     def find_builtin(fn: Any) -> str | None:
-        if isinstance(fn, types.FunctionType) and hasattr(fn, "__prepare_scriptable__"):
+        if is_patched(fn):
             fn = fn.__prepare_scriptable__()
         return original(fn)
 
@@ -114,7 +114,12 @@ def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_script_module(nn_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as hidden:
+            originals = Patches()
+            hidden.callback(originals.undo)
             for module in nn_module.modules():
+                for name, value in list(vars(module).items()):
+                    if is_patched(value):
+                        originals.replace(module, name, value.__prepare_scriptable__())
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     hidden.enter_context(_without_ours(hooks))
             return original(nn_module, *args, **kwargs)

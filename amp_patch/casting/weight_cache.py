@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from amp_patch.kernels.reusable import is_held
 
 from .cached_casts import Bulk, Entry, Group, Owner
-from .mode import mode, process
+from .mode import FLOATS, mode, process
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
 _RUN_AT_ONCE = 1 << 63
@@ -63,7 +62,7 @@ class WeightCache:
                 self._drop(param_id)
 
     def casts(self) -> list[Tensor]:
-        """Return the casts that are kept; whoever holds one keeps it from being refreshed."""
+        """Return the cached casts; whoever holds one keeps it from being refreshed."""
         return [entry.cast for entry in self._entries.values()]
 
     def observe(self, model: nn.Module) -> None:
@@ -117,7 +116,7 @@ class WeightCache:
     def _find_or_cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         if not _castable(param, dtype):
             return param
-        if not _may_keep(param):
+        if not _may_cache(param):
             self._drop_if_moved(param)
             return param.to(dtype)
         with self._lock:
@@ -135,9 +134,9 @@ class WeightCache:
             ):
                 return entry.cast
             del entry
-            return self._keep(param, dtype, group)
+            return self._cache(param, dtype, group)
 
-    def _keep(self, param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
+    def _cache(self, param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
         self._drop(id(param))
         with torch.enable_grad():
             cast = param.to(dtype)
@@ -146,7 +145,7 @@ class WeightCache:
         if type(cast) is Tensor and param.data_ptr() != 0:
             entry = Entry(param, cast, group)
             if cast.grad_fn is not None:
-                # The engine runs later nodes first: the node of a kept cast, older than all of
+                # The engine runs later nodes first: the node of a cached cast, older than all of
                 # its iteration's, would wait for the end and hold every half gradient till then.
                 cast.grad_fn._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]  # no stub
             group.bulk = None
@@ -256,10 +255,10 @@ def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]
 
 def _castable(param: Tensor, dtype: torch.dtype) -> bool:
     found = param.dtype
-    return found in _FLOATS and found is not dtype and param.device.type in process.devices
+    return found in FLOATS and found is not dtype and param.device.type in process.devices
 
 
-def _may_keep(param: nn.Parameter) -> bool:
+def _may_cache(param: nn.Parameter) -> bool:
     """True where a cast made now may be used later: with grad, and on real tensors.
 
     Not in torch.jit.trace, which records one made before as a constant.

@@ -7,8 +7,6 @@ What stays on a model are hooks, not a replaced forward: they follow copies, rep
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from amp_patch.casting.mode import mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.torch_compile import call_as_traced, leave_out
+from amp_patch.casting.warn_once import warn_once
 
 # How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
 _CAST = {
@@ -99,16 +98,11 @@ _autocast_is_on = torch._C._is_any_autocast_enabled
 def _warn_of_autocast(model: str) -> None:
     on = [device for device in sorted(process.devices) if torch.is_autocast_enabled(device)]
     if on:
-        _warn_once(
+        warn_once(
             "a model that amp.initialize() set up casts by itself, and torch.autocast around it "
             f"casts once more; got a call of a {model} in torch.autocast({on[0]!r}); remove that "
             "'with' and its GradScaler, and call model(inputs) as it is."
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
 
 
 @call_as_traced

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from amp_patch.casting import autocast_blocks
 from amp_patch.casting.mode import mode, process
-from amp_patch.weights import half_model
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
@@ -474,17 +473,8 @@ def test_a_compiled_checkpoint_with_a_block(amp, opt_level, where):
 # -- a block of torch's own around a model -------------------------------------------------------
 
 
-@pytest.fixture
-def unwarned():
-    """Let the warning come, which comes once in a process."""
-    half_model._warn_once.cache_clear()
-    yield
-    half_model._warn_once.cache_clear()
-
-
-@pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("opt_level", LEVELS)
-def test_torchs_autocast_around_a_model_is_warned_of_once(amp, opt_level, recwarn):
+def test_torchs_autocast_around_a_model_is_warned_of_once_a_session(amp, opt_level, recwarn):
     model = start(amp, opt_level)
     model(BIG)
     torch.set_autocast_enabled("cuda", True)
@@ -506,3 +496,7 @@ def test_torchs_autocast_around_a_model_is_warned_of_once(amp, opt_level, recwar
     with torch.autocast("cpu", torch.bfloat16):
         model(BIG)
     assert not recwarn
+    amp.deactivate()
+    model = start(amp, opt_level)
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="casts by itself"):
+        model(BIG)  # in a new session, anew

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,6 +14,9 @@ import torch
 from hypothesis import given
 
 from amp_patch.casting.mode import OFF, CastMode, ProcessMode
+from amp_patch.casting.mode import mode as thread_mode
+from amp_patch.casting.mode import process as process_mode
+from amp_patch.session import session
 
 LEVELS = (OFF, torch.float16, torch.bfloat16)
 
@@ -166,3 +170,16 @@ def test_off_is_told_from_a_mode_that_says_nothing(dtype: torch.dtype) -> None:
     assert (mode.dtype or process.dtype) is OFF
     mode.restore(saved)
     assert (mode.dtype or process.dtype) is dtype
+
+
+def test_after_deactivate_everything_is_as_in_a_fresh_process(amp: ModuleType) -> None:
+    model = torch.nn.Linear(2, 2)
+    for opt_level in ("O1", "O2", "O4"):
+        amp.initialize(model, opt_level=opt_level, verbosity=0)
+        with amp.half_region(), amp.disable_casts():
+            model(torch.ones(1, 2))
+        amp.deactivate()
+        assert vars(process_mode) == vars(ProcessMode())
+        assert vars(thread_mode) == vars(CastMode())
+        assert not len(session.cache)
+        assert not session.functions._patches

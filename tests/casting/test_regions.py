@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
 LEVELS = {
     "O0": torch.float16,
@@ -479,3 +480,31 @@ def test_an_end_without_a_beginning_is_refused_and_changes_nothing(level, name):
     with pytest.raises(RuntimeError, match=f"^{re.escape(words)}$"):
         getattr(amp, name)().__exit__(None, None, None)
     assert product() is outside
+
+
+# -- functions of the user's own that ask torch's modes --------------------------------------------
+
+
+def linear(x):
+    """Dispatch as torch's functions do; has the name of one of them."""
+    if has_torch_function((x,)):
+        return handle_torch_function(linear, (x,), x)
+    return x
+
+
+def batch_norm(x, statistics):
+    if has_torch_function((x, statistics)):
+        return handle_torch_function(batch_norm, (x, statistics), x, statistics)
+    return statistics
+
+
+def test_a_users_function_with_the_name_of_torchs_is_left_alone(level):
+    amp, half = level
+    with amp.half_region():
+        assert linear(X) is X
+        assert F.linear(X, W).dtype is half
+    low = X.to(half)
+    with amp.float_region():
+        assert linear(low) is low
+        assert batch_norm(low, low) is low
+        assert F.linear(low, W).dtype is torch.float32

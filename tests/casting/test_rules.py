@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import pkgutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from amp_patch.casting import rules as cast_rules
+from amp_patch.casting import targets
 
 LISTS = {
     "half": cast_rules.HALF,
@@ -56,7 +56,7 @@ def is_offered(op: str) -> bool:
     if torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
         return True
     with contextlib.suppress(ValueError):
-        return bool(cast_rules.user_rule_targets(op))
+        return bool(targets.user_rule_targets(op))
     return False
 
 
@@ -102,16 +102,16 @@ def torch_lists() -> dict[str, list[Any]]:
 
 
 def paths_named(name: str) -> list[str]:
-    surfaces = [*cast_rules.SURFACES, "torch._VF"]
+    surfaces = [*targets.SURFACES, "torch._VF"]
     named = [f"{surface}.{name.removeprefix('linalg_')}" for surface in surfaces]
-    return [path for path in named if path in cast_rules.targets()]
+    return [path for path in named if path in targets.rule_targets()]
 
 
 @pytest.mark.parametrize("rule", ["half", "float", "promote", "banned"])
 def test_the_operators_of_torchs_autocast_test_lists_have_the_rule_of_their_list(rule):
     allowed = {"float", "float_dtype"} if rule == "float" else {rule}
     for name, *_ in torch_lists()[rule]:
-        found = {path: cast_rules.targets()[path] for path in paths_named(name)}
+        found = {path: targets.rule_targets()[path] for path in paths_named(name)}
         assert found, f"{name} is not patched anywhere"
         assert set(found.values()) <= allowed, f"{name}: {found}"
         assert name not in differences()
@@ -162,7 +162,7 @@ def compare_with_autocast() -> tuple[Mismatches, set[str]]:
     """Return where results or kernels differ, and what autocast changes at all, by operator."""
     mismatches, changed = defaultdict(list), set()
     casts = oracle.Casts()
-    with casts.patched(cast_rules.targets()):
+    with casts.patched(targets.rule_targets()):
         for name, path, args, kwargs in operator_calls():
             for label, dtypes in DTYPES.items():
                 expected, got = oracle.observe_both(casts, path, args, kwargs, dtypes)
@@ -209,7 +209,7 @@ def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
     no_half = {op for op in cast_rules.NO_HALF_ON_CPU if is_offered(op)}
     no_half |= {op for op, version in older if torch.__version__ < version}
     casts = oracle.Casts()
-    with casts.patched(cast_rules.targets()):
+    with casts.patched(targets.rule_targets()):
         for name, path, sample in cpu_samples():
             listed = name in no_half and name not in failing
             if listed and oracle.half_failures(casts, path, sample, active=False):
@@ -220,148 +220,3 @@ def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
     assert not missing, "\n".join(failing_in_spite[name][0] for name in sorted(missing))
     stale = no_half - failing
     assert not stale, f"remove from NO_HALF_ON_CPU: {sorted(stale)}"
-
-
-def test_every_target_is_a_function_that_returns_its_result():
-    for path, rule in cast_rules.targets().items():
-        assert callable(pkgutil.resolve_name(path)), path
-        assert not path.endswith("_") or path.endswith("__"), path
-        assert rule in {*LISTS, "float_on_cpu"}, path
-    assert "torch.Tensor.__ipow__" not in cast_rules.targets()
-
-
-def test_a_function_that_is_reached_at_several_places_has_one_rule():
-    rules = defaultdict(set)
-    for path, rule in cast_rules.targets().items():
-        rules[pkgutil.resolve_name(path)].add(rule)
-    assert not [function for function, found in rules.items() if len(found) > 1]
-
-
-def test_every_listed_operator_that_torch_offers_to_users_is_a_target():
-    reached = {path.rsplit(".", 1)[-1].removeprefix("linalg_") for path in cast_rules.targets()}
-    for name in (name for names in LISTS.values() for name in names):
-        offered = hasattr(torch, name) or hasattr(torch._C._nn, name)
-        assert name in reached or not offered or name.startswith("_thnn"), name
-
-
-@pytest.mark.parametrize(
-    ("path", "rule"),
-    [
-        ("torch.matmul", "half"),
-        ("torch.Tensor.__rmatmul__", "half"),
-        ("torch.nn.functional.linear", "half"),
-        ("torch.nn.functional.scaled_dot_product_attention", "half"),
-        ("torch._VF.lstm", "half"),
-        ("torch.functional.einsum", "half"),
-        ("torch.linalg.multi_dot", "half"),
-        ("torch.nn.functional.cross_entropy", "float"),
-        ("torch.special.expm1", "float"),
-        ("torch.Tensor.__rtruediv__", "float"),
-        ("torch.linalg.norm", "float_dtype"),
-        ("torch.Tensor.sum", "float_dtype"),
-        ("torch.nn.functional.bilinear", "promote"),
-        ("torch.nn.functional.binary_cross_entropy", "banned"),
-        ("torch.fft.rfft2", "float_on_cpu"),
-        ("torch.linalg.inv", "float_on_cpu"),
-    ],
-)
-def test_the_rule_of_well_known_functions(path, rule):
-    assert cast_rules.targets()[path] == rule
-
-
-def test_a_region_covers_the_targets_and_what_computes_but_nothing_else():
-    region = cast_rules.region_targets()
-    assert set(cast_rules.targets()) <= set(region)
-    assert len(region) == len(set(region))
-    for name in ("add", "__add__", "__eq__", "relu", "sigmoid", "mean", "cat", "max", "where"):
-        assert {f"torch.{name}", f"torch.Tensor.{name}"} & set(region), name
-    for path in ("torch.nn.functional.gelu", "torch.nn.functional.avg_pool2d", "torch.batch_norm"):
-        assert path in region
-    for path in region:
-        assert callable(pkgutil.resolve_name(path)), path
-        assert not path.endswith("_") or path.endswith("__"), path
-
-
-def test_a_region_covers_every_function_of_nn_functional_that_torch_has_samples_for():
-    paths = {path for op in oracle.op_db for _, path in oracle.spellings(op)}
-    functional = {path for path in paths if path.startswith("torch.nn.functional.")}
-    lookups = {"embedding", "embedding_bag", "one_hot"}
-    scaled = {"grouped_mm", "scaled_grouped_mm", "scaled_mm"}
-    left_alone = functional - set(cast_rules.region_targets())
-    assert len(functional) > 100
-    assert {path.rsplit(".", 1)[-1] for path in left_alone} <= lookups | scaled
-
-
-def test_a_region_casts_only_the_input_of_norms_that_update_running_statistics():
-    first_only = cast_rules.first_argument_targets()
-    assert set(first_only) <= set(cast_rules.region_targets())
-    assert set(first_only) >= {"torch.batch_norm", "torch.nn.functional.instance_norm"}
-    weights = torch.ones(3)
-    for path in first_only:
-        if path.startswith("torch.nn.functional."):
-            mean, var = torch.zeros(3), torch.ones(3)
-            function = pkgutil.resolve_name(path)
-            out = function(LAYERED.half(), mean, var, weights, weights, True)
-            assert out.dtype is torch.float16
-            assert (mean != 0).all()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["zeros_like", "rand_like", "bernoulli", "to", "float", "type_as", "view", "size", "new_zeros"]
-    + ["__getitem__", "__iadd__", "clone", "transpose", "numpy", "backward", "embedding", "copy_"],
-)
-def test_a_region_leaves_factories_conversions_views_and_in_place_functions_alone(name):
-    ends = {path.rsplit(".", 1)[-1] for path in cast_rules.region_targets()}
-    assert name not in ends
-
-
-def test_a_users_rule_for_a_bare_name_means_every_place_of_it():
-    assert set(cast_rules.user_rule_targets("softmax")) == {
-        "torch.softmax",
-        "torch.Tensor.softmax",
-        "torch.nn.functional.softmax",
-        "torch.special.softmax",
-    }
-    assert set(cast_rules.user_rule_targets("matmul")) == {
-        "torch.matmul",
-        "torch.linalg.matmul",
-        "torch.Tensor.matmul",
-        "torch.Tensor.__matmul__",
-        "torch.Tensor.__rmatmul__",
-    }
-
-
-@pytest.mark.parametrize("path", ["torch.nn.functional.gelu", "torch.linalg.inv", "operator.add"])
-def test_a_users_rule_for_a_dotted_path_means_itself(path):
-    assert cast_rules.user_rule_targets(path) == [path]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "sofmax",
-            r"rules must name functions of torch, by a bare name \('softmax'\) or a dotted path "
-            r"\('torch.nn.functional.softmax'\); got 'sofmax'; did you mean 'softmax'"
-            r".*\? Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
-        ),
-        ("lin", r"did you mean 'linear' or .*\? Call amp.initialize\(..., rules={'linear': "),
-        ("torch.nn.functional.geluu", r"did you mean 'torch.nn.functional.gelu'"),
-        (
-            "no.such.module",
-            r"got 'no.such.module', which it has not\. "
-            r"Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
-        ),
-        ("torch.float16", r"got 'torch.float16'"),
-        ("torch.Tensor", r"got 'torch.Tensor'"),
-        (
-            "relu_",
-            r"rules must name functions that return their result; got the in-place 'relu_': "
-            r"name 'relu' and call that",
-        ),
-    ],
-)
-def test_a_users_rule_for_something_else_is_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        cast_rules.user_rule_targets(name)

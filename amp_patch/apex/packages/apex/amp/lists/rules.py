@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_patch.casting import rules as cast_rules
+from amp_patch.casting.targets import rule_targets
 
 from . import functional_overrides, tensor_overrides, torch_overrides
 
@@ -45,7 +45,7 @@ def rules_of_lists(allow_banned: bool = False) -> dict[str, str]:
     Args:
         allow_banned: cast the arguments of banned functions to fp32; else these refuse half.
     """
-    core = cast_rules.targets()
+    core = rule_targets()
     rules = {path: "off" for path in _removed() if path in core}
     for kind, (rule, same) in _RULES.items():
         rules |= {path: rule for path in _paths_of(kind) if core.get(path) not in same}

@@ -1,0 +1,277 @@
+"""Finds the functions of torch that users' objects hold, and puts the wrappers in their place.
+
+``self.act = F.softplus``, a ``functools.partial`` of it and a table of activations hold the
+function itself: a patched attribute of torch does not reach them. Knows how objects hold
+functions; knows nothing of casts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.patching import is_left_alone, put, users_of_torch
+
+Replacements = Mapping[int, tuple[Any, Any]]
+# An object, a key or attribute of it, and what it holds there.
+Place = tuple[Any, Any, Any]
+
+# A longer one is data, and no table of functions: looking through it would take time.
+_LONGEST = 1000
+_CONTAINERS = (dict, list, functools.partial)
+_HOLDERS = (*_CONTAINERS, types.FunctionType, types.SimpleNamespace, nn.Module)
+# What every module has; submodules are looked through by themselves.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (
+    str, int, float, type, type(None), torch.dtype,
+    types.BuiltinFunctionType, types.MethodDescriptorType,
+)  # fmt: skip
+
+
+class HeldFunctions:
+    """Puts wrappers where the functions are held, and puts the functions back.
+
+    Containers, partials, closures and default arguments are changed in place and stay the
+    objects that they are. A tuple or a static method cannot be changed: another takes its place.
+    `undo` puts the first one back; of a tuple that holds more than functions and plain values (a
+    layer, say) an equal one, for keeping that tuple would keep a dropped model alive.
+
+    Nothing records where a wrapper was put, for a copy of a model takes wrappers along, and a
+    model that is built while functions are patched holds them from the start: `undo` looks
+    through every living module.
+    """
+
+    def __init__(self) -> None:
+        self._wrappers: Replacements = {}
+        self._originals: dict[int, tuple[Any, Any]] = {}
+        self._classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+    def install(self, wrappers: Replacements, users: Iterable[types.ModuleType]) -> None:
+        """Replace what is held in the globals of ``users``, and later what `reach` is given.
+
+        Args:
+            wrappers: ``id(original) -> (original, wrapper)``.
+            users: modules; tables of functions in their globals, partials, layers and the default
+                arguments of their functions are looked through.
+        """
+        self._wrappers = wrappers
+        self._originals = {id(new): (new, old) for old, new in wrappers.values()}
+        walk = _Walk(wrappers)
+        for module in users:
+            walk.through_globals(module)
+        self._note(walk)
+
+    def reach(self, models: Iterable[nn.Module]) -> None:
+        """Replace what these models, their submodules and the classes of these hold."""
+        walk = _Walk(self._wrappers)
+        for model in models:
+            walk.through(model)
+        self._note(walk)
+
+    def undo(self) -> list[nn.Module]:
+        """Put the functions back, wherever the wrappers are held by now.
+
+        Returns:
+            The modules that held one.
+        """
+        originals, classes = self._originals, list(self._classes)
+        self._wrappers, self._originals = {}, {}
+        self._classes.clear()
+        if not _are_held(originals):
+            return []
+        walk = _Walk(originals)
+        for module in users_of_torch():
+            walk.through_globals(module)
+        for owner in classes:
+            walk.through(owner)
+        return [module for module in living_modules() if walk.through(module)]
+
+    def _note(self, walk: _Walk) -> None:
+        self._originals.update(walk.made)
+        self._classes.update(walk.classes)
+
+
+def living_modules() -> list[nn.Module]:
+    """Return every ``nn.Module`` of this process; may take a tenth of a second."""
+    # By their type: asked for its class, a lazy proxy would load what it stands for.
+    return [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+
+
+def _are_held(pairs: Mapping[int, tuple[Any, Any]]) -> bool:
+    """Tell whether anybody but ``pairs`` refers to the first object of one of them."""
+    nobodys = (object(), None)
+    counts = [sys.getrefcount(new) for new, _ in (*pairs.values(), nobodys)]
+    return any(count > counts[-1] for count in counts)
+
+
+class _Walk:
+    """One way through what some objects hold, and through all that these hold.
+
+    Args:
+        replacements: ``id(old) -> (old, new)``.
+
+    Attributes:
+        made: ``id(new) -> (new, old)`` of plain tuples and static methods that got replaced.
+        classes: the users' classes that were looked through.
+    """
+
+    def __init__(self, replacements: Replacements) -> None:
+        self.made: dict[int, tuple[Any, Any]] = {}
+        self.classes: list[type] = []
+        self._replacements = replacements
+        self._rebuilt: dict[int, tuple[Any, Any]] = {}
+        self._seen: set[int] = set()
+        self._waiting: list[Any] = []
+
+    def through_globals(self, module: types.ModuleType) -> None:
+        """Look through a module's globals, but the functions and classes that it imported."""
+        own = vars(module)
+        for name, value in list(own.items()):
+            imported = isinstance(value, types.FunctionType) and value.__globals__ is not own
+            if not (imported or name.startswith("__")):
+                self._replace(own, name, value)
+        self._look_through_waiting()
+
+    def through(self, holder: Any) -> bool:
+        """Look through an object; return whether anything was replaced."""
+        self._waiting.append(holder)
+        return self._look_through_waiting()
+
+    def _look_through_waiting(self) -> bool:
+        replaced = 0
+        while self._waiting:
+            holder = self._waiting.pop()
+            if id(holder) not in self._seen:
+                self._seen.add(id(holder))
+                replaced += sum(self._replace(*place) for place in self._places(holder))
+        return replaced > 0
+
+    def _replace(self, holder: Any, key: Any, value: Any) -> bool:
+        new = self._for(value)
+        if new is value:
+            return False
+        # A table that a user imported may be torch's own. (The dict of a module is never waiting.)
+        if id(holder) in self._seen and id(holder) in self._containers_of_torch:
+            return False
+        if isinstance(holder, type) and not hasattr(value, "__get__") and callable(new):
+            # A builtin in a class is no method of it; a function in its place would be.
+            new = self._remember(value, staticmethod(new))
+        put(holder, key, new)
+        return True
+
+    def _for(self, value: Any) -> Any:
+        """Return what is to stand for a value, most often itself, to be looked through later."""
+        found = self._replacements.get(id(value)) or self._rebuilt.get(id(value))
+        if found is not None and found[0] is value:
+            return found[1]
+        kind = type(value)
+        if issubclass(kind, tuple):
+            return self._for_tuple(value)
+        if issubclass(kind, (staticmethod, classmethod)):
+            function = self._for(value.__func__)
+            return value if function is value.__func__ else self._remember(value, kind(function))
+        if issubclass(kind, _HOLDERS) or hasattr(kind, "__dataclass_fields__"):
+            self._waiting.append(value)
+        return value
+
+    def _for_tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if tuple.__len__(value) > _LONGEST:
+            return value
+        old = list(tuple.__iter__(value))
+        new = [self._for(item) for item in old]
+        if all(map(operator.is_, new, old)):
+            return value
+        made: tuple[Any, ...] = self._remember(value, tuple.__new__(type(value), new))
+        return made
+
+    def _remember(self, old: Any, new: Any) -> Any:
+        self._rebuilt[id(old)] = (old, new)
+        if _is_plain(old):
+            self.made[id(new)] = (new, old)
+        return new
+
+    def _places(self, holder: Any) -> Iterable[Place]:
+        """Return where an object holds what; have its classes and submodules looked through."""
+        if isinstance(holder, nn.Module):
+            return self._places_of_module(holder)
+        if isinstance(holder, types.FunctionType):
+            return self._places_of_function(holder)
+        if isinstance(holder, functools.partial):
+            self._waiting.append(holder.keywords)
+            return [(holder, "func", holder.func), (holder, "args", holder.args)]
+        return _places_in(holder)
+
+    def _places_of_module(self, module: nn.Module) -> Iterator[Place]:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        self._waiting.extend(module._modules.values())
+        for owner in type(module).__mro__:
+            if not (is_left_alone(owner.__module__) or id(owner) in self._seen):
+                self.classes.append(owner)
+                self._waiting.append(owner)
+        own = vars(module)
+        yield from ((own, k, v) for k, v in list(own.items()) if k not in _OF_EVERY_MODULE)
+
+    def _places_of_function(self, function: types.FunctionType) -> Iterator[Place]:
+        if is_left_alone(function.__globals__.get("__name__", "")):
+            # torch's, or a wrapper of this package's, perhaps around one of the user's.
+            inner = vars(function).get("__wrapped__")
+            if isinstance(inner, types.FunctionType):
+                self._waiting.append(inner)
+            return
+        yield function, "__defaults__", function.__defaults__
+        self._waiting.append(function.__kwdefaults__)
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # of a variable that was not set yet
+                continue
+            yield cell, "cell_contents", value
+
+    @functools.cached_property
+    def _containers_of_torch(self) -> frozenset[int]:
+        """The ids of torch's own tables, which a user may have imported."""
+        return frozenset(
+            id(value)
+            for name, module in list(sys.modules.items())
+            if is_left_alone(name)
+            for value in vars(module).values()
+            if issubclass(type(value), _CONTAINERS)
+        )
+
+
+def _places_in(holder: Any) -> Iterable[Place]:
+    """Return where a container, a class or an object with fields holds what."""
+    if isinstance(holder, dict):
+        if dict.__len__(holder) <= _LONGEST:
+            return [(holder, key, value) for key, value in dict.items(holder)]
+    elif isinstance(holder, list):
+        if list.__len__(holder) <= _LONGEST:
+            return [(holder, index, value) for index, value in enumerate(list.__iter__(holder))]
+    elif isinstance(holder, (type, types.SimpleNamespace)):
+        return [(holder, name, value) for name, value in vars(holder).items()]
+    elif dataclasses.is_dataclass(holder) and not is_left_alone(type(holder).__module__):
+        names = [field.name for field in dataclasses.fields(holder)]
+        return [(holder, name, getattr(holder, name, None)) for name in names]
+    return ()
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether keeping a value keeps nothing alive that a user may want to be gone."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, (staticmethod, classmethod)):
+        return _is_plain(value.__func__)
+    if isinstance(value, types.FunctionType):
+        return is_left_alone(value.__globals__.get("__name__", ""))
+    return isinstance(value, _PLAIN)

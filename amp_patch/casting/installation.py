@@ -1,0 +1,127 @@
+"""Puts the wrappers where functions are found: in torch, in users' modules, in what holds them.
+
+Knows where functions are found (`targets`) and when a user's rule wins; knows nothing of what a
+wrapper does.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in
+
+from . import targets
+from .held_functions import HeldFunctions
+
+Function = Callable[..., Any]
+# Takes a function, its rule, and whether no other rule acts inside of it.
+Wrap = Callable[[Function, str, bool], Function]
+
+
+def install(
+    wrap: Wrap,
+    patches: Patches,
+    rules: Mapping[str, str],
+    registered: Iterable[tuple[Any, str, str]],
+    held: HeldFunctions,
+) -> None:
+    """Patch every function of `targets.rule_targets`, changed by what the user asked for.
+
+    What the user asked for of a function of torch holds for all that it does: the rules of
+    the functions that it calls do not. A function of the user's has its arguments cast only.
+
+    Args:
+        wrap: makes a wrapper, as `Casts.wrap`.
+        patches: records what is replaced.
+        rules: dotted path -> rule; ``"off"`` casts nothing.
+        registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
+        held: puts the wrappers where the functions are held.
+    """
+    installation = _Installation(patches, wrap)
+    registered_rules = {}
+    for module, name, rule in registered:
+        found = resolve_in(module, name)
+        registered_rules[id(found[2])] = rule
+        installation.replace(found, rule, alone=_is_torchs(found[2]))
+    # First the user's: of a function found in several places (`torch.conv2d` and
+    # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
+    for path, rule in {**rules, **targets.rule_targets(), **rules}.items():
+        found = resolve(path)
+        asked = registered_rules.get(id(found[2]))
+        alone = asked is not None or path in rules
+        installation.replace(found, asked or rule, path, alone)
+    bindings = installation.bindings()
+    held.install(bindings, patches.replace_bindings(bindings))
+
+
+class _Installation:
+    """One run of `install`: each function gets one wrapper for each rule.
+
+    Attributes:
+        wrappers: ``(id(original), rule, alone) -> (original, wrapper)``, in which the original
+            may stand for its wrapper.
+    """
+
+    def __init__(self, patches: Patches, wrap: Wrap) -> None:
+        self.wrappers: dict[tuple[int, str, bool], tuple[Any, Any]] = {}
+        self._patches = patches
+        self._wrap = wrap
+        self._made: set[int] = set()
+
+    def replace(
+        self, target: tuple[Any, str, Any], rule: str, path: str | None = None, alone: bool = False
+    ) -> None:
+        """Patch one attribute, unless it holds one of these wrappers already.
+
+        Args:
+            target: owner, name and original.
+            rule: of `Casts.wrap`, or ``"off"``.
+            path: where users find the function, if it is torch's.
+            alone: let no rule but this act in the function.
+        """
+        owner, name, original = target
+        if id(original) in self._made:
+            return
+        # What is not Python's calls no patched function.
+        alone = alone and isinstance(original, types.FunctionType)
+        key = id(original), rule, alone
+        if key not in self.wrappers:
+            self.wrappers[key] = original, self._make(target, rule, path, alone)
+        if self.wrappers[key][1] is not original:
+            self._patches.replace(owner, name, self.wrappers[key][1])
+
+    def bindings(self) -> dict[int, tuple[Any, Any]]:
+        """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts."""
+        found: dict[int, tuple[Any, Any]] = {}
+        for (key, _, _), pair in self.wrappers.items():
+            found.setdefault(key, pair)
+        return {key: pair for key, pair in found.items() if pair[0] is not pair[1]}
+
+    def _make(self, target: tuple[Any, str, Any], rule: str, path: str | None, alone: bool) -> Any:
+        owner, name, original = target
+        if rule == "off" and not alone:
+            return original
+        wrapper: Any = self._wrap(original, rule, alone)
+        if isinstance(owner, type):
+            # What torch.compile traces for a method: it reaches the original by name only.
+            wrapper.traced = self._wrap(_method(name), rule, alone)
+        if path is not None:
+            as_if_defined_at(wrapper, path)
+        self._made.add(id(wrapper))
+        return wrapper
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _method(name: str) -> Function:
+    """Return a function that calls its first argument's method ``name``."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
