@@ -59,7 +59,7 @@ def test_a_registered_function_is_put_back_by_deactivate(amp: ModuleType) -> Non
     ("made", "got"),
     [((), "nothing"), ((nn.ReLU(),), "an object of type ReLU"), ((int,), "an object of type type")]
     + [((3,), "an object of type int")],
-    ids=str,
+    ids=["nothing", "a layer", "a class", "a number"],
 )
 def test_what_is_no_function_is_not_decorated(amp: ModuleType, made: tuple[Any], got: str) -> None:
     with pytest.raises(TypeError, match=f"amp.float_function takes a function.*got {got}"):
@@ -74,7 +74,7 @@ def test_what_is_no_function_is_not_decorated(amp: ModuleType, made: tuple[Any],
         ("number", TypeError, "is called, and is no class; got 'number'"),
         (dtypes, TypeError, r"call amp.register_half_function\(module, 'dtypes'\)"),
     ],
-    ids=str,
+    ids=["absent", "a class", "a number", "no name"],
 )
 def test_what_cannot_be_registered_is_refused_and_nothing_is_kept(
     amp: ModuleType, name: Any, error: type[Exception], message: str

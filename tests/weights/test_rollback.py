@@ -1,4 +1,4 @@
-"""What models and optimizers held is put back: the very tensors, whatever was put in their place."""
+"""What models and optimizers held is put back: the very tensors, not copies of them."""
 
 from __future__ import annotations
 
