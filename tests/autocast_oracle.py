@@ -234,8 +234,13 @@ def spellings(op: OpInfo) -> Iterator[tuple[str, str]]:
 def samples(op: OpInfo, count: int, *, requires_grad: bool = False) -> list[SampleInput]:
     """Return up to `count` float32 samples, evenly spaced over those that torch has."""
     try:
-        # without a GPU each seeding queues one more call for the time when CUDA starts
-        with mock.patch.object(common_utils, "set_rng_seed"):
+        with (
+            # without a GPU each seeding queues one more call for the time when CUDA starts
+            mock.patch.object(common_utils, "set_rng_seed"),
+            # the iterator looks for a unittest.TestCase among its callers: pytest's are not, and to
+            # find the sources of all of them takes a tenth of a second per operator
+            mock.patch("inspect.stack", return_value=[]),
+        ):
             found = list(op.sample_inputs("cpu", torch.float32, requires_grad=requires_grad))
     except Exception:
         return []

@@ -16,10 +16,12 @@ import torch_snapshot
 
 pytest_plugins = ["pytester"]
 
-hypothesis.settings.register_profile(
-    "amp_patch", max_examples=100, deadline=None, derandomize=False, print_blob=True
-)
-hypothesis.settings.load_profile("amp_patch")
+# see CONTRIBUTING.md; `support.examples` draws more or fewer than the profile says
+for profile, examples in (("ordinary", 100), ("nightly", 400)):
+    hypothesis.settings.register_profile(
+        profile, max_examples=examples, deadline=None, derandomize=False, print_blob=True
+    )
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ordinary"))
 
 if torch.cuda.is_available() and importlib.util.find_spec("cupy") is None:
     # else the one warning that tells of it is an error in whatever test comes first

@@ -6,13 +6,13 @@ every rule can fail.
 
 import ast
 import functools
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -305,14 +305,20 @@ def missing_docstrings(tree: ast.Module) -> list[str]:
 
 
 def few_examples(tree: ast.Module) -> list[str]:
-    """Hypothesis settings that draw fewer than 100 examples."""
-    return [
-        ast.unparse(node.value)
+    """Numbers of examples that are not the profile's, and shares of it that `trains` gives only."""
+    numbers = [
+        ast.unparse(node)
         for node in ast.walk(tree)
-        if isinstance(node, ast.keyword)
-        and node.arg == "max_examples"
-        and not (isinstance(node.value, ast.Constant) and node.value.value >= 100)
+        if isinstance(node, ast.keyword) and node.arg in {"max_examples", "derandomize"}
     ]
+    shares = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and last_name(node.func) == "examples"
+        and not (isinstance(node.args[0], ast.Constant) and node.args[0].value >= 1)
+    ]
+    return numbers + shares
 
 
 def not_literal(tree: ast.Module) -> list[str]:
@@ -414,7 +420,7 @@ def test_cast_rules_are_data() -> None:
     assert not not_literal(parse(PACKAGE / "casting" / "rules.py"))
 
 
-def test_every_property_draws_a_hundred_examples() -> None:
+def test_how_often_properties_are_drawn_stands_in_the_profiles() -> None:
     assert not violations(few_examples, TESTS)
 
 
@@ -456,8 +462,11 @@ def test_a_circle_is_seen() -> None:
         (missing_docstrings, "x = 1"),
         (missing_docstrings, "'''Doc.'''\ndef f(): pass"),
         (missing_docstrings, "'''Doc.'''\nclass C:\n    '''Doc.'''\n    def f(self): pass"),
-        (few_examples, "settings(max_examples=99)"),
-        (few_examples, "settings(max_examples=n)"),
+        (few_examples, "settings(max_examples=1000)"),
+        (few_examples, "settings(parent, max_examples=n)"),
+        (few_examples, "settings(derandomize=True)"),
+        (few_examples, "@support.examples(0.99)\n@given(x)\ndef test(x): pass"),
+        (few_examples, "examples(share)"),
         (private, "from amp_patch.session import _MEND"),
         (private, "from amp_patch.apex.packages.apex import amp"),
         (not_literal, "if torch.cuda.is_available():\n    HALF = ()"),
@@ -523,7 +532,7 @@ def test_own_imports_are_seen_in_every_spelling(snippet: str, imported: list[str
 
 @pytest.fixture
 def effects_of_import(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Import modules in a fresh interpreter, and name what that changed in torch, and cupy."""
+    """Import modules in a process of their own, and name what that changed in torch, and cupy."""
     # importable everywhere, so that an import in a try statement is seen where cupy is missing
     (tmp_path / "cupy.py").touch()
     (tmp_path / "patches_torch.py").write_text("import torch\ntorch.sin = torch.cos\n")
@@ -541,9 +550,8 @@ def effects_of_import(tmp_path: Path) -> Callable[[str], list[str]]:
     def effects(*names: str) -> list[str]:
         paths = [str(tmp_path), str(ROOT / "tests"), str(ROOT)]
         code = textwrap.dedent(script).format(paths=paths, names=names)
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
+        run = processes.run([sys.executable, "-c", code])
+        assert run.returncode == 0, run.stderr
         return run.stdout.split()
 
     return effects

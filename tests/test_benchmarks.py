@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from benchmarks import report
 from benchmarks.report import Row
@@ -19,13 +20,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *WARNINGS, str(RUN), *args],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    return processes.run([sys.executable, *WARNINGS, RUN, *args], env=ENVIRONMENT)
 
 
 def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:

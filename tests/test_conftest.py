@@ -1,7 +1,9 @@
 """The fixtures of conftest.py do fail what they are there to fail."""
 
+import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 TESTS = Path(__file__).parent
@@ -18,13 +20,16 @@ LEAKS = {
 @pytest.fixture
 def run_tests(pytester: pytest.Pytester):
     """Run a test file under this project's conftest, in a process of its own."""
-    for name in ("conftest.py", "torch_snapshot.py"):
+    for name in ("conftest.py", "support.py", "torch_snapshot.py"):
         pytester.path.joinpath(name).write_text((TESTS / name).read_text())
     pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device\n")
 
     def run(**sources: str) -> pytest.RunResult:
         pytester.makepyfile(**sources)
-        return pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:cacheprovider")
+        command = [sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider"]
+        done = processes.run(command, cwd=pytester.path)
+        out, err = done.stdout.splitlines(), done.stderr.splitlines()
+        return pytest.RunResult(done.returncode, out, err, duration=0)
 
     return run
 
@@ -44,13 +49,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
     assert left_patched == [f"the test left torch patched: {name}" for name in LEAKS.values()]
 
 
-def test_a_test_that_patches_nothing_passes_and_properties_draw_a_hundred(run_tests) -> None:
+@pytest.mark.parametrize(("profile", "number"), [(None, 100), ("nightly", 400)])
+def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile_says(
+    run_tests, monkeypatch: pytest.MonkeyPatch, profile: str | None, number: int
+) -> None:
+    monkeypatch.delenv("HYPOTHESIS_PROFILE", raising=False)
+    if profile is not None:
+        monkeypatch.setenv("HYPOTHESIS_PROFILE", profile)
     result = run_tests(
-        test_nothing_patched="""
+        test_nothing_patched=f"""
         import torch
         from hypothesis import given, strategies as st
+        from support import examples, trains
 
-        drawn = []
+        drawn = {{"profile's": [], "thrice": [], "trains": []}}
 
         def test_training(device):
             model = torch.nn.Linear(2, 2).to(device)
@@ -62,14 +74,25 @@ def test_a_test_that_patches_nothing_passes_and_properties_draw_a_hundred(run_te
 
         @given(st.integers())
         def test_property(number):
-            drawn.append(number)
+            drawn["profile's"].append(number)
+
+        @examples(3)
+        @given(st.integers())
+        def test_often(number):
+            drawn["thrice"].append(number)
+
+        @trains()
+        @given(st.integers())
+        def test_training_property(number):
+            drawn["trains"].append(number)
 
         def test_enough():
-            assert len(drawn) >= 100
+            found = [len(numbers) for numbers in drawn.values()]
+            assert found == [{number}, 3 * {number}, {number} // 4]
         """
     )
     outcomes = result.parseoutcomes()
-    assert outcomes["passed"] + outcomes.get("skipped", 0) == 4
+    assert outcomes["passed"] + outcomes.get("skipped", 0) == 6, result.outlines
     assert outcomes.keys().isdisjoint({"failed", "errors"})
 
 

@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support import examples
 
 from amp_patch.levels import OPT_LEVELS, OptLevel, describe, print_level, resolve
 
@@ -363,7 +364,7 @@ def test_strings_from_a_command_line_are_understood() -> None:
     assert resolve(**vars(parser.parse_args(line[:2]))) == OPT_LEVELS["O3"]
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(
     name=st.sampled_from(list(TABLE)),
     overrides=st.dictionaries(

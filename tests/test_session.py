@@ -16,6 +16,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 import torch_snapshot
 from hypothesis import strategies as st
+from support import trains
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -418,9 +419,7 @@ Call = tuple[int, float, bool]  # num_losses, loss_scale, whether the optimizer 
         st.tuples(st.integers(1, 3), st.sampled_from([2.0, 4.0]), st.booleans()), max_size=6
     )
 )
-@hypothesis.settings(
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], max_examples=100
-)
+@trains(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_every_living_optimizer_keeps_its_scalers_and_each_loss_has_its_own(
     amp: ModuleType, calls: list[Call]
 ) -> None:

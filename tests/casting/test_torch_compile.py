@@ -545,7 +545,7 @@ def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
 
 # torch 2.6's own
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning")
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("opt_level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
 def test_inductor_trains_near_eager(amp, opt_level):
     net = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
     (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, net, loss_scale=128.0)

@@ -1,4 +1,4 @@
-"""Runs scripts by ``amp-patch run`` in processes of their own."""
+"""Runs scripts by ``amp-patch run``, and as it runs them in processes that are forked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import processes
+
+from amp_patch.apex.process import environment_of_run
 
 ROOT = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "amp_patch", "run")
@@ -36,24 +40,34 @@ def run(
 
 def run_pair(command: Sequence[object]) -> str:
     """Run a command as ranks 0 and 1, as ``torchrun`` does, and return what rank 0 prints."""
+    envs = [_environment(variables) for variables in _of_two_ranks()]
+    return _of_rank_0(processes.run_together([command] * 2, envs=envs, fork=False))
+
+
+def run_forked(script: Path, arguments: Sequence[str], opt_level: str | None, ranks: int) -> str:
+    """Return what ``amp-patch run --opt-level LEVEL SCRIPT ARGUMENTS`` prints, or its rank 0 of 2.
+
+    The processes have the environment that ``amp-patch run`` gives, and are forks: see `processes`.
+    """
+    variables = _of_two_ranks() if ranks == 2 else [{}]
+    envs = [environment_of_run(_environment(more), opt_level) for more in variables]
+    command = [sys.executable, script, *arguments]
+    return _of_rank_0(processes.run_together([command] * ranks, envs=envs))
+
+
+def _of_two_ranks() -> list[dict[str, str]]:
+    """Return the variables that ``torchrun`` sets for each of two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            list(map(str, command)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
-        )
-        for rank in (0, 1)
-    ]
-    printed = [process.communicate() for process in processes]
-    for process, (out, err) in zip(processes, printed, strict=True):
-        assert process.returncode == 0 or GLOO_ABORTS in err, out + err
-    return printed[0][0]
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (0, 1)]
+
+
+def _of_rank_0(done: Sequence[subprocess.CompletedProcess[str]]) -> str:
+    for one in done:
+        assert one.returncode == 0 or GLOO_ABORTS in one.stderr, one.stdout + one.stderr
+    return done[0].stdout
 
 
 def _environment(variables: dict[str, str]) -> dict[str, str]:

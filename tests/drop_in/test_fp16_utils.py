@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -205,7 +205,6 @@ def test_dynamic_scaler_looks_at_gradients(fp16: Any, value: float, found: bool)
 
 
 def test_dynamic_scale_follows_its_rule(fp16: Any) -> None:
-    @settings(max_examples=100, deadline=None)
     @given(st.lists(st.booleans(), max_size=40), st.integers(1, 4))
     def holds(overflows: list[bool], window: int) -> None:
         scaler = fp16.DynamicLossScaler(init_scale=16.0, scale_window=window)

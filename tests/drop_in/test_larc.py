@@ -52,7 +52,7 @@ VECTORS = st.lists(NUMBERS, min_size=1, max_size=4)
     st.sampled_from([0.001, 0.02, 1.0]),
     st.booleans(),
 )
-@settings(max_examples=100, suppress_health_check=SUPPRESSED)
+@settings(suppress_health_check=SUPPRESSED)
 def test_a_step_is_the_published_one(
     apex: ModuleType,
     pairs: list[tuple[list[float], list[float]]],

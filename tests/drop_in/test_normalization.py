@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -136,7 +136,6 @@ def test_manual_rms_norm(norms: Any, weight: torch.dtype | None, dtype: torch.dt
 
 @pytest.mark.parametrize("name", NAMES)
 def test_half_is_normalized_in_float32(norms: Any, name: str) -> None:
-    @settings(max_examples=100, deadline=None)
     @given(st.integers(0, 2**32), st.floats(0.1, 200.0), st.integers(2, 600))
     def holds(seed: int, size: float, width: int) -> None:
         generator = torch.Generator().manual_seed(seed)

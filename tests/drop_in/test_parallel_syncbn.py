@@ -206,7 +206,7 @@ def test_o2_trains_with_synced_norms_in_fp32(pair: Pair) -> None:
     st.booleans(),
     st.integers(0, 2**16),
 )
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_process_is_a_plain_batch_norm(
     apex: ModuleType,
     name: str,

@@ -1,15 +1,20 @@
-"""Training programs written for apex run unmodified, at every level, and end as in fp32."""
+"""Training programs written for apex run unmodified, at every level, and end as in fp32.
+
+Each runs once by ``amp-patch run`` itself, and seven times in forks, which have torch imported.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import GLOO_ABORTS, RUN, run, run_pair
+from running import GLOO_ABORTS, RUN, run, run_forked, run_pair
 
 PROGRAMS = Path(__file__).parent / "programs"
 DISTRIBUTED = ("image_classification", "swav")
@@ -42,6 +47,14 @@ DTYPES = {
 
 def outcome(program: str, *arguments: str, forced: str | None = None) -> dict[str, Any]:
     """Run a program, on two processes where it is distributed, and return what it reports."""
+    ranks = 2 if program in DISTRIBUTED else 1
+    return reported(run_forked(PROGRAMS / f"{program}.py", arguments, forced, ranks))
+
+
+def outcome_of_amp_patch_run(
+    program: str, *arguments: str, forced: str | None = None
+) -> dict[str, Any]:
+    """Do the same by ``amp-patch run``, as a user does."""
     options = ["--opt-level", forced] if forced else []
     command = [*RUN, *options, PROGRAMS / f"{program}.py", *arguments]
     if program in DISTRIBUTED:
@@ -56,14 +69,16 @@ def reported(printed: str) -> dict[str, Any]:
     return {**json.loads(line.removeprefix("OUTCOME ")), "printed": printed}
 
 
-def asked_for(program: str, level: str) -> dict[str, Any]:
+def asked_for(
+    program: str, level: str, run: Callable[..., dict[str, Any]] = outcome
+) -> dict[str, Any]:
     """Run at a level as a script's user asks for it: O4 and O5 came with no apex of NVIDIA's."""
     arguments = ARGUMENTS[program]
     if program == "image_classification" and level in ("O2", "O4", "O5"):
         arguments = [*arguments, "--keep-batchnorm-fp32", "True"]
     if level in ("O4", "O5"):
-        return outcome(program, "--opt-level", "O2", *arguments, forced=level)
-    return outcome(program, "--opt-level", level, *arguments)
+        return run(program, "--opt-level", "O2", *arguments, forced=level)
+    return run(program, "--opt-level", level, *arguments)
 
 
 def is_close(program: str, level: str, loss: float, in_fp32: float) -> bool:
@@ -92,6 +107,11 @@ def test_a_program_trains_at_every_level_as_in_fp32(program: str) -> None:
             assert one["saved"] == ["loss_scaler0"]
         if program == "bert":
             assert one["stepped"] == in_fp32["stepped"]
+
+
+@pytest.mark.parametrize(("program", "level"), list(zip(ARGUMENTS, itertools.cycle(DTYPES))))
+def test_amp_patch_run_prints_what_a_fork_prints(program: str, level: str) -> None:
+    assert asked_for(program, level, outcome_of_amp_patch_run) == asked_for(program, level)
 
 
 def test_a_program_runs_under_torchrun() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support import examples
 
 from amp_patch.scaling.loss_scaler import LossScaler, load_state_dict, state_dict
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -94,7 +95,6 @@ def test_scale_by_hand(keywords: dict[str, Any], passes: str, scale: float, unsk
 
 
 @given(events=EVENTS, scale=st.sampled_from([1.0, 128.0, 0.1]), hysteresis=st.integers(1, 3))
-@settings(max_examples=100)
 def test_static_scale_never_moves_and_every_overflow_skips(
     events: list[bool], scale: float, hysteresis: int
 ) -> None:
@@ -120,7 +120,7 @@ def test_update_answers_with_a_bool(overflow: Any) -> None:
 # --- the rule, against independent references ---
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(
     events=st.lists(st.booleans(), max_size=200),
     init=st.integers(0, 16),
@@ -170,7 +170,7 @@ def reference_scales(rule: ScaleRule, events: Sequence[bool]) -> list[float]:
     return scales
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(rule=rules(), events=EVENTS)
 def test_bounded_scale_with_hysteresis_matches_the_reference(
     rule: ScaleRule, events: list[bool]
@@ -183,7 +183,7 @@ def test_bounded_scale_with_hysteresis_matches_the_reference(
     assert scales == reference_scales(rule, events)
 
 
-@settings(max_examples=300)
+@examples(3)
 @given(rule=rules(), events=EVENTS)
 def test_scale_stays_in_its_bounds_and_moves_the_right_way(
     rule: ScaleRule, events: list[bool]
@@ -201,7 +201,6 @@ def test_scale_stays_in_its_bounds_and_moves_the_right_way(
         assert not (overflow and scaler.unskipped)
 
 
-@settings(max_examples=100)
 @given(events=st.lists(st.booleans(), max_size=400))
 def test_default_scales_are_powers_of_two(events: list[bool]) -> None:
     scaler = LossScaler(ScaleRule.resolve("dynamic", growth_interval=3))
@@ -286,7 +285,7 @@ def test_skip_message_tells_what_happened_to_the_scale(
 # --- checkpoints ---
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(rule=rules(), before=EVENTS, after=EVENTS)
 def test_loaded_scaler_goes_on_as_if_never_stopped(
     rule: ScaleRule, before: list[bool], after: list[bool]

@@ -16,6 +16,7 @@ import torch
 from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
+from support import trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +126,7 @@ def outcome(amp: ModuleType, model: nn.Module, optimizer: Optimizer) -> list[Any
 def test_training_is_that_of_a_host_that_waits(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    @trains()
     @given(
         st.sampled_from(["O1", "O2", "O5"]),
         st.sampled_from(list(MAKERS)),
@@ -359,6 +361,7 @@ EVENTS = ["finite", "overflow", "delayed", "dropped", "clipped", "strided"]
 def test_kernels_skip_as_a_host_that_waits(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    @trains()
     @given(
         st.sampled_from(["O2", "O5"]),
         st.sampled_from(list(ONE_PASS)),

@@ -4,13 +4,13 @@ import copy
 import dataclasses
 import io
 import pickle
-import subprocess
 import sys
 from collections import OrderedDict, UserDict
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import processes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -413,10 +413,8 @@ def test_a_pickled_model_runs_in_a_process_that_never_initialized(
         "print(model[0].weight.dtype, output.dtype, model.state_dict()['0.weight'].dtype)\n"
         "torch.save(output, sys.argv[2])\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "model.pt", tmp_path / "output.pt"],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", script, tmp_path / "model.pt", tmp_path / "output.pt"]
+    run = processes.run(command, cwd=Path(__file__).parents[2])
     assert run.stderr == ""
     assert run.stdout.split() == [str(HALF_OF.get(level, F32)), str(F32), str(F32)]
     there = torch.load(tmp_path / "output.pt")

@@ -1,0 +1,87 @@
+"""Decorators and registered functions: what they cast at each level, what they refuse."""
+
+from __future__ import annotations
+
+import types
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+#: What a rule makes of arguments of two dtypes, at a level.
+CAST = {
+    "half": lambda given, level: [HALF[level]] * 2,
+    "float": lambda given, level: [F32] * 2,
+    "promote": lambda given, level: list(given) if given[0] is given[1] else [F32] * 2,
+    "bfloat16": lambda given, level: [BF16] * 2,
+}
+
+
+def dtypes(*tensors: Tensor) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("way", ["decorated", "registered"])
+@pytest.mark.parametrize("rule", CAST)
+@pytest.mark.parametrize("given", [(F32, F32), (F32, F16), (BF16, BF16)], ids=str)
+def test_arguments_come_as_the_rule_says_at_o1_and_o4_only(
+    amp: ModuleType, rule: str, way: str, level: str, given: tuple[torch.dtype, ...]
+) -> None:
+    library = types.SimpleNamespace(function=dtypes)
+    if way == "decorated":
+        library.function = getattr(amp, f"{rule}_function")(dtypes)
+    else:
+        getattr(amp, f"register_{rule}_function")(library, "function")
+    model = amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+    expected = CAST[rule](given, level) if level in HALF else list(given)
+    assert library.function(*(torch.ones(1, dtype=dtype) for dtype in given)) == expected
+    amp.deactivate()
+    assert library.function(torch.ones(1)) == [F32]
+    del model
+
+
+def test_a_registered_function_is_put_back_by_deactivate(amp: ModuleType) -> None:
+    library = types.SimpleNamespace(function=dtypes)
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    amp.register_half_function(library, "function")
+    assert library.function is not dtypes
+    amp.deactivate()
+    assert library.function is dtypes
+    del model
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [((), "nothing"), ((nn.ReLU(),), "an object of type ReLU"), ((int,), "an object of type type")]
+    + [((3,), "an object of type int")],
+    ids=["nothing", "a layer", "a class", "a number"],
+)
+def test_what_is_no_function_is_not_decorated(amp: ModuleType, made: tuple[Any], got: str) -> None:
+    with pytest.raises(TypeError, match=f"amp.float_function takes a function.*got {got}"):
+        amp.float_function(*made)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("absent", ValueError, "a registered function must exist; got 'absent'"),
+        ("kind", TypeError, "is no class; got 'kind'"),
+        ("number", TypeError, "is called, and is no class; got 'number'"),
+        (dtypes, TypeError, r"call amp.register_half_function\(module, 'dtypes'\)"),
+    ],
+    ids=["absent", "a class", "a number", "no name"],
+)
+def test_what_cannot_be_registered_is_refused_and_nothing_is_kept(
+    amp: ModuleType, name: Any, error: type[Exception], message: str
+) -> None:
+    library = types.SimpleNamespace(kind=int, number=3)
+    with pytest.raises(error, match=message):
+        amp.register_half_function(library, name)
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert vars(library) == {"kind": int, "number": 3}
+    del model

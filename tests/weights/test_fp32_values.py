@@ -1,0 +1,116 @@
+"""Which of a half parameter and its fp32 value the other follows: whichever was written to."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_patch.weights.fp32_values import FP32Values
+
+HALVES = (torch.float16, torch.bfloat16)
+#: Neither half dtype has it.
+THIRD = 1 / 3
+
+
+def entered(dtype: torch.dtype = torch.float16) -> tuple[FP32Values, nn.Parameter, Tensor]:
+    """Return a store that holds the value of one parameter, [1/3, 1/3], and both."""
+    value = torch.full((2,), THIRD)
+    param = nn.Parameter(value.to(dtype))
+    values = FP32Values()
+    values.set(param, value)
+    return values, param, value
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+class TestWhichWins:
+    def test_untouched_the_value_keeps_its_bits(self, dtype: torch.dtype) -> None:
+        values, param, value = entered(dtype)
+        assert not values.wins(param)
+        assert torch.equal(values.exact(param), value)
+
+    def test_a_written_element_of_the_parameter_counts_and_the_others_keep_their_bits(
+        self, dtype: torch.dtype
+    ) -> None:
+        values, param, _ = entered(dtype)
+        param.data[0] = 2.0
+        assert values.exact(param).tolist() == torch.tensor([2.0, THIRD]).tolist()
+
+    def test_a_written_value_wins_over_a_written_parameter(self, dtype: torch.dtype) -> None:
+        values, param, value = entered(dtype)
+        param.data.fill_(2.0)
+        value.fill_(3.0)
+        assert values.wins(param)
+        assert values.exact(param).tolist() == [3.0, 3.0]
+
+    def test_an_exposed_value_wins_unless_only_the_parameter_is_written_to(
+        self, dtype: torch.dtype
+    ) -> None:
+        values, param, value = entered(dtype)
+        values.expose(param)
+        value.data.fill_(3.0)  # moves no version
+        assert values.wins(param)
+        with torch.no_grad():
+            param.fill_(2.0)
+        assert not values.wins(param)
+        values.end_exposure(param)
+        assert not values.wins(param)
+
+
+def test_what_was_never_entered_is_the_parameter_itself_in_fp32() -> None:
+    param = nn.Parameter(torch.tensor([THIRD]).half())
+    exact = FP32Values().exact(param)
+    assert exact.dtype is torch.float32
+    assert torch.equal(exact, param.detach().float())
+
+
+def test_a_value_of_two_optimizers_was_written_to_only_if_neither_noted_it() -> None:
+    values, param, value = entered()
+    first, second = [0], [0]
+    values.set(param, value, first)
+    values.set(param, value, second)
+    value.fill_(3.0)
+    assert values.wins(param)
+    second[0] = value._version  # as the second optimizer's step does
+    assert not values.wins(param)
+    values.forget_versions(param, second)
+    assert values.wins(param)
+
+
+def test_values_go_with_their_parameters() -> None:
+    values, param, _ = entered()
+    assert values.holds(param)
+    values.forget([param])
+    assert not values.holds(param)
+    values, param, _ = entered()
+    del param
+    gc.collect()
+    assert len(values._values) == 0
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=2))
+def test_a_state_dict_is_written_and_read_in_fp32(numbers: list[float]) -> None:
+    module = nn.Linear(2, 1, bias=False).half()
+    values, value = FP32Values(), torch.tensor([numbers])
+    values.set(module.weight, torch.zeros(1, 2))
+    module.weight.data.zero_()
+    values.read_state(module, {"a.weight": value}, "a.")
+    assert values.loads == 1
+    module.weight.data.copy_(value)
+    state = {"a.weight": module.weight.detach()}
+    values.write_state(module, state, "a.")
+    assert torch.equal(state["a.weight"], value)
+
+
+def test_a_master_lives_in_the_memory_of_the_value_and_has_its_gradient() -> None:
+    values, param, value = entered()
+    value.grad = torch.ones(2)
+    param.data[0] = 2.0
+    master = values.take(param)
+    assert master.data_ptr() == value.data_ptr()
+    assert master.tolist() == torch.tensor([2.0, THIRD]).tolist()
+    assert master.grad is value.grad

@@ -1,0 +1,133 @@
+"""Models are set up at a level, in place of an earlier one, and an error puts the earlier back."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from amp_patch.casting.mode import process
+from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.levels import OPT_LEVELS
+from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.prepared_models import ModelHooks, PreparedModels
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+STORED = {"O0": F32, "O1": F32, "O2": F16, "O3": F16, "O4": F32, "O5": BF16}
+LEVELS = tuple(STORED)
+
+
+class Prepared:
+    """Prepared models, and which of them called which hook."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.values, self.cache = FP32Values(), WeightCache()
+        hooks = ModelHooks(
+            observe=lambda model: self.seen.append("observe"),
+            observe_casting=lambda model: self.seen.append("observe casting"),
+            write_state=lambda *args: self.seen.append("write"),
+            read_state=lambda *args: self.seen.append("read"),
+        )
+        self.models = PreparedModels(self.values, self.cache, hooks)
+
+    def set_up(self, model: nn.Module, level: str, *stepped: nn.Parameter) -> contextlib.ExitStack:
+        """Set a model up, and return what undoes it."""
+        undo = contextlib.ExitStack()
+        self.models.set_up([model], OPT_LEVELS[level], set(map(id, stepped)), undo)
+        return undo
+
+
+@pytest.fixture
+def prepared() -> Iterator[Prepared]:
+    saved = process.save()
+    prepared = Prepared()
+    yield prepared
+    prepared.models.release()
+    process.restore(saved)
+
+
+def hooks_of(model: nn.Module) -> list[int]:
+    """Return how many hooks of each kind a model has."""
+    return [len(value) for name, value in sorted(vars(model).items()) if name.endswith("_hooks")]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_has_the_levels_storage_and_hooks(prepared: Prepared, level: str) -> None:
+    model = nn.Linear(2, 2)
+    untouched = hooks_of(model)
+    prepared.set_up(model, level)
+    assert model.weight.dtype is STORED[level]
+    assert prepared.values.holds(model.weight) is (level in ("O2", "O5"))
+    model(torch.ones(1, 2))
+    model.load_state_dict(model.state_dict())
+    casting = level in ("O1", "O4")
+    half = ["write", "read"] if STORED[level] is not F32 else []
+    assert prepared.seen == ["observe casting" if casting else "observe", *half]
+    assert prepared.models.casting_dtypes() == ({OPT_LEVELS[level].half_dtype} & {F16, BF16}
+        if casting else set())  # fmt: skip
+    assert process.devices == {"cpu"}
+    assert prepared.models.release() is bool(half)
+    assert hooks_of(model) == untouched
+    assert model.weight.dtype is F32
+
+
+@pytest.mark.parametrize("later", LEVELS)
+@pytest.mark.parametrize("earlier", ["O0", "O1", "O4"])
+def test_an_error_puts_the_hooks_of_the_earlier_level_back(
+    prepared: Prepared, earlier: str, later: str
+) -> None:
+    model = nn.Linear(2, 2)
+    prepared.set_up(model, earlier)
+    hooks = hooks_of(model)
+    weight = model.weight.data
+    undo = prepared.set_up(model, later)
+    assert prepared.models.levels[model] is OPT_LEVELS[later]
+    undo.close()
+    model.weight.data = weight  # the tensors are somebody else's to restore
+    assert hooks_of(model) == hooks
+    assert prepared.models.levels[model] is OPT_LEVELS[earlier]
+    assert not prepared.values.holds(model.weight)
+
+
+def test_an_error_at_the_first_level_leaves_no_hook(prepared: Prepared) -> None:
+    model = nn.Linear(2, 2)
+    untouched = hooks_of(model)
+    prepared.set_up(model, "O1").close()
+    assert hooks_of(model) == untouched
+    assert model not in prepared.models.levels
+
+
+def test_a_frozen_parameter_has_a_value_only_where_it_is_stepped(prepared: Prepared) -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    prepared.set_up(model, "O2", model.weight)
+    assert prepared.values.holds(model.weight)
+    assert not prepared.values.holds(model.bias)
+
+
+def test_released_models_have_their_fp32_bits_again(prepared: Prepared) -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    assert not torch.equal(before, before.half().float())
+    prepared.set_up(model, "O2")
+    prepared.models.release()
+    assert torch.equal(model.weight, before)
+
+
+def test_names_are_those_in_the_models_or_shapes(prepared: Prepared) -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    prepared.set_up(model, "O1")
+    assert prepared.models.name_of(model[0].bias) == "0.bias"
+    assert prepared.models.name_of(torch.ones(4, 5)) == "a parameter of shape (4, 5)"
+
+
+def test_dropped_models_are_gone(prepared: Prepared) -> None:
+    for level in LEVELS:
+        prepared.set_up(nn.Linear(2, 2), level)
+    gc.collect()
+    assert len(prepared.models.levels) == 0
+    assert prepared.models.casting_dtypes() == set()
