@@ -100,6 +100,7 @@ def test_a_state_dict_is_written_and_read_in_fp32(numbers: list[float]) -> None:
     module.weight.data.zero_()
     values.read_state(module, {"a.weight": value}, "a.")
     assert values.loads == 1
+    assert not values.wins(module.weight)  # torch loads the parameter now
     module.weight.data.copy_(value)
     state = {"a.weight": module.weight.detach()}
     values.write_state(module, state, "a.")
