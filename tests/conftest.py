@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -16,6 +17,19 @@ import torch_snapshot
 
 pytest_plugins = ["pytester"]
 
+# The files that cannot be imported without a package of the extra "test", which a machine that
+# lends its GPU may not have. "-m gpu" needs torch, wrapt, numpy, pytest and hypothesis.
+NEEDS = {
+    "click": ["test_public_names.py"],
+    "expecttest": ["casting/test_rules.py", "casting/test_wrappers.py"],
+    "rich": ["test_benchmarks.py"],
+}
+MISSING = [package for package in NEEDS if importlib.util.find_spec(package) is None]
+collect_ignore = [file for package in MISSING for file in NEEDS[package]]
+
+# torch 2.11 and later warn, once, of sparse tensors that nobody said whether to check
+torch.sparse.check_sparse_tensor_invariants.disable()
+
 # see CONTRIBUTING.md; `support.examples` draws more or fewer than the profile says
 for profile, examples in (("ordinary", 100), ("nightly", 400)):
     hypothesis.settings.register_profile(
@@ -23,9 +37,29 @@ for profile, examples in (("ordinary", 100), ("nightly", 400)):
     )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ordinary"))
 
-if torch.cuda.is_available() and importlib.util.find_spec("cupy") is None:
+
+def can_import_cupy() -> bool:
+    """Import cupy here, once: what it warns of itself would be an error inside of a test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module("cupy")
+        except Exception:  # whatever it is: a test that needs cupy runs into it, and shows it
+            return False
+    return True
+
+
+if torch.cuda.is_available() and not can_import_cupy():
     # else the one warning that tells of it is an error in whatever test comes first
     os.environ.setdefault("AMP_PATCH_KERNELS", "torch")
+
+
+def pytest_report_header() -> list[str]:
+    """Say what is not collected."""
+    return [
+        f"{package} is missing, without which there is no {', '.join(NEEDS[package])}"
+        for package in MISSING
+    ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

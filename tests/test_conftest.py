@@ -1,5 +1,8 @@
 """The fixtures of conftest.py do fail what they are there to fail."""
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -96,29 +99,84 @@ def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile
     assert outcomes.keys().isdisjoint({"failed", "errors"})
 
 
-GPU = """\
-import importlib.util
-import torch
+# what ``import cupy`` does
+CUPY = {
+    "missing": "raise ModuleNotFoundError(\"No module named 'cupy'\", name='cupy')",
+    "there": "",
+    "warns": "import warnings; warnings.warn('old', DeprecationWarning)",
+    "broken": "raise ImportError('libcuda.so.1: cannot open shared object file')",
+}
 
-torch.cuda.is_available = lambda: True
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *package: (
-    {cupy!r} if name == "cupy" else found(name, *package)
-)
-"""
+
+@pytest.fixture
+def run_on_gpu(run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
+    """Run a test as on a machine with a GPU; warnings are errors, as in this project."""
+
+    def run(cupy: str, test: str) -> pytest.RunResult:
+        monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
+        pytester.makepyfile(cupy=CUPY[cupy])
+        pytester.makepyfile(like_a_gpu="import torch\ntorch.cuda.is_available = lambda: True\n")
+        pytester.makeini(
+            "[pytest]\nmarkers = gpu: needs a CUDA device\naddopts = -ra -p like_a_gpu\n"
+            "filterwarnings = error\n"
+        )
+        return run_tests(test_kernels=f"import os, pytest\ndef test():\n    {test}")
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("cupy", "chosen", "expected"),
-    [(None, None, "torch"), (None, "cupy", "cupy"), ("there", None, None)],
+    [
+        ("missing", None, "torch"),
+        ("missing", "cupy", "cupy"),
+        ("there", None, None),
+        ("warns", None, None),
+        ("broken", None, "torch"),
+    ],
 )
 def test_on_a_gpu_without_cupy_torch_takes_the_kernels_place_without_a_warning(
-    run_tests, pytester: pytest.Pytester, monkeypatch, cupy, chosen, expected
+    run_on_gpu, monkeypatch: pytest.MonkeyPatch, cupy: str, chosen: str | None, expected: str | None
 ) -> None:
     monkeypatch.delenv("AMP_PATCH_KERNELS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("AMP_PATCH_KERNELS", chosen)
-    pytester.makepyfile(like_a_gpu=GPU.format(cupy=cupy))
-    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device\naddopts = -p like_a_gpu\n")
     test = f"assert os.environ.get('AMP_PATCH_KERNELS') == {expected!r}"
-    run_tests(test_kernels=f"import os\ndef test():\n    {test}").assert_outcomes(passed=1)
+    run_on_gpu(cupy, test).assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("cupy", "outcome", "said"),
+    [
+        ("missing", {"skipped": 1}, "could not import 'cupy'"),
+        ("warns", {"passed": 1}, "1 passed"),
+        ("broken", {"failed": 1}, "libcuda.so.1: cannot open shared object file"),
+    ],
+)
+def test_a_kernel_test_says_what_is_wrong_with_cupy(
+    run_on_gpu, cupy: str, outcome: dict[str, int], said: str
+) -> None:
+    result = run_on_gpu(cupy, "pytest.importorskip('cupy')")
+    result.assert_outcomes(**outcome)
+    result.stdout.fnmatch_lines(f"*{said}*")
+
+
+def test_gpu_tests_are_collected_where_other_tests_lack_their_packages(tmp_path: Path) -> None:
+    """What is imported here is all that a machine with a GPU is asked to have."""
+    missing = ("click", "expecttest", "mypy", "rich", "sklearn")
+    (tmp_path / "lacks.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n"
+    )
+    plugins = ("-p", "no:randomly", "-p", "no:cacheprovider", "-p", "lacks")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *plugins],
+        cwd=TESTS.parent,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"^(\d+)/\d+ tests collected", done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    assert int(found[1]) > 200

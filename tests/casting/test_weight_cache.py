@@ -50,6 +50,12 @@ def model(cache: WeightCache, device: torch.device) -> nn.Linear:
     return model
 
 
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refresh casts by torch's multi-tensor copy on a GPU, too: the kernels are not dispatched."""
+    monkeypatch.setenv("AMP_PATCH_KERNELS", "torch")
+
+
 class CastsOf(TorchDispatchMode):
     """Counts the casts of each parameter, and the bulk copies."""
 
@@ -303,6 +309,7 @@ def test_frozen_weights_are_cached_too(amp: ModuleType) -> None:
     assert [counter.of_weights for counter in counters] == [4, 0]
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_a_weight_that_is_held_costs_the_next_iteration_one_cast(
     cache: WeightCache, model: nn.Linear, warm_up: Callable[..., None]
 ) -> None:
@@ -508,6 +515,7 @@ def test_a_change_between_training_and_evaluation_makes_casts_stale(
         assert torch.equal(found, model.weight.to(HALF))
 
 
+@pytest.mark.usefixtures("by_torch")
 def test_a_refresh_that_fails_is_repeated(
     cache: WeightCache,
     model: nn.Linear,

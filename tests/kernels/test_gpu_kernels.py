@@ -4,7 +4,6 @@ The operations' own table runs there, too: test_kernels.py and test_scaler_state
 """
 
 import functools
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -27,9 +26,6 @@ from amp_patch.scaling.scale_rule import ScaleRule
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("cupy") is None, reason="cupy is missing: see the extra 'cuda13'"
-    ),
     # set_sync_debug_mode says so of itself, once
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
@@ -41,6 +37,7 @@ CYCLES = 50_000_000
 @pytest.fixture(autouse=True)
 def kernels_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have nothing go to torch because the kernels do not work, in child processes either."""
+    pytest.importorskip("cupy", reason="cupy is missing: see the extra 'cuda13'")
     monkeypatch.setenv("AMP_PATCH_KERNELS", "cupy")
 
 
@@ -131,6 +128,7 @@ def test_operations_run_on_the_current_stream(gpu: torch.device) -> None:
 
 def test_a_copy_is_ready_when_the_device_has_made_it(gpu: torch.device) -> None:
     tensor = torch.zeros(3, device=gpu)
+    HostCopy(tensor).wait()  # the first allocation of pinned memory may wait for the device
     torch.cuda._sleep(CYCLES)
     tensor.fill_(5.0)
     copy = HostCopy(tensor)
