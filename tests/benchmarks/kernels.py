@@ -1,42 +1,37 @@
 """Measures the kernels on a GPU against torch's own operations and a plain copy of the memory.
 
-    python tests/benchmarks/kernels.py
+    python tests/benchmarks/kernels.py --out FOLDER
     python tests/benchmarks/kernels.py --quick --device cpu
 
 Every operation is timed in one process, on the parameters of three models and on one large tensor:
-the bytes it has to move, its time, the share of a device-to-device copy's bandwidth and the number
-of launches. So is the whole phase between backward and the next forward: unscale, clip, step. The
-results are written where a GPU was measured as a whole. On a CPU the reference runs.
+the bytes it reads and writes, its time, the host's time, the share of a device-to-device copy's
+bandwidth and the number of launches. So is the whole phase between backward and the next forward:
+unscale, clip, step. What is measured is written after each list of tensors. The exit code is 1
+where a target was missed. On a CPU the reference runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
 import math
 import os
-import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu_timing import count_launches, time_calls
+from benchmarks.kernel_report import Measured, as_table, below_share, machine, not_faster, save
 from benchmarks.model_shapes import MODELS, Shape
 
-from amp_patch import amp, kernels
+from amp_patch import amp, cuda_graph, kernels
 from amp_patch.kernels.cuda_optimizers import Factors, KernelStep
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.fused_step import FusedStep
@@ -46,11 +41,11 @@ from amp_patch.optimizers.registry import update_of
 RESULTS = Path(__file__).with_name("results")
 LARGE = "one tensor of 2**28 elements"
 COPY = "copy of fp32"
-COLUMNS = ("operation", "MB", "ms", "GB/s", "of the copy", "launches")
 #: What must be reached on the large tensor, as a share of the copy's bandwidth.
 AT_LEAST = {"unscale fp16 to fp32": 0.85, "adamw": 0.85}
 # unscale, clip, step: ours in one pass, and torch.amp with GradScaler
 PHASE = "phase: ours, one-pass AdamW"
+REPLAYED_PHASE = "phase, replayed from a CUDA graph"
 FUSED_PHASE = "phase: AdamW(fused=True)"
 FOREACH_PHASE = "phase: AdamW(foreach=True)"
 #: How many times faster than these the phase must be, with the shapes of this model.
@@ -59,30 +54,8 @@ RIVALS_MODEL = "BERT-large"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One operation on one list of tensors."""
-
-    operation: str
-    megabytes: float
-    milliseconds: float
-    share_of_copy: float
-    launches: int
-
-    def cells(self) -> tuple[str, ...]:
-        bandwidth = self.megabytes / self.milliseconds
-        return (
-            self.operation,
-            f"{self.megabytes:.1f}",
-            f"{self.milliseconds:.3f}",
-            f"{bandwidth:.0f}",
-            f"{self.share_of_copy:.0%}",
-            str(self.launches),
-        )
-
-
-@dataclass(frozen=True)
 class Operation:
-    """What is timed, and the bytes per parameter that it cannot do without.
+    """What is timed, and the bytes per parameter that it reads and writes.
 
     ``make`` returns what is timed; its tensors go before the next operation is made.
     """
@@ -106,10 +79,13 @@ def operations(shapes: list[Shape], device: torch.device) -> list[Operation]:
         ("sgd with momentum", 20, lambda: one_pass(sgd, shapes, device)),
         ("torch's SGD(fused=True)", 20, lambda: torch_step(sgd, shapes, device)),
         ("lamb", 40, lambda: one_pass(FusedLAMB, shapes, device)),
-        (PHASE, 30, lambda: our_phase(shapes, device)),
+        # 2 to check, 6 to reconcile master and weight, 28 to step
+        (PHASE, 36, lambda: our_phase(shapes, device)),
         (FUSED_PHASE, 48, lambda: torch_phase(shapes, device, fused=True)),
         (FOREACH_PHASE, 48, lambda: torch_phase(shapes, device, foreach=True)),
     ]
+    if device.type == "cuda":
+        makers.append((REPLAYED_PHASE, 36, lambda: replayed_phase(shapes, device)))
     return simple + [Operation(*maker) for maker in makers]
 
 
@@ -217,6 +193,13 @@ def our_phase(shapes: list[Shape], device: torch.device) -> Callable[[], object]
     return run
 
 
+def replayed_phase(shapes: list[Shape], device: torch.device) -> Callable[[], object]:
+    """Return our phase without Python in it."""
+    phase = our_phase(shapes, device)
+    captured = cuda_graph.capture(phase)
+    return lambda: (captured.replay(), phase)  # the model must live as long as its graph
+
+
 def torch_phase(shapes: list[Shape], device: torch.device, **options: bool) -> Callable[[], object]:
     """Return the same of torch.amp: the gradients are of fp32."""
     params = new_parameters(shapes, device)
@@ -245,42 +228,6 @@ def parameters(masters: list[Tensor], grads: list[Tensor]) -> list[torch.nn.Para
     return params
 
 
-def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the median time, of the device where it is a GPU."""
-    for _ in range(3):
-        run()
-    return statistics.median(one_time(run, device) for _ in range(repeats))
-
-
-def one_time(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # the host gets ahead, so that what it does is not in the time
-    torch.cuda._sleep(10_000_000)
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def launches(run: Callable[[], object], device: torch.device) -> int:
-    """Return the number of kernels that the GPU ran; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    kind = torch.autograd.DeviceType.CUDA
-    moved = ("Memcpy", "Memset")
-    return sum(
-        event.device_type == kind and not event.name.startswith(moved) for event in profile.events()
-    )
-
-
 def measure(shapes: list[Shape], device: torch.device, repeats: int) -> list[Measured]:
     """Time every operation on tensors of these shapes."""
     count = sum(map(math.prod, shapes))
@@ -288,13 +235,13 @@ def measure(shapes: list[Shape], device: torch.device, repeats: int) -> list[Mea
     rows = []
     for operation in operations(shapes, device):
         run = operation.make()
+        times = time_calls(run, device, repeats)
         megabytes = operation.bytes_per_parameter * count / 1e6
-        taken = milliseconds(run, device, repeats)
-        share = copy_time * operation.bytes_per_parameter / 8 / taken
-        number = launches(run, device)
-        rows.append(Measured(operation.name, megabytes, taken, share, number))
+        share = copy_time * operation.bytes_per_parameter / 8 / times.device
+        number = count_launches(run, device)
+        rows.append(Measured(operation.name, megabytes, times.device, times.host, share, number))
         del run
-        if operation.name == PHASE:
+        if operation.name in (PHASE, REPLAYED_PHASE):
             amp.deactivate()
     return rows
 
@@ -302,82 +249,49 @@ def measure(shapes: list[Shape], device: torch.device, repeats: int) -> list[Mea
 def copy_milliseconds(count: int, device: torch.device, repeats: int) -> float:
     """Time the copy that all are compared with: as many elements, in one tensor."""
     one, other = (torch.empty(count, device=device) for _ in range(2))
-    return milliseconds(lambda: other.copy_(one), device, repeats)
+    return time_calls(lambda: other.copy_(one), device, repeats).device
 
 
-def machine(device: torch.device) -> dict[str, str]:
-    about = {
-        "device": "CPU",
-        "torch": torch.__version__,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
-    if device.type == "cuda":
-        import cupy
-
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-        about |= {"device": torch.cuda.get_device_name(device), "driver": driver}
-        about |= {"CUDA": str(torch.version.cuda), "cupy": cupy.__version__}
-    return about
+def lists_of_shapes(quick: bool) -> dict[str, list[Shape]]:
+    """Return what is measured, first what has targets."""
+    names = sorted(MODELS, key=lambda name: name != RIVALS_MODEL)
+    shapes = {LARGE: [(2**28,)]} | {name: MODELS[name]() for name in names}
+    if quick:
+        return {name: [(2,) * len(one) for one in some[:20]] for name, some in shapes.items()}
+    return shapes
 
 
-def show(console: Console, name: str, rows: list[Measured]) -> None:
-    table = Table(*COLUMNS, box=SIMPLE_HEAD, title=name)
-    for row in rows:
-        table.add_row(*row.cells())
-    console.print(table)
+def missed_targets(measured: Mapping[str, list[Measured]]) -> list[str]:
+    """Name the targets that were missed, as far as their lists were measured."""
+    slow = below_share(measured.get(LARGE, []), AT_LEAST)
+    if RIVALS_MODEL in measured:
+        slow += not_faster(measured[RIVALS_MODEL], PHASE, RIVALS)
+    return slow
 
 
-def missed(rows: list[Measured]) -> list[str]:
-    """Name what moves fewer bytes per second than it must."""
-    shares = [(row, AT_LEAST.get(row.operation, 0.0)) for row in rows]
-    return [
-        f"{row.operation}: {row.share_of_copy:.0%} of the copy, must be {share:.0%}"
-        for row, share in shares
-        if row.share_of_copy < share
-    ]
-
-
-def too_slow(rows: list[Measured]) -> list[str]:
-    """Name the phases of torch that ours is not as many times faster than as it must be."""
-    times = {row.operation: row.milliseconds for row in rows}
-    return [
-        f"{PHASE}: {times[rival] / times[PHASE]:.2f} times as fast as {rival}, must be {factor}"
-        for rival, factor in RIVALS.items()
-        if times[rival] < factor * times[PHASE]
-    ]
-
-
-def save(about: dict[str, str], measured: dict[str, list[Measured]]) -> Path:
-    path = RESULTS / f"{about['device'].replace(' ', '-')}.json"
-    lists = {name: [asdict(row) for row in rows] for name, rows in measured.items()}
-    text = json.dumps({"machine": about, "lists": lists}, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
-    return path
-
-
-def main() -> None:
+def main() -> int:
+    """Measure, show and write; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("--out", default=RESULTS, type=Path, help="the folder to write to")
     parser.add_argument("--quick", action="store_true", help="tiny tensors, nothing is written")
     args = parser.parse_args()
     if args.device.type == "cuda":
         os.environ["AMP_PATCH_KERNELS"] = "cupy"  # else a failure would have torch measured
-    shapes = {name: make() for name, make in MODELS.items()} | {LARGE: [(2**28,)]}
-    if args.quick:
-        shapes = {name: [(2,) * len(one) for one in some[:20]] for name, some in shapes.items()}
-    console = Console()
-    measured = {}
-    for name, some in shapes.items():
-        measured[name] = measure(some, args.device, repeats=2 if args.quick else 30)
-        show(console, f"{name}: {len(some)} tensors", measured[name])
     about = machine(args.device)
-    console.print(", ".join(about.values()))
-    if not args.quick:
-        lines = [*missed(measured[LARGE]), *too_slow(measured[RIVALS_MODEL])]
-        console.print(*lines, f"written: {save(about, measured).name}", sep="\n")
+    print(", ".join(about.values()), flush=True)
+    measured: dict[str, list[Measured]] = {}
+    missed: list[str] = []
+    for name, shapes in lists_of_shapes(args.quick).items():
+        measured[name] = measure(shapes, args.device, repeats=2 if args.quick else 30)
+        print(f"\n{name}: {len(shapes)} tensors\n{as_table(measured[name])}", flush=True)
+        if not args.quick:
+            missed = missed_targets(measured)
+            print(f"written: {save(args.out, about, measured, missed).name}", flush=True)
+    for line in missed:
+        print(line)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
