@@ -1,26 +1,21 @@
-"""What only a GPU shows of the kernels: streams, devices, graphs, syncs and the sanitizer's view.
+"""What only a GPU shows of the kernels: streams, devices, graphs and syncs.
 
 The operations' own table runs there, too: test_kernels.py and test_scaler_state.py.
 """
 
 import functools
-import shutil
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from kernel_steps import FLAGGED, Step
 from torch import Tensor, nn
 
 from amp_patch import cuda_graph, kernels
-from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale, cuda_kernels, scaler_state
+from amp_patch.kernels import ScalerState, Unscale, cuda_kernels, scaler_state
 from amp_patch.kernels.host_copy import HostCopy
-from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 
@@ -29,7 +24,6 @@ pytestmark = [
     # set_sync_debug_mode says so of itself, once
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
-ROOT = Path(__file__).parents[2]
 # enough for the host to be far ahead of the device
 CYCLES = 50_000_000
 
@@ -51,33 +45,6 @@ def no_sync() -> Iterator[Callable[[], None]]:
     """Give what makes every wait for the device an error from then on."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
-
-
-class Step:
-    """Every operation of a training step at O2 on some parameters, with a scale on the device."""
-
-    def __init__(self, device: torch.device, sizes: tuple[int, ...] = (5, 70_000, 1)) -> None:
-        self.halves = [torch.ones(n, device=device).half() for n in sizes]
-        self.masters = [half.float() for half in self.halves]
-        self.grads = [torch.ones_like(half) for half in self.halves]
-        self.received = [torch.zeros_like(master) for master in self.masters]
-        self.sums = [torch.zeros_like(master) for master in self.masters]
-        self.rule = ScaleRule(init_scale=4.0)
-        self.state = ScalerState(LossScaler(self.rule), device)
-        self.unscale = Unscale(self.grads, self.received)
-        self.cast = Cast(self.masters, self.halves)
-        self.comparison = Comparison(self.masters, self.halves)
-
-    def run(self) -> kernels.GradCheck:
-        self.comparison.reconcile(lambda: [True] * len(self.masters))
-        check = self.unscale.run(self.grads, self.received, self.state.scale)
-        kernels.update_scale(self.state, check.found_inf[0], self.rule)
-        kernels.accumulate(self.sums, self.received)
-        kernels.clip_by_norm(self.received, 1e9, 2.0)
-        for master, grad in zip(self.masters, self.received, strict=True):
-            master.sub_(grad)
-        self.cast.run()
-        return check
 
 
 def test_the_kernels_are_what_runs(gpu: torch.device) -> None:
@@ -244,16 +211,6 @@ def test_training_by_the_kernels_is_that_by_torch(
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# level, optimizer, and whether it steps in one pass
-FLAGGED: dict[str, tuple[str, Callable[..., torch.optim.Optimizer], bool]] = {
-    "AdamW, one pass": ("O2", torch.optim.AdamW, True),
-    "SGD, one pass": ("O2", functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), True),
-    "LAMB, one pass": ("O2", FusedLAMB, True),
-    "fused AdamW, O1": ("O1", functools.partial(torch.optim.AdamW, fused=True), False),
-    "fused AdamW, O2": ("O2", functools.partial(torch.optim.AdamW, fused=True), False),
-}
-
-
 class Training:
     """A small training on a GPU, whose gradients overflow when told to."""
 
@@ -391,49 +348,3 @@ def test_a_graph_outlives_an_eager_step_and_two_share_memory(amp: ModuleType) ->
         one()
         assert not amp.step_was_skipped(training.optimizer)
         assert not torch.equal(before[0], training.state()[0])
-
-
-def step_in_one_pass(amp: ModuleType, kind: str, device: torch.device) -> None:
-    """Step tensors of several sizes twice, from half gradient to half weight, and skip a third."""
-    level, make, one_pass = FLAGGED[kind]
-    model = nn.ParameterList(torch.ones(n, device=device) for n in (1, 16_385, 7, 0))
-    model, optimizer = amp.initialize(
-        model, make(model.parameters()), opt_level=level, verbosity=0, fused_step=one_pass
-    )
-    for factor in (1.0, 0.5, torch.inf):
-        loss = sum(param.float().square().sum() for param in model) * factor
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        amp.clip_grad_norm_(optimizer, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert amp.step_was_skipped(optimizer)
-    amp.deactivate()
-
-
-SANITIZED = """
-    import sys
-    sys.path[:0] = {paths!r}
-    import torch
-    from amp_patch import amp
-    from test_gpu_kernels import FLAGGED, Step, step_in_one_pass
-    gpu = torch.device("cuda", 0)
-    step = Step(gpu, sizes=(1, 16_385, 7, 0))
-    step.grads[1] = torch.ones(16_386, device=gpu).half()[1:]
-    step.run()
-    for kind, (_, _, one_pass) in FLAGGED.items():
-        if one_pass:
-            step_in_one_pass(amp, kind, gpu)
-    torch.cuda.synchronize()
-"""
-
-
-@pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is missing")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
-def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    script = textwrap.dedent(SANITIZED).format(paths=[str(ROOT), str(ROOT / "tests")])
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-    run = subprocess.run(
-        [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=900
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
