@@ -19,7 +19,7 @@ import torch
 from cuda_on_cpu.fake_gpu import Gpu
 from cuda_on_cpu.kernel_names import KERNELS
 
-from amp_patch.step import scaled_loss
+from amp_patch.step import loss_scaling
 
 SECONDS = 420
 # no allocator between the tensors: what lies behind a tensor's end is nobody's
@@ -74,7 +74,7 @@ def test_the_sanitized_script_launches_kernels_of_every_source(
 ) -> None:
     cuda_on_cpu.require_compiler()
     modules = Gpu(monkeypatch, pytestconfig).modules
-    monkeypatch.setattr(scaled_loss, "RUNS_AHEAD", {"cpu"})
+    monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", {"cpu"})
     kernel_steps.launch_every_kernel(amp, torch.device("cpu"))
     launched = set(modules.launched)
     assert [source for source, names in KERNELS.items() if not launched.intersection(names)] == []
