@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from .kernels.graph_capture import captures
+from .kernels.graph_capture import captures, in_living_graphs
 from .scaling.device_scaler import DeviceScaler
 from .session import session
 
@@ -24,17 +26,17 @@ class CapturedStep:
     Attributes:
         graph: the `torch.cuda.CUDAGraph`.
         result: what the step function returned: the same tensors after each replay, with the
-            values of the last one.
+            values of the last one; without the autograd graph that leads to them.
     """
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, result: Any, afterwards: list[Callable[[], object]]
     ) -> None:
-        self.graph, self.result = graph, result
+        self.graph, self.result = graph, _without_autograd(result)
         self._afterwards = afterwards
         self._scalers = session.scalers
         # What the graph reads and writes must outlive it, also where the session replaces it.
-        self._memory = _memory()
+        self._memory = _without_autograd(_memory())
 
     def replay(self) -> Any:
         """Make one step on the current stream, without waiting for it.
@@ -112,8 +114,8 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
     Raises:
         TypeError: step cannot be called, or warm_up is no int.
         ValueError: warm_up is below 2.
-        RuntimeError: no CUDA device; `amp.initialize` was not called; a step for which the host
-            has to wait.
+        RuntimeError: no CUDA device; `amp.initialize` was not called; the loss or an output of an
+            earlier step is still held; a step for which the host has to wait.
     """
     _refuse_arguments(step, warm_up)
     session.is_off("amp_patch.cuda_graph.capture()")
@@ -122,6 +124,7 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
     # A kept cast remembers in the autograd graph which stream it was made on: that may be one
     # that cannot be captured.
     session.cache.drop_casts()
+    _refuse_living_graphs()
     with torch.cuda.stream(stream):
         _run_outside(step, warm_up)
     _settle()
@@ -155,6 +158,28 @@ def _refuse_arguments(step: Any, warm_up: Any) -> None:
             f"{torch.__version__} with torch.cuda.is_available() False. Call the step function "
             "itself in each iteration."
         )
+
+
+def _refuse_living_graphs() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return  # DistributedDataParallel holds a node of each parameter all the time
+    params = [param for model in session.models.levels for param in model.parameters()]
+    if held := in_living_graphs(params):
+        raise RuntimeError(
+            "a step is captured on a stream of its own, so that no autograd graph of an earlier "
+            "step may be alive; got a loss or an output that is still held, whose graph leads to "
+            f"{len(held)} parameters, {session.models.name_of(held[0])!r} among them. Call "
+            "loss = loss.detach(), or del loss, before amp_patch.cuda_graph.capture()."
+        )
+
+
+def _without_autograd(tree: Any) -> Any:
+    """Return lists, dicts and the like of the same tensors, without graphs that lead to them.
+
+    A graph from the capture would keep nodes of the stream that was captured, and later steps
+    without the CUDA graph would have to wait for that stream, of which torch warns.
+    """
+    return tree_map_only(Tensor, lambda one: one if one.grad_fn is None else one.detach(), tree)
 
 
 def _run_outside(step: Callable[[], Any], count: int) -> None:

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +23,13 @@ from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_patch import cuda_graph
-from amp_patch.kernels.graph_capture import Captures
+from amp_patch.kernels.graph_capture import Captures, in_living_graphs
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
@@ -215,7 +215,7 @@ class Training:
         self.inputs.copy_(torch.randn(5, 4, generator=generator))
         self.factor.fill_(factor)
 
-    def step(self) -> Tensor:
+    def step(self, keeps_graph: bool = False) -> Tensor:
         self.calls += 1
         self.optimizer.zero_grad()
         loss = self.model(self.inputs).float().square().mean() * self.factor
@@ -223,7 +223,7 @@ class Training:
             scaled_loss.backward()
         self.amp.clip_grad_norm_(self.optimizer, 0.5)
         self.optimizer.step()
-        return loss.detach()
+        return loss if keeps_graph else loss.detach()
 
     def state(self) -> list[Any]:
         stepped = [one for group in self.optimizer.param_groups for one in group["params"]]
@@ -447,12 +447,12 @@ def test_a_scale_that_stays_at_its_floor_ends_the_replays(amp: ModuleType, cuda:
 
 def test_the_graph_keeps_what_the_session_lets_go(amp: ModuleType, cuda: FakeCuda) -> None:
     training = Training(amp, "O1 adamw")
-    casts: list[weakref.ref[Tensor]] = []
+    casts: list[StorageWeakRef] = []
     make = training.step
 
     def step() -> Tensor:
         loss = make()
-        casts[:] = [weakref.ref(cast) for cast in session.cache.casts()]
+        casts[:] = [StorageWeakRef(cast.untyped_storage()) for cast in session.cache.casts()]
         return loss
 
     training.load(0)
@@ -460,9 +460,66 @@ def test_the_graph_keeps_what_the_session_lets_go(amp: ModuleType, cuda: FakeCud
     kept.graph.operations.clear()  # a graph knows addresses, and holds no tensor
     assert len(session.cache) == 0
     assert len(casts) == 4
-    assert all(cast() is not None for cast in casts)
+    assert not any(cast.expired() for cast in casts)
     del kept
-    assert all(cast() is None for cast in casts)
+    assert all(cast.expired() for cast in casts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_autograd_graph_of_the_capture_lives_on(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    training = Training(amp, kind)
+    make = training.step
+    losses: list[Tensor] = []
+
+    def step() -> dict[str, Any]:
+        losses[:] = [make(keeps_graph=True)]
+        return {"loss": losses[0], "all": (losses[0] * 2, "text"), "inputs": training.inputs}
+
+    training.load(0)
+    kept = cuda_graph.capture(step, warm_up=WARM_UP)
+    assert losses.pop().grad_fn is not None
+    kept.replay()
+    kept.graph.operations.clear()  # a graph knows addresses, and holds no tensor
+    assert in_living_graphs(training.model.parameters()) == []
+    assert kept.result["inputs"] is training.inputs
+    assert kept.result["loss"].item() * 2 == kept.result["all"][0].item()
+    assert kept.result["all"][1] == "text"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_is_still_held_is_refused_before_anything_is_done(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    training = Training(amp, kind)
+    training.load(0)
+    loss = training.step(keeps_graph=True)
+    calls = training.calls
+    message = (
+        "a step is captured on a stream of its own, so that no autograd graph of an earlier step "
+        "may be alive; got a loss or an output that is still held, whose graph leads to 6 "
+        "parameters, '0.weight' among them. Call loss = loss.detach(), or del loss, before "
+        "amp_patch.cuda_graph.capture()."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        cuda_graph.capture(training.step)
+    assert training.calls == calls
+    loss = loss.detach()
+    training.model[0].weight.requires_grad_(False)  # as where a part is frozen
+    cuda_graph.capture(training.step)
+
+
+def test_a_graph_that_others_hold_is_theirs_in_distributed_training(
+    amp: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DistributedDataParallel holds the nodes that add to gradients."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    training = Training(amp, "O1 adamw")
+    training.load(0)
+    loss = training.step(keeps_graph=True)
+    cuda_graph.capture(training.step)
+    assert loss.grad_fn is not None
 
 
 def test_the_example_runs_as_it_stands_without_a_gpu() -> None:

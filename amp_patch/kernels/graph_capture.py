@@ -6,10 +6,12 @@ While a graph is captured nothing runs, and the host may neither wait for the de
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 class Captures:
@@ -80,3 +82,27 @@ class Captures:
 
 #: Of the whole process: only one graph is captured at a time.
 captures = Captures()
+
+
+def in_living_graphs(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return those of the parameters to which an autograd graph leads that somebody holds.
+
+    As long as it lives, all graphs share the node that adds to a parameter's gradient, and this
+    node works on the stream on which it was made. So a loss that is kept from a step on another
+    stream has the backward of a captured step leave the stream that is captured.
+    """
+    required = [param for param in params if param.requires_grad]
+    for param in required:
+        _notes_of(param)[_MARK] = True
+    # A node that nobody else holds has gone with the mark, and is made again here.
+    return [param for param in required if _notes_of(param).pop(_MARK, False)]
+
+
+def _notes_of(param: Tensor) -> dict[str, Any]:
+    """Return what anybody noted at the node that adds to a parameter's gradient."""
+    node: Any = get_gradient_edge(param).node
+    notes: dict[str, Any] = node.metadata
+    return notes
+
+
+_MARK = "amp_patch saw this node"

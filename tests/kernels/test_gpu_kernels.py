@@ -225,13 +225,15 @@ class Training:
         self.inputs = torch.randn(16, 33, device="cuda")
         self.factor = torch.ones((), device="cuda")
 
-    def step(self) -> None:
+    def step(self) -> Tensor:
+        """Return the loss with its graph, as a capture may get it."""
         loss = self.model(self.inputs).float().square().mean() * self.factor
         with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
         self.amp.clip_grad_norm_(self.optimizer, 0.5)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss
 
     def state(self) -> list[Tensor]:
         """Return copies of all that a skipped step leaves alone."""
@@ -348,3 +350,15 @@ def test_a_graph_outlives_an_eager_step_and_two_share_memory(amp: ModuleType) ->
         one()
         assert not amp.step_was_skipped(training.optimizer)
         assert not torch.equal(before[0], training.state()[0])
+
+
+def test_an_eager_loss_that_is_held_is_refused_where_the_capture_would_fail(
+    amp: ModuleType,
+) -> None:
+    training = Training(amp, "AdamW, one pass")
+    loss = training.step()
+    with pytest.raises(RuntimeError, match=r"Call loss = loss.detach\(\), or del loss"):
+        cuda_graph.capture(training.step)
+    loss = loss.detach()
+    cuda_graph.capture(training.step).replay()
+    assert not amp.step_was_skipped(training.optimizer)
