@@ -6,6 +6,7 @@ Knows the session, to bring its state up to date around a replay; nothing of how
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .kernels.graph_capture import captures, in_living_graphs
+from .kernels.graph_capture import HostSide, captures, in_living_graphs
 from .scaling.device_scaler import DeviceScaler
 from .session import session
 
@@ -29,11 +30,10 @@ class CapturedStep:
             values of the last one; without the autograd graph that leads to them.
     """
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, result: Any, afterwards: list[Callable[[], object]]
-    ) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, result: Any, host_side: HostSide) -> None:
         self.graph, self.result = graph, _without_autograd(result)
-        self._afterwards = afterwards
+        self._host_side = host_side
+        weakref.finalize(self, captures.release, host_side)
         self._scalers = session.scalers
         # What the graph reads and writes must outlive it, also where the session replaces it.
         self._memory = _without_autograd(_memory())
@@ -62,7 +62,7 @@ class CapturedStep:
         _refuse_exhausted()
         _follow_host()
         self.graph.replay()
-        for action in self._afterwards:
+        for action in self._host_side.actions:
             action()
         session.cache.mark_stale()
         return self.result
@@ -129,10 +129,10 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
         _run_outside(step, warm_up)
     _settle()
     graph = torch.cuda.CUDAGraph()
-    with captures.collect() as afterwards, torch.cuda.graph(graph, pool=pool, stream=stream):
+    with captures.collect() as host_side, torch.cuda.graph(graph, pool=pool, stream=stream):
         result = step()
     torch.cuda.current_stream().wait_stream(stream)
-    captured = CapturedStep(graph, result, afterwards)
+    captured = CapturedStep(graph, result, host_side)
     session.cache.drop_casts()
     _follow_host()
     return captured

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import arguments
+from . import arguments, kernels
 from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
@@ -77,6 +77,7 @@ class Session:
         self._at_deactivate: list[Callable[[], None]] = []
         process.reset()
         warn_once.reset()
+        kernels.reset()
 
     def initialize(
         self,

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_patch import cuda_graph
-from amp_patch.kernels.graph_capture import Captures, in_living_graphs
+from amp_patch.kernels.graph_capture import Captures, captures, in_living_graphs
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
@@ -533,6 +534,28 @@ def test_the_example_runs_as_it_stands_without_a_gpu() -> None:
     assert re.fullmatch(r"O2: loss 2\.3\d+ -> 0\.\d+, \d+\.\d\d ms per step\n", done.stdout)
 
 
+def test_what_a_graph_copies_from_goes_with_it(
+    amp: ModuleType, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(amp, "O1 adamw")
+    make, memory = training.step, [torch.zeros(3)]
+    reference = weakref.ref(memory[0])
+
+    def step() -> Tensor:
+        if cuda.is_capturing:
+            captures.keep(memory[0])
+        return make()
+
+    training.load(0)
+    kept = cuda_graph.capture(step, warm_up=WARM_UP)
+    memory.clear()
+    gc.collect()
+    assert reference() is not None
+    del kept
+    gc.collect()
+    assert reference() is None
+
+
 # --- what is refused ---
 
 
@@ -640,7 +663,3 @@ def test_without_a_gpu_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> N
 def test_amp_must_be_initialized(cuda: FakeCuda) -> None:
     with pytest.raises(RuntimeError, match=r"Invoked 'amp_patch.cuda_graph.capture\(\)', but"):
         cuda_graph.capture(lambda: None)
-
-
-def test_only_a_cuda_device_captures() -> None:
-    assert not Captures().are_made(CPU)

@@ -7,25 +7,25 @@ import from here; `choice` decides which implementation serves.
 from .choice import (
     Cast,
     Check,
+    Checker,
     Comparison,
-    CudaCheck,
-    GradCheck,
-    HostCopy,
-    ScalerState,
     Unscale,
     accumulate,
-    alike,
     are_used,
     clip_by_norm,
-    multiply,
-    source,
+    reset,
     update_scale,
-    values,
 )
+from .cuda_compiler import source
+from .cuda_kernels import GradCheck as CudaCheck
+from .host_copy import HostCopy
+from .scaler_state import ScalerState
+from .torch_kernels import GradCheck, alike, multiply, values
 
 __all__ = [
     "Cast",
     "Check",
+    "Checker",
     "Comparison",
     "CudaCheck",
     "GradCheck",
@@ -37,6 +37,7 @@ __all__ = [
     "are_used",
     "clip_by_norm",
     "multiply",
+    "reset",
     "source",
     "update_scale",
     "values",

@@ -1,8 +1,8 @@
-"""The fused operations by name, over lists of tensors; knows nothing of models or optimizers.
+"""Chooses who does an operation on lists of tensors; knows nothing of models or optimizers.
 
-One pass over the gradients receives, unscales and checks them; what it found stays on the device
-until asked. Lists on CUDA devices go to the kernels of csrc/, where cupy is there to launch them;
-all others to the reference in torch.
+The kernels of csrc/ do it where all tensors are on CUDA devices and cupy can launch kernels there,
+else functions of torch. Both have the same names and signatures, in `cuda_kernels` and in
+`torch_kernels`, which say what each operation does.
 """
 
 from __future__ import annotations
@@ -10,151 +10,94 @@ from __future__ import annotations
 import operator
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import cuda_kernels, cuda_module, scaler_state, torch_kernels
-from .cuda_compiler import source
-from .host_copy import HostCopy
+from .dense_rows import forget_splits
 from .scaler_state import Rule, ScalerState
-from .torch_kernels import GradCheck, alike, multiply, values
-
-__all__ = [
-    "Cast",
-    "Check",
-    "Comparison",
-    "CudaCheck",
-    "GradCheck",
-    "HostCopy",
-    "ScalerState",
-    "Unscale",
-    "accumulate",
-    "alike",
-    "are_used",
-    "clip_by_norm",
-    "multiply",
-    "source",
-    "update_scale",
-    "values",
-]
-
-#: What `Check` finds.
-CudaCheck = cuda_kernels.GradCheck
 
 _IS_CUDA = operator.attrgetter("is_cuda")
 
-
-class Unscale:
-    """See `torch_kernels.Unscale`."""
-
-    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        made: Any = _chosen("Unscale", sources, targets).Unscale(sources, targets)
-        self._run = made.run
-
-    def run(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        scale: float | Tensor,
-        storage: Sequence[Tensor] = (),
-    ) -> GradCheck:
-        """See `torch_kernels.Unscale.run`."""
-        check: GradCheck = self._run(sources, targets, scale, storage)
-        return check
+# These four are called as the classes would be of which they return an instance.
 
 
-class Check:
-    """See `cuda_kernels.Check`; where the reference serves there is none."""
-
-    def __init__(self, sources: Sequence[Tensor], models: Sequence[Tensor]) -> None:
-        takes_cuda = _chosen("Unscale", sources, models) is cuda_kernels
-        self._made = cuda_kernels.Check(sources, models) if takes_cuda else None
-
-    def look(
-        self,
-        sources: Sequence[Tensor],
-        models: Sequence[Tensor],
-        in_place: Sequence[bool],
-        scale: float | Tensor,
-    ) -> CudaCheck | None:
-        """See `cuda_kernels.Check.look`; always None where there is none."""
-        return None if self._made is None else self._made.look(sources, models, in_place, scale)
+def Unscale(
+    sources: Sequence[Tensor], targets: Sequence[Tensor]
+) -> torch_kernels.Unscale | cuda_kernels.Unscale:
+    """Return what unscales and checks gradients; see `torch_kernels.Unscale`."""
+    if _is_for_kernels("Unscale", sources, targets):
+        return cuda_kernels.Unscale(sources, targets)
+    return torch_kernels.Unscale(sources, targets)
 
 
-class Cast:
-    """See `torch_kernels.Cast`."""
-
-    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        made: Any = _chosen("Cast", sources, targets).Cast(sources, targets)
-        self._run = made.run
-
-    def run(self) -> None:
-        """See `torch_kernels.Cast.run`."""
-        self._run()
+#: What `Check` returns.
+Checker = torch_kernels.Check | cuda_kernels.Check
 
 
-class Comparison:
-    """See `torch_kernels.Comparison`."""
+def Check(sources: Sequence[Tensor], models: Sequence[Tensor]) -> Checker:
+    """Return what checks gradients without unscaling them; see `cuda_kernels.Check`.
 
-    def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        made: Any = _chosen("Comparison", sources, copies).Comparison(sources, copies)
-        self._made: torch_kernels.Comparison = made
+    Torch has no function for that: what stands for it checks nothing, and says so.
+    """
+    if _is_for_kernels("Check", sources, models):
+        return cuda_kernels.Check(sources, models)
+    return torch_kernels.Check(sources, models)
 
-    def note_equal(self) -> None:
-        """See `torch_kernels.Comparison.note_equal`."""
-        self._made.note_equal()
 
-    def forget(self) -> None:
-        """See `torch_kernels.Comparison.forget`."""
-        self._made.forget()
+def Cast(
+    sources: Sequence[Tensor], targets: Sequence[Tensor]
+) -> torch_kernels.Cast | cuda_kernels.Cast:
+    """Return what copies tensors into those of another dtype; see `torch_kernels.Cast`."""
+    if _is_for_kernels("Cast", sources, targets):
+        return cuda_kernels.Cast(sources, targets)
+    return torch_kernels.Cast(sources, targets)
 
-    def differs(self) -> bool:
-        """See `torch_kernels.Comparison.differs`."""
-        return self._made.differs()
 
-    def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
-        """See `torch_kernels.Comparison.reconcile` and `cuda_kernels.Comparison.reconcile`."""
-        return self._made.reconcile(wins)
+def Comparison(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> torch_kernels.Comparison:
+    """Return what compares tensors with their copies; see `torch_kernels.Comparison`."""
+    if _is_for_kernels("Comparison", sources, copies):
+        return cuda_kernels.Comparison(sources, copies)
+    return torch_kernels.Comparison(sources, copies)
 
 
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """See `torch_kernels.accumulate`."""
-    _chosen("accumulate", targets, others).accumulate(targets, others)
+    """Add tensors to others; see `torch_kernels.accumulate`."""
+    if _is_for_kernels("accumulate", targets, others):
+        cuda_kernels.accumulate(targets, others)
+    else:
+        torch_kernels.accumulate(targets, others)
 
 
 def clip_by_norm(
     grads: Sequence[Tensor], max_norm: float, norm_type: float, norm: Tensor | None = None
 ) -> Tensor:
-    """See `torch_kernels.clip_by_norm`."""
-    total: Tensor = _chosen("clip_by_norm", grads).clip_by_norm(grads, max_norm, norm_type, norm)
-    return total
+    """Clip gradients by their total norm and return it; see `torch_kernels.clip_by_norm`."""
+    if _is_for_kernels("clip_by_norm", grads):
+        return cuda_kernels.clip_by_norm(grads, max_norm, norm_type, norm)
+    return torch_kernels.clip_by_norm(grads, max_norm, norm_type, norm)
 
 
 def update_scale(state: ScalerState, found_inf: Tensor, rule: Rule) -> None:
-    """See `scaler_state.update`."""
-    if _chosen("update_scale", [state.buffer]) is cuda_kernels:
+    """Move a scale on its device; see `scaler_state.update`."""
+    if _is_for_kernels("update_scale", [state.buffer]):
         cuda_kernels.update_scale(state, found_inf, rule)
     else:
         scaler_state.update(state, found_inf, rule)
 
 
-def _chosen(operation: str, *columns: Sequence[Tensor]) -> Any:
-    """Return the module that does an operation on tensors where these are.
-
-    Raises:
-        ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
-        RuntimeError: it forces cupy, which does not work.
-    """
-    if not _are_candidates(columns):
-        return torch_kernels
-    return cuda_kernels if are_used(cuda_kernels.SOURCES[operation], *columns) else torch_kernels
+def _is_for_kernels(operation: str, *columns: Sequence[Tensor]) -> bool:
+    return are_used(cuda_kernels.SOURCES[operation], *columns)
 
 
 def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
-    """Return whether the kernels of CUDA sources work on tensors where these are.
+    """Return whether kernels do an operation on these tensors.
+
+    Args:
+        sources: the CUDA sources whose kernels it launches, ``("cast.cu",)``.
+        columns: all tensors that it reads or writes; an empty first list is nothing for kernels.
 
     Raises:
         ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
@@ -197,34 +140,29 @@ def _works(device: torch.device, sources: Sequence[str], forced: str) -> bool:
     if not _is_cuda_build():
         return False
     modules = cuda_module.modules
-    if modules.failure is None and modules.can_launch(sources, device):
+    if modules.can_launch(sources, device):
         return True
+    reason = f"{type(modules.failure).__name__}: {modules.failure}"
     if forced == "cupy":
         raise RuntimeError(
-            f"AMP_PATCH_KERNELS=cupy needs cupy, and CUDA's compiler and headers; got "
-            f"{_words(modules.failure)}; {_mend()}, or unset AMP_PATCH_KERNELS."
+            f"AMP_PATCH_KERNELS=cupy needs cupy, and CUDA's compiler and headers; got {reason}; "
+            f"{_mend()}, or unset AMP_PATCH_KERNELS."
         ) from modules.failure
-    _warn_once(_words(modules.failure))
+    _warn_once(
+        f"The CUDA kernels of amp_patch cannot be used, slower operations of torch take their "
+        f"place: {reason}. To use them, {_mend()}; to go on without this warning, set "
+        "AMP_PATCH_KERNELS=torch."
+    )
     return False
 
 
 _warned: set[str] = set()
 
 
-def _warn_once(words: str) -> None:
-    if words in _warned:
-        return
-    _warned.add(words)
-    warnings.warn(
-        f"The CUDA kernels of amp_patch cannot be used, slower operations of torch take their "
-        f"place: {words}. To use them, {_mend()}; to go on without this warning, set "
-        "AMP_PATCH_KERNELS=torch.",
-        stacklevel=2,
-    )
-
-
-def _words(failure: Exception | None) -> str:
-    return f"{type(failure).__name__}: {failure}"
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=2)
 
 
 def _mend() -> str:
@@ -232,3 +170,13 @@ def _mend() -> str:
     has_extra = major in ("12", "13")
     package = f"'amp_patch[cuda{major}]'" if has_extra else f"cupy-cuda{major}x"
     return f"call pip install {package}"
+
+
+def reset() -> None:
+    """Start a session afresh: warn again, try again to load what failed, give up shared tables.
+
+    Kernels that were loaded stay: CUDA graphs may still launch them.
+    """
+    _warned.clear()
+    cuda_module.modules.forget_failure()
+    forget_splits()

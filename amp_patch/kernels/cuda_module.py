@@ -78,7 +78,7 @@ class CudaModules:
     def can_launch(self, sources: Iterable[str], device: torch.device) -> bool:
         """Compile and load sources for a device; return whether all of them work.
 
-        Once one has failed none is tried again: `failure` says why.
+        Once one has failed none is tried again until `forget_failure`; `failure` says why.
         """
         try:
             for source in () if self.failure else sources:
@@ -86,6 +86,10 @@ class CudaModules:
         except Exception as error:  # cupy missing, no NVRTC, a driver that is too old: see failure
             self.failure = error
         return self.failure is None
+
+    def forget_failure(self) -> None:
+        """Have the next `can_launch` try again: what was missing may have been installed."""
+        self.failure = None
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         """Run a kernel on the device's current stream, without waiting for it; see `Launcher`.
@@ -130,5 +134,5 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-#: Launches for the whole process: a module is loaded once per device.
+#: Of the whole process, which is what the driver loads a module into: once for each device.
 modules = CudaModules()

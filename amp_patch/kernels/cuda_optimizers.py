@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_module
-from .cuda_kernels import launch, note_written
+from .cuda_launch import launch, note_written
 from .cuda_module import THREADS, Argument, Kernel
 from .dense_rows import DenseRows, Part, chosen
 

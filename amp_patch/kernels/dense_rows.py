@@ -1,4 +1,8 @@
-"""Which rows of parallel lists the kernels take, by device, with their tables; launches nothing."""
+"""Which rows of parallel lists the kernels take, by device, with their tables; launches nothing.
+
+A row is the tensors at one index of the lists: a gradient and where it goes, for example. A mix is
+the dtypes of a row's tensors, ``("float16", "float32")``: there is a kernel for each.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +27,14 @@ Item = TypeVar("Item")
 
 
 class Part(NamedTuple):
-    """Rows on one device: a dense tensor per list each, of the three dtypes that kernels take.
+    """The rows on one device that kernels take.
 
-    The mix of a group in the table is the names of the dtypes.
+    All their tensors are dense and of float16, bfloat16 or float32.
+
+    Attributes:
+        device: of all tensors.
+        rows: their indices in the lists.
+        table: of the rows; its launches are by mix.
     """
 
     device: torch.device
@@ -34,17 +43,17 @@ class Part(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The rows that kernels take, and those that they do not."""
+    """The rows that kernels take, a part for each device, and the indices of all others."""
 
     parts: list[Part]
     others: list[int]
 
 
 class DenseRows:
-    """Splits lists of the same dtypes, devices and sizes, again and again.
+    """Splits lists of the same dtypes, devices and sizes, again and again, into the same parts.
 
     Args:
-        takes: tells of a mix of dtypes whether there is a kernel for it.
+        takes: returns whether there is a kernel for a mix; None: there is one for every mix.
     """
 
     def __init__(self, takes: Callable[[Mix], bool] | None = None) -> None:
@@ -53,7 +62,7 @@ class DenseRows:
         self._last: tuple[Any, Split] = (None, Split([], []))
 
     def split(self, *columns: Sequence[Tensor]) -> Split:
-        """Split by what the tensors are now.
+        """Split by layouts and strides, the only things that may differ from the call before.
 
         Args:
             columns: parallel lists of tensors.
@@ -77,17 +86,25 @@ class DenseRows:
 
 
 def split(user: str, *columns: Sequence[Tensor]) -> Split:
-    """Split lists; those like what the same user split lately share the tables of these.
+    """Split lists that may be others at each call.
+
+    Lists like those of one of the last 64 calls share the tables of these, so that tables need not
+    be made and uploaded again.
 
     Args:
-        user: the operation; the tables of one user have as many columns each time.
-        columns: parallel lists of tensors.
+        user: the name of the operation; two operations never share tables.
+        columns: parallel lists of tensors, as many at each call of one user.
     """
     return _known_split(user, _kinds(columns, None), _lengths(columns))
 
 
+def forget_splits() -> None:
+    """Give up the tables that `split` shares."""
+    _known_split.cache_clear()
+
+
 def chosen(items: Sequence[Item], rows: Sequence[int]) -> list[Item]:
-    """Return the items of these rows."""
+    """Return the items at these indices."""
     return list(items) if len(rows) == len(items) else [items[row] for row in rows]
 
 

@@ -14,39 +14,73 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 
-class Captures:
-    """Tells whoever reads back what a device did when to do so."""
+class HostSide:
+    """What a CUDA graph needs of the host when it is replayed.
+
+    Attributes:
+        actions: to be called after each replay.
+        memory: of the host, that the graph copies from at each replay: it must live as long.
+    """
 
     def __init__(self) -> None:
-        self._actions: list[Callable[[], object]] | None = None
+        self.actions: list[Callable[[], object]] = []
+        self.memory: dict[int, Tensor] = {}
+
+
+class Captures:
+    """Where code that runs in a step leaves what only the host can do, while a graph is captured.
+
+    Whoever captures calls `collect`. Others who capture, with torch.cuda.graph() say, do not: what
+    must be done after their replays is refused, and what must live as long as their graph lives
+    until the process ends, for nothing tells when the graph does.
+    """
+
+    def __init__(self) -> None:
+        self._collected: HostSide | None = None
+        self._memory_of_others: dict[int, Tensor] = {}
 
     def are_made(self, device: torch.device) -> bool:
         """Return whether what is launched on a device now is captured, and does not run."""
         return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[list[Callable[[], object]]]:
-        """Give the list of what is to be done after each replay; it fills inside the block."""
-        self._actions = []
+    def collect(self) -> Iterator[HostSide]:
+        """Give what the graph needs of the host that is captured inside the block."""
+        self._collected = host_side = HostSide()
         try:
-            yield self._actions
+            yield host_side
         finally:
-            self._actions = None
+            self._collected = None
+
+    def keep(self, memory: Tensor) -> None:
+        """Keep memory of the host alive for the graph that is captured."""
+        collected = self._collected
+        owner = self._memory_of_others if collected is None else collected.memory
+        owner[id(memory)] = memory
+
+    def release(self, host_side: HostSide) -> None:
+        """Give up the memory of a graph that is replayed no more; waits for replays under way."""
+        if host_side.memory and torch.cuda.is_initialized():
+            if torch.cuda.is_current_stream_capturing():  # when the host cannot wait
+                self._memory_of_others.update(host_side.memory)
+            else:
+                torch.cuda.synchronize()
+        host_side.memory.clear()
 
     def can_follow(self, device: torch.device) -> bool:
-        """Return whether `follow` finds somebody who calls, now or after each replay."""
-        return not self.are_made(device) or self._actions is not None
+        """Return whether `follow` would not raise."""
+        return not self.are_made(device) or self._collected is not None
 
     def follow(self, device: torch.device, action: Callable[[], object]) -> None:
         """Call ``action`` now, or after each replay of the graph that is captured on a device.
 
         Raises:
-            RuntimeError: nobody calls it then.
+            RuntimeError: somebody else captures, who would not call it.
         """
         if not self.are_made(device):
             action()
-        elif self._actions is not None:
-            self._actions.append(action)
+        elif self._collected is not None:
+            self._collected.actions.append(action)
         else:
             raise RuntimeError(
                 "a step whose device skips it is captured by amp_patch.cuda_graph.capture(), "
@@ -65,10 +99,10 @@ class Captures:
         return bool(flag.item())
 
     def refuse_waiting(self, device: torch.device) -> None:
-        """Raise where the host cannot wait, for a graph is captured.
+        """Say before the host waits for a device whether it may.
 
         Raises:
-            RuntimeError: as said.
+            RuntimeError: a graph is captured, during which it cannot.
         """
         if self.are_made(device):
             raise RuntimeError(
@@ -80,7 +114,7 @@ class Captures:
             )
 
 
-#: Of the whole process: only one graph is captured at a time.
+#: Of the whole process: one graph is captured at a time.
 captures = Captures()
 
 

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .graph_capture import captures
+
 #: Elements of a chunk, as in tensor_table.cuh.
 CHUNK = 16384
-#: Contents of a table that CUDA graphs may upload before it is uploaded outside of them again.
+#: So many different contents of a table can be captured before it is uploaded outside of a graph.
 _SPARE = 4
-#: Memory that CUDA graphs copy from at every replay: it must outlive them, and nothing tells when
-#: they end.
-_captured: list[Tensor] = []
 
 
 class Resident:
@@ -87,7 +86,9 @@ class _Upload:
     def _capture(self, numbers: list[int]) -> Tensor:
         if self._captured is None or numbers != self._captured[0]:
             self._captured = numbers, self._take_spare(numbers)
-        return self._captured[1].to(self._device, non_blocking=True)
+        host = self._captured[1]
+        captures.keep(host)
+        return host.to(self._device, non_blocking=True)
 
     def _take_spare(self, numbers: list[int]) -> Tensor:
         # Older versions of torch cannot allocate pinned memory during a capture.
@@ -97,9 +98,7 @@ class _Upload:
                 f"to be uploaded from; got a capture of {len(numbers)} numbers without any; run "
                 "the step outside of torch.cuda.graph() first, and again before each capture."
             )
-        host = self._spare.pop().copy_(torch.tensor(numbers, dtype=self._dtype, device="cpu"))
-        _captured.append(host)
-        return host
+        return self._spare.pop().copy_(torch.tensor(numbers, dtype=self._dtype, device="cpu"))
 
 
 class Group(NamedTuple):

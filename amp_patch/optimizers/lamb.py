@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.kernels import cuda_module, torch_optimizers
-from amp_patch.kernels.cuda_kernels import launch
+from amp_patch.kernels.cuda_launch import launch
 from amp_patch.kernels.cuda_module import Kernel
 from amp_patch.kernels.cuda_optimizers import (
     Column,
@@ -180,7 +180,7 @@ class _LambKernels(OptimizerKernels):
         rows, coefficients, _, _, found_inf = operands
         norms = byte_rows(part, part.table.chunk_count, _NORMS_BYTES)
         ratios = torch.empty(len(part.rows), dtype=torch.float32, device=part.device)
-        launch(part, self.source, "lamb_moments_{0}", "PPPPPPP", *operands, found=norms)
+        launch(part, self.source, "lamb_moments_{0}", "PPPPPPP", *operands, per_chunk=norms)
         sums = (part.table.ranges()[0], norms, coefficients, ratios, found_inf)
         cuda_module.modules.launch(_RATIOS, len(part.rows), part.device, *sums)
         name = f"lamb_update_{{{weight}}}"

@@ -40,7 +40,7 @@ class GradientBuffers:
         self._devices = _devices(pairs)
         self.is_in_place = same(*pairs)
         self._has_master = list(map(operator.is_not, *pairs))
-        self._checker: kernels.Check | None = None
+        self._checker: kernels.Checker | None = None
         self._unscale = kernels.Unscale(*pairs)
         small = [
             master if param is not master and small_tensors.is_small(master) else None

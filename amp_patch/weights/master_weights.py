@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
-from amp_patch.kernels import small_tensors
+from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values
 from .lazy_gradients import LazyGradients, clear_grads
@@ -200,7 +200,7 @@ class MasterWeights:
         self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
 
-    def _compare(self) -> kernels.Comparison:
+    def _compare(self) -> torch_kernels.Comparison:
         """Return the comparison of masters and parameters, made anew where any was replaced.
 
         ``model.to(device)``, ``p.data = t`` and new parameter groups do that; so does a load,

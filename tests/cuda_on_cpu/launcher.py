@@ -28,6 +28,9 @@ class EmulatedModules:
         assert all((cuda_on_cpu.CSRC / source).is_file() for source in sources)
         return self.failure is None
 
+    def forget_failure(self) -> None:
+        self.failure = None
+
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
         assert device.type == "cpu"
         if kernel.source not in self._sources:

@@ -1,7 +1,9 @@
 """Who does an operation: the kernels for lists on CUDA devices, torch for all others."""
 
 import re
+import sys
 import warnings
+from types import ModuleType, SimpleNamespace
 
 import cuda_on_cpu
 import pytest
@@ -10,7 +12,7 @@ from cuda_on_cpu.fake_gpu import Gpu
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.kernels import ScalerState, choice, cuda_kernels, torch_kernels
+from amp_patch.kernels import ScalerState, choice, cuda_kernels, dense_rows, torch_kernels
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 
@@ -21,8 +23,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Gpu:
     return Gpu(monkeypatch, pytestconfig)
 
 
-def chosen(*tensors: Tensor) -> object:
-    return choice._chosen("Cast", list(tensors))
+def chosen(*tensors: Tensor) -> ModuleType:
+    """Return the module whose operation is chosen for these tensors."""
+    return sys.modules[type(kernels.Cast(tensors, tensors)).__module__]
 
 
 def test_each_operation_goes_to_the_kernels_on_a_gpu(gpu: Gpu) -> None:
@@ -40,18 +43,20 @@ def test_each_operation_goes_to_the_kernels_on_a_gpu(gpu: Gpu) -> None:
     assert comparison.differs()
     comparison.reconcile(lambda: [True])
     assert not comparison.differs()
+    found = kernels.Check(half, full).look(half, full, [False], 2.0)
+    assert isinstance(found, kernels.CudaCheck)
     assert kernels.clip_by_norm(full, 9.0, 2.0).item() == pytest.approx(3**0.5)
     state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
     kernels.update_scale(state, torch.ones(1), ScaleRule())
     assert state.scale.item() == 2.0**15
     assert [name.partition("_")[0] for name in launched] == [
-        *("summarize", "cast", "accumulate", "reconcile"),
+        *("summarize", "cast", "accumulate", "reconcile", "unscale", "summarize"),
         *("unscale", "summarize", "clip", "update"),
     ]
 
 
 def test_on_a_cpu_each_operation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "cuda_kernels", None)
+    monkeypatch.setattr(choice, "cuda_kernels", SimpleNamespace(SOURCES=cuda_kernels.SOURCES))
     full, half = [torch.ones(3)], [torch.ones(3).half()]
     check = kernels.Unscale(half, full).run(half, full, 2.0)
     assert type(check) is kernels.GradCheck
@@ -59,6 +64,7 @@ def test_on_a_cpu_each_operation_is_torchs(monkeypatch: pytest.MonkeyPatch) -> N
     kernels.accumulate(full, half)
     kernels.clip_by_norm(full, 9.0, 2.0)
     kernels.Comparison(full, half).reconcile(lambda: [True])
+    assert kernels.Check(half, full).look(half, full, [True], 2.0) is None
     assert half[0].tolist() == [1.0] * 3
     state = ScalerState(LossScaler(ScaleRule()), torch.device("cpu"))
     kernels.update_scale(state, torch.ones(1), ScaleRule())
@@ -165,3 +171,22 @@ def test_without_cupy_it_cannot_be_forced(broken: Gpu, monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match=message) as caught:
         chosen(torch.ones(3))
     assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_a_new_session_warns_again_and_tries_again(broken: Gpu, amp: ModuleType) -> None:
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="The CUDA kernels of amp_patch cannot be used"):
+            assert chosen(torch.ones(3)) is torch_kernels
+        assert chosen(torch.ones(3)) is torch_kernels  # warns no more
+        amp.deactivate()
+        broken.modules.failure = ImportError("still missing")
+    amp.deactivate()
+    assert chosen(torch.ones(3)) is cuda_kernels
+
+
+def test_a_new_session_has_no_tables_of_the_last_one() -> None:
+    tensors = [torch.ones(3)]
+    before = dense_rows.split("a test", tensors)
+    assert dense_rows.split("a test", tensors) is before
+    kernels.reset()
+    assert dense_rows.split("a test", tensors) is not before

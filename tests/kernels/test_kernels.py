@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.kernels import cuda_kernels, cuda_module, torch_kernels
+from amp_patch.kernels import cuda_kernels, cuda_module, torch_comparison, torch_kernels
 from amp_patch.kernels.torch_kernels import GradCheck
 
 INF, NAN = float("inf"), float("nan")
@@ -539,7 +539,7 @@ def test_comparison_sees_every_written_element(
 
 
 def test_comparison_of_large_tensors_sees_the_last_element(ops: Operations) -> None:
-    source = torch.zeros(torch_kernels._TOGETHER + 1)
+    source = torch.zeros(torch_comparison._TOGETHER + 1)
     half = source.half()
     comparison = ops.module.Comparison([source, torch.zeros(2)], [half, torch.zeros(2).half()])
     assert not comparison.differs()

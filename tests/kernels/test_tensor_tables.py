@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amp_patch.kernels import tensor_tables
+from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.tensor_tables import CHUNK, Resident, TensorTable
 
 CPU = torch.device("cpu")
@@ -175,19 +176,19 @@ def test_every_capture_gets_its_own(cuda: Cuda) -> None:
     assert made == ["made a", "captured a", "captured a"]
 
 
-def test_memory_that_a_graph_copies_from_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[torch.Tensor] = []
-    monkeypatch.setattr(tensor_tables, "_captured", captured)
+def test_memory_that_graphs_copy_from_is_kept_for_each() -> None:
     upload = tensor_tables._Upload(torch.int64, CPU)
-    spare = torch.zeros(3, dtype=torch.int64)
-    upload._spare.append(spare)
-    upload._spare.append(torch.zeros(3, dtype=torch.int64))
-    assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
-    assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
-    assert len(captured) == 1
-    assert upload._capture([4, 5, 6]).tolist() == [4, 5, 6]
-    assert captured[1] is spare
-    assert captured[0].tolist() == [1, 2, 3]
+    spare = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
+    upload._spare.extend(spare)
+    with captures.collect() as first:
+        assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
+        assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
+    with captures.collect() as second:
+        assert upload._capture([1, 2, 3]).tolist() == [1, 2, 3]
+        assert upload._capture([4, 5, 6]).tolist() == [4, 5, 6]
+    assert list(first.memory.values()) == [spare[1]]
+    assert set(second.memory) == {id(spare[1]), id(spare[0])}
+    assert [one.tolist() for one in spare] == [[4, 5, 6], [1, 2, 3]]
 
 
 def test_a_capture_before_any_step_is_refused() -> None:

@@ -1,0 +1,270 @@
+"""Unscales, checks and clips gradients by the CUDA kernels of csrc/; knows lists of tensors.
+
+One pass over the gradients leaves statistics on the device: whether there is inf or NaN, and the
+sum of squares, for each tensor. Flags, reports and norms are told from these without another pass.
+Rows that no kernel takes go to torch_kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import cuda_module, tensor_tables, torch_kernels
+from .cuda_launch import launch, note_written
+from .cuda_module import Kernel
+from .dense_rows import DenseRows, Part, chosen, split
+
+_STATISTICS_BYTES = 16  # as in statistics.cuh
+_KINDS = {1: "inf", 2: "NaN", 3: "inf and NaN"}
+_SUMMARIZE = Kernel("summarize.cu", "summarize", "PPPPPiP")
+_CLIP_COEFFICIENT = Kernel("summarize.cu", "clip_coefficient", "PfPP", 32)
+
+
+class Statistics:
+    """Sums of squares, and flags of inf and NaN, of the tensors of a part; on their device.
+
+    Attributes:
+        part: the rows.
+        tensors: uint8, shape (rows, 16), the layout of statistics.cuh.
+        total: the same of all rows together, shape (16,).
+        found_inf: float32, shape (1,), not 0 where a value is inf or NaN.
+
+    Args:
+        part: the rows.
+        found_inf: a flag of the device that others have set already, and that stays set; None
+            makes a new one.
+    """
+
+    def __init__(self, part: Part, found_inf: Tensor | None) -> None:
+        self.part = part
+        memory = torch.empty(
+            (len(part.rows) + 1, _STATISTICS_BYTES), dtype=torch.uint8, device=part.device
+        )
+        self.tensors, self.total = memory[:-1], memory[-1]
+        self._keeps = found_inf is not None
+        if found_inf is None:
+            found_inf = torch.empty(1, dtype=torch.float32, device=part.device)
+        self.found_inf = found_inf
+
+    def summarize(self, chunks: Tensor) -> None:
+        """Fill in all attributes.
+
+        Args:
+            chunks: uint8, shape (chunks, 16): the statistics of each chunk of the part.
+        """
+        ranges, ticket = self.part.table.ranges()
+        cuda_module.modules.launch(
+            _SUMMARIZE,
+            len(self.part.rows),
+            self.part.device,
+            ranges,
+            chunks,
+            self.tensors,
+            self.total,
+            self.found_inf,
+            int(self._keeps),
+            ticket,
+        )
+
+    def kinds(self) -> list[tuple[int, str]]:
+        """Return row and kinds of each tensor that is not finite. Waits for the device."""
+        flags = self.tensors.view(torch.int32)[:, 3].tolist()
+        return [
+            (row, _KINDS[flag]) for row, flag in zip(self.part.rows, flags, strict=True) if flag
+        ]
+
+    def norm(self) -> Tensor:
+        """Return the 2-norm, 0-dim fp32."""
+        return self.total[:8].view(torch.float64)[0].sqrt().float()
+
+    def norm_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the 2-norm of those of the part's rows that are among these, 0-dim fp32."""
+        wanted = set(rows)
+        places = [place for place, row in enumerate(self.part.rows) if row in wanted]
+        if len(places) == len(self.part.rows):
+            return self.norm()
+        squares = self.tensors.view(torch.float64)[:, 0]
+        return torch.stack([squares[place] for place in places]).sum().sqrt().float()
+
+
+class GradCheck(torch_kernels.GradCheck):
+    """What one pass found, told from the statistics that it left on the device.
+
+    Args:
+        grads: as `torch_kernels.GradCheck` takes them.
+        rest: the rows that no kernel took, and the check of these.
+        statistics: of the rows that kernels took, one for each part.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[Tensor],
+        rest: tuple[Sequence[int], torch_kernels.GradCheck],
+        statistics: Sequence[Statistics],
+    ) -> None:
+        flags = {flag.device: flag for flag in rest[1].found_inf}
+        flags.update((one.part.device, one.found_inf) for one in statistics)
+        super().__init__(grads, list(flags.values()))
+        self._rest, self._statistics = rest, statistics
+
+    def nonfinite(self) -> list[tuple[int, str]]:
+        """See `torch_kernels.GradCheck.nonfinite`; of the gradients as they were checked."""
+        rows, check = self._rest
+        kinds = [(rows[index], kind) for index, kind in check.nonfinite()]
+        return sorted(kinds + [kind for one in self._statistics for kind in one.kinds()])
+
+    def norm(self) -> Tensor:
+        """See `torch_kernels.GradCheck.norm`; of the gradients as they were checked."""
+        rows, check = self._rest
+        norms = [one.norm() for one in self._statistics]
+        return torch_kernels.combined([*norms, check.norm()] if rows else norms, 2.0)
+
+    def norm_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the 2-norm of some gradients as they were checked, 0-dim fp32.
+
+        Args:
+            rows: their indices; kernels must have taken them.
+        """
+        wanted = set(rows)
+        norms = [
+            one.norm_of(rows) for one in self._statistics if wanted.intersection(one.part.rows)
+        ]
+        return torch_kernels.combined(norms, 2.0)
+
+
+class Unscale:
+    """See `torch_kernels.Unscale`."""
+
+    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self._dense_rows = DenseRows()
+        self._scales: dict[torch.device, tensor_tables.Resident] = {}
+
+    @torch.no_grad()
+    def run(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        scale: float | Tensor,
+        storage: Sequence[Tensor] = (),
+    ) -> GradCheck:
+        """See `torch_kernels.Unscale.run`; ``storage`` is not needed."""
+        parts, others = self._dense_rows.split(sources, targets)
+        rest = _unscale_others(chosen(sources, others), chosen(targets, others), scale)
+        flags = {flag.device: flag for flag in rest.found_inf}
+        statistics = []
+        for part in parts:
+            ours, theirs = chosen(sources, part.rows), chosen(targets, part.rows)
+            one = Statistics(part, flags.get(part.device))
+            examine(one, ours, theirs, self._scale_on(part.device, scale))
+            note_written(theirs)
+            statistics.append(one)
+        return GradCheck(targets, (others, rest), statistics)
+
+    def _scale_on(self, device: torch.device, scale: float | Tensor) -> Tensor:
+        if isinstance(scale, Tensor):
+            return scale.to(device, non_blocking=True)
+        if device not in self._scales:
+            self._scales[device] = tensor_tables.scalar(device)
+        return self._scales[device].holding(scale)
+
+
+class Check(Unscale):
+    """Checks gradients that are unscaled later, by the kernel that steps the optimizer.
+
+    Args:
+        sources: tensors of the dtypes and devices of the gradients to come.
+        models: tensors of the dtypes and devices that they are to be unscaled to.
+    """
+
+    @torch.no_grad()
+    def look(
+        self,
+        sources: Sequence[Tensor],
+        models: Sequence[Tensor],
+        in_place: Sequence[bool],
+        scale: float | Tensor,
+    ) -> GradCheck | None:
+        """Check ``sources[i] / scale``, as it would be stored in the dtype of ``models[i]``.
+
+        Args:
+            sources: the gradients.
+            models: as above.
+            in_place: for each gradient, whether to unscale it all the same, in place; it is of its
+                model's dtype then.
+            scale: as `Unscale.run` takes it.
+
+        Returns:
+            What was found, or None where no kernel takes all of them: nothing was done then.
+        """
+        parts, others = self._dense_rows.split(sources, models)
+        if others:
+            return None
+        statistics = []
+        for part in parts:
+            ours = chosen(sources, part.rows)
+            pairs = zip(ours, chosen(in_place, part.rows), strict=True)
+            targets = [source if unscales else None for source, unscales in pairs]
+            one = Statistics(part, None)
+            examine(one, ours, targets, self._scale_on(part.device, scale))
+            note_written([target for target in targets if target is not None])
+            statistics.append(one)
+        return GradCheck(sources, ([], torch_kernels.GradCheck([], [])), statistics)
+
+
+def _unscale_others(
+    sources: list[Tensor], targets: list[Tensor], scale: float | Tensor
+) -> torch_kernels.GradCheck:
+    return torch_kernels.Unscale(sources, targets).run(sources, targets, scale)
+
+
+def examine(
+    statistics: Statistics,
+    sources: list[Tensor],
+    targets: Sequence[Tensor | None],
+    scale: Tensor | None,
+) -> None:
+    """Unscale and check a part's gradients; the statistics are filled in.
+
+    Args:
+        statistics: of the part.
+        sources: the gradients, one for each row.
+        targets: where ``sources[i] / scale`` goes, may be its source; None: it is only checked.
+        scale: float32, one element, on the part's device; None stands for 1.
+    """
+    part = statistics.part
+    chunks = statistics_memory(part)
+    rows = part.table.rows(sources, targets)
+    launch(part, "unscale.cu", "unscale_{}_to_{}", "PPPP", rows, scale, per_chunk=chunks)
+    statistics.summarize(chunks)
+
+
+def statistics_memory(part: Part) -> Tensor:
+    """Return memory for the statistics of each chunk of a part, uint8, shape (chunks, 16)."""
+    shape = (part.table.chunk_count, _STATISTICS_BYTES)
+    return torch.empty(shape, dtype=torch.uint8, device=part.device)
+
+
+@torch.no_grad()
+def clip_by_norm(
+    grads: Sequence[Tensor], max_norm: float, norm_type: float, norm: Tensor | None = None
+) -> Tensor:
+    """See `torch_kernels.clip_by_norm`; the norm is taken in one pass where it is the 2-norm."""
+    if norm_type != 2.0 or norm is not None:
+        return torch_kernels.clip_by_norm(grads, max_norm, norm_type, norm)
+    parts, others = split("clip_by_norm", grads, grads)
+    statistics = [Statistics(part, None) for part in parts]
+    for one in statistics:
+        examine(one, chosen(grads, one.part.rows), [None] * len(one.part.rows), None)
+    if len(statistics) != 1 or others:
+        norms = [one.norm() for one in statistics]
+        rest = torch_kernels.norms_of(chosen(grads, others), 2.0)
+        total = torch_kernels.combined(norms + rest, 2.0)
+        return torch_kernels.clip_by_norm(grads, max_norm, 2.0, total)
+    norm, coefficient = torch.empty(2, dtype=torch.float32, device=parts[0].device).unbind()
+    arguments = (statistics[0].total, max_norm, norm, coefficient)
+    cuda_module.modules.launch(_CLIP_COEFFICIENT, 1, parts[0].device, *arguments)
+    torch_kernels.multiply(grads, coefficient)
+    return norm

@@ -1,0 +1,126 @@
+"""Compares tensors with their copies in another dtype, on functions of torch; knows no models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .tensor_lists import alike
+
+
+class Comparison:
+    """Tells whether copies are still what their sources were cast to, again and again.
+
+    For example, whether half weights are still their float32 masters, rounded. A call per tensor
+    would cost the host more than the optimizer's step, so the values of small copies are kept when
+    `note_equal` is called, and `differs` compares all small copies with these by one call.
+
+    Args:
+        sources: tensors on any devices.
+        copies: a tensor of the same shape and device for each, of any real dtypes.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        self._pairs = [(s.detach(), c.detach()) for s, c in zip(sources, copies, strict=True)]
+        together = [c for _, c in self._pairs if c.numel() <= _TOGETHER and _is_view(_flat(c), c)]
+        ids = set(map(id, together))
+        self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
+        self._together = [list(map(_bits, group)) for (group,) in alike(_in_few_pieces(together))]
+        # Kept, for to allocate it costs the host more than to fill it.
+        self._memory: list[Tensor] = []
+        # What the small copies were when they were equal; None where that is not known.
+        self._seen: list[Tensor] | None = None
+
+    def note_equal(self) -> None:
+        """Note that the copies were made from their sources just now."""
+        if not self._memory:
+            self._memory = [torch.cat(pieces) for pieces in self._together]
+        for memory, pieces in zip(self._memory, self._together, strict=True):
+            memory.copy_(_joined(pieces))
+        self._seen = self._memory
+
+    def forget(self) -> None:
+        """Note that sources may have been written to: the next `differs` looks at all of them."""
+        self._seen = None
+
+    def differs(self) -> bool:
+        """Return whether any copy is not its source cast to its dtype. Waits for the device.
+
+        Between `note_equal` and `forget`, what is written to a small source is not seen.
+        """
+        pairs = self._pairs if self._seen is None else self._alone
+        cast = [(_bits(source.to(copy.dtype)), _bits(copy)) for source, copy in pairs]
+        if self._seen is not None:
+            cast += zip(self._seen, map(_joined, self._together), strict=True)
+        if all(copy.is_cpu for _, copy in cast):
+            return not all(torch.equal(expected, copy) for expected, copy in cast)
+        flags = [(expected != copy).any() for expected, copy in cast]
+        if len({flag.device for flag in flags}) == 1:
+            return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
+        return any(bool(flag) for flag in flags)
+
+    def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
+        """Make every copy and its source equal again, where one of them was written to.
+
+        Where the source wins it is cast to the copy; else the source takes the copy's values, and
+        keeps its own where these round to the copy's. Equal are the same bits, so that 0.0 and -0.0
+        are not.
+
+        Args:
+            wins: returns for each source whether it wins; called only where any pair differs.
+
+        Returns:
+            True if any copy was found to differ.
+        """
+        differs = self.differs()
+        if differs:
+            for (source, copy), source_wins in zip(self._pairs, wins(), strict=True):
+                if source_wins:
+                    copy.copy_(source)
+                else:
+                    same = _bits(source.to(copy.dtype)) == _bits(copy)
+                    source.copy_(torch.where(same, source, copy.to(source.dtype)))
+            self.note_equal()
+        return differs
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
+
+
+def _in_few_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return flat tensors that hold the numbers of all of these, and maybe more.
+
+    Where tensors share most of a memory, as `small_tensors` makes them, it is one of the pieces.
+    """
+    members: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        members.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    pieces: list[Tensor] = []
+    for sharing in members.values():
+        first, storage = sharing[0], sharing[0].untyped_storage()
+        if len(sharing) > 1 and 2 * sum(tensor.nbytes for tensor in sharing) >= storage.nbytes():
+            pieces.append(torch.empty(0, dtype=first.dtype, device=first.device).set_(storage))
+        else:
+            pieces += map(_flat, sharing)
+    return pieces
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View numbers as integers: these are compared faster, and a NaN is equal to itself."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Elements up to which a tensor is compared together with others.
+_TOGETHER = 1 << 16
+
+
+def _is_view(flat: Tensor, tensor: Tensor) -> bool:
+    return flat.data_ptr() == tensor.data_ptr()
