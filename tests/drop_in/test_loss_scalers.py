@@ -186,8 +186,18 @@ def test_what_is_no_list_of_scalers_is_refused(amp, LossScaler) -> None:
     assert scale_of(amp, optimizer) == 2.0**16
 
 
-def test_before_initialize_there_is_nothing_to_replace(amp, LossScaler) -> None:
-    with pytest.raises(RuntimeError, match=r"not been initialized; call .*amp.initialize"):
+def test_before_initialize_they_are_kept_and_then_replaced(amp, LossScaler) -> None:
+    """A list may be put there as apex's own initialize did it, item after item."""
+    amp._amp_state.loss_scalers = []
+    for scale in (4.0, 8.0):
+        amp._amp_state.loss_scalers.append(LossScaler(scale))
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [4.0, 8.0]
+    optimizer = prepared(amp)
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [2.0**16]
+    assert scale_of(amp, optimizer) == 2.0**16
+    for _ in range(2):
+        amp_patch.amp.deactivate()
+        assert not hasattr(amp._amp_state, "loss_scalers")
         amp._amp_state.loss_scalers = [LossScaler(4.0)]
 
 
@@ -195,8 +205,11 @@ def test_a_disabled_run_takes_them_without_effect(amp, LossScaler) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, enabled=False)
-    amp._amp_state.loss_scalers = [LossScaler(4.0)]
+    assert [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers] == [1.0]
     amp._amp_state.loss_scalers[0] = LossScaler(4.0)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 4.0
+    amp._amp_state.loss_scalers = [LossScaler(8.0)]
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 8.0
     assert scale_of(amp, optimizer) == 1.0
 
 

@@ -69,6 +69,7 @@ class AmpState(types.ModuleType):
         opt_properties: what the last `initialize` was asked for; missing before it.
         handle: what casts functions; missing before O1, O4 or `init`.
         min_loss_scale, max_loss_scale: as given to `initialize`.
+        assigned: scalers that were assigned while there were none.
         num_losses: of the last `initialize`, whose scalers come first among the process's; None
             before one with an optimizer.
     """
@@ -79,6 +80,7 @@ class AmpState(types.ModuleType):
     handle: Any
     min_loss_scale: float | None
     max_loss_scale: float
+    assigned: list[LossScaler]
     num_losses: int | None
 
     @property
@@ -90,6 +92,8 @@ class AmpState(types.ModuleType):
         """
         if session.initialized:
             return LossScalers(scalers_of(session.scalers)[: self.num_losses])
+        if "assigned" in vars(self):
+            return LossScalers(self.assigned)
         if not session.disabled:
             raise AttributeError("loss_scalers")
         scaler = LossScaler(1.0)
@@ -104,14 +108,17 @@ class AmpState(types.ModuleType):
     def use_scalers(self, value: list[LossScaler]) -> None:
         """Put scalers in the places of those there are; see `loss_scalers`.
 
+        Before `initialize`, which makes new ones, and where it was disabled they are only kept.
+
         Raises:
             TypeError: no list of them.
-            RuntimeError: `initialize` was not called.
         """
-        if session.is_off("amp._amp_state.loss_scalers = [...]"):
+        cores = cores_of(value)
+        if not session.initialized:
+            self.assigned = list(value)
+            session.call_at_deactivate(self.forget)
             return
         session.settle()
-        cores = cores_of(value)
 
         def instead(loss_id: int, index: int, scaler: CoreScaler) -> CoreScaler:
             # Others are of earlier calls, with rules of their own.
@@ -135,7 +142,8 @@ class AmpState(types.ModuleType):
 
     def forget(self) -> None:
         """Take off what `initialize` and `init` left here."""
-        for name in ("opt_properties", "handle", "min_loss_scale", "max_loss_scale"):
+        fields = ("opt_properties", "handle", "min_loss_scale", "max_loss_scale", "assigned")
+        for name in fields:
             vars(self).pop(name, None)
         self.num_losses = None
 
