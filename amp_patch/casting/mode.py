@@ -125,9 +125,15 @@ class CastMode(threading.local):
             self.dtype = OFF if self.off else self.level
 
     def leave_all_models(self) -> None:
-        """No model's forward runs: torch calls no hook where an interrupt ended one."""
+        """No model's forward and no step runs: an interrupt may have ended one without a word.
+
+        torch calls no hook then, and what a ``finally`` was to switch on again may be off. Blocks
+        that are open stay.
+        """
         while self.models:
             self.leave_model(self.models[-1][0])
+        if not self.around and not self.autocasts:
+            self.restore(Saved(None, False, None))
 
 
 process = ProcessMode()

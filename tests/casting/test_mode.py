@@ -183,3 +183,13 @@ def test_after_deactivate_everything_is_as_in_a_fresh_process(amp: ModuleType) -
         assert vars(thread_mode) == vars(CastMode())
         assert not len(session.cache)
         assert not session.functions._patches
+
+
+def test_initialize_mends_a_mode_that_an_interrupted_step_left_off(amp: ModuleType) -> None:
+    thread_mode.switch_off()  # and nobody switches it on again
+    model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    assert model(torch.ones(1, 2)).dtype is torch.float16
+    with amp.disable_casts():
+        amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+    assert model(torch.ones(1, 2)).dtype is torch.float16
