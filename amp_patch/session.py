@@ -26,7 +26,6 @@ from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions
-from .casting.warn_once import warn_once
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, print_level
@@ -37,6 +36,7 @@ from .step.backward_pass import BackwardPass
 from .step.loss_scaling import choose_scaling
 from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
+from .warn_once import warn_once
 from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, PreparedModels
 from .weights.rollback import Snapshot

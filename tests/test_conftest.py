@@ -177,6 +177,11 @@ def test_gpu_tests_are_collected_where_other_tests_lack_their_packages(tmp_path:
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "expecttest is missing" in done.stdout
     found = re.search(r"^(\d+)/\d+ tests collected", done.stdout, re.MULTILINE)
     assert found, done.stdout
     assert int(found[1]) > 200
+
+
+def test_a_file_that_needs_another_package_is_an_error(run_tests) -> None:
+    run_tests(test_needs="import numpi").assert_outcomes(errors=1)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from amp_patch.warn_once import warn_once
 
 from . import cuda_kernels, cuda_module, scaler_state, torch_kernels
 from .dense_rows import forget_splits
@@ -148,21 +149,12 @@ def _works(device: torch.device, sources: Sequence[str], forced: str) -> bool:
             f"AMP_PATCH_KERNELS=cupy needs cupy, and CUDA's compiler and headers; got {reason}; "
             f"{_mend()}, or unset AMP_PATCH_KERNELS."
         ) from modules.failure
-    _warn_once(
+    warn_once(
         f"The CUDA kernels of amp_patch cannot be used, slower operations of torch take their "
         f"place: {reason}. To use them, {_mend()}; to go on without this warning, set "
         "AMP_PATCH_KERNELS=torch."
     )
     return False
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=2)
 
 
 def _mend() -> str:
@@ -173,10 +165,9 @@ def _mend() -> str:
 
 
 def reset() -> None:
-    """Start a session afresh: warn again, try again to load what failed, give up shared tables.
+    """Start a session afresh: try again to load kernels that failed, give up shared tables.
 
     Kernels that were loaded stay: CUDA graphs may still launch them.
     """
-    _warned.clear()
     cuda_module.modules.forget_failure()
     forget_splits()

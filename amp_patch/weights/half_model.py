@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from amp_patch.casting.mode import mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.torch_compile import call_as_traced, leave_out
-from amp_patch.casting.warn_once import warn_once
+from amp_patch.warn_once import warn_once
 
 # How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
 _CAST = {

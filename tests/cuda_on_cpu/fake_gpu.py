@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.kernels import choice, cuda_module
+from amp_patch.warn_once import warn_once
 from cuda_on_cpu.launcher import EmulatedModules
 
 
@@ -16,7 +17,7 @@ class Gpu:
         self.on_cpu: list[Tensor] = []
         monkeypatch.setattr(cuda_module, "modules", self.modules)
         monkeypatch.setattr(choice, "_IS_CUDA", self.is_cuda)
-        monkeypatch.setattr(choice, "_warned", set())
+        warn_once.reset()
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         # where torch is built for CUDA its optimizers would ask the driver for the stream
