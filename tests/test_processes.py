@@ -1,0 +1,85 @@
+"""A fork is to its command what a Python of its own is."""
+
+import os
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+
+SHOW = """\
+import os, sys, warnings
+print(sys.argv[1:], __name__, sys.path[0], os.getcwd(), os.environ.get("GIVEN"))
+print(sys.stdin.read(), sys.warnoptions, file=sys.stderr)
+"""
+EXITS = """\
+import atexit, sys
+atexit.register(print, "at exit")
+print("before", end="")
+sys.exit(sys.argv[1] if sys.argv[1] == "a message" else int(sys.argv[1]))
+"""
+COMMANDS = {
+    "program": ["-c", SHOW, "a", "-W"],
+    "script": ["show.py", "--level", "O1"],
+    "script elsewhere": ["folder/show.py"],
+    "module": ["-m", "show", "x"],
+    "options": ["-W", "error", "-W", "ignore:x:UserWarning", "show.py"],
+    "exit code": ["-c", EXITS, "7"],
+    "exit of 0": ["-c", EXITS, "0"],
+    "exit message": ["-c", EXITS, "a message"],
+    "signal": ["-c", "import os; os.kill(os.getpid(), 9)"],
+}
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="nothing forks elsewhere")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    for name in ("show.py", "folder/show.py"):
+        (tmp_path / name).write_text(SHOW)
+    return tmp_path
+
+
+def both(folder: Path, command: list[str], **variables: str) -> list[tuple[str, str, int]]:
+    """Return what a fork and a Python of its own print, and their exit codes."""
+    env = {**os.environ, **variables}
+    done = [
+        processes.run([sys.executable, *command], cwd=folder, env=env, fork=fork)
+        for fork in (True, False)
+    ]
+    return [(one.stdout, one.stderr, one.returncode) for one in done]
+
+
+@linux_only
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_fork_does_what_a_python_of_its_own_does(folder: Path, name: str) -> None:
+    forked, own = both(folder, COMMANDS[name], GIVEN="by the test")
+    assert forked == own
+
+
+@linux_only
+def test_an_error_ends_it_with_its_traceback(folder: Path) -> None:
+    forked, own = both(folder, ["-W", "error", "-c", "import warnings; warnings.warn('so')"])
+    assert forked[2] == own[2] == 1
+    for _, printed, _ in (forked, own):
+        assert printed.endswith('File "<string>", line 1, in <module>\nUserWarning: so\n')
+
+
+@linux_only
+def test_the_environments_sitecustomize_runs_first(folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text("print('customized', __name__)\n")
+    forked, own = both(folder, ["-c", "print('then')"], PYTHONPATH=str(folder))
+    assert forked == own == ("customized sitecustomize\nthen\n", "", 0)
+
+
+@linux_only
+def test_forks_have_torch_and_nothing_of_each_other() -> None:
+    code = "import sys; print('torch' in sys.modules, 'amp_patch' in sys.modules); import amp_patch"
+    for _ in range(2):
+        assert processes.run([sys.executable, "-c", code], fork=True).stdout == "True False\n"
+
+
+@linux_only
+def test_what_takes_too_long_is_ended() -> None:
+    code = "import time; time.sleep(60)"
+    assert processes.run([sys.executable, "-c", code], fork=True, timeout=1).returncode == -14
