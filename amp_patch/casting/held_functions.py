@@ -124,12 +124,13 @@ class _Walk:
 
     Attributes:
         made: ``id(new) -> (new, old)`` of plain tuples and static methods that got replaced.
-        classes: the classes of the modules that were looked through.
+        classes: of modules, and their bases; torch's are not looked through.
     """
 
     def __init__(self, replacements: Replacements) -> None:
         self.made: dict[int, tuple[Any, Any]] = {}
         self.classes: set[type] = set()
+        self._kinds: set[type] = set()
         self._replacements = replacements
         self._rebuilt: dict[int, tuple[Any, Any]] = {}
         self._seen: set[int] = set()
@@ -215,9 +216,10 @@ class _Walk:
 
     def _places_of_module(self, module: nn.Module) -> Iterable[Place]:
         self._waiting.extend(module._modules.values())
-        if type(module) not in self.classes:
+        if type(module) not in self._kinds:
+            self._kinds.add(type(module))
             owners = [kind for kind in type(module).__mro__ if not is_left_alone(kind.__module__)]
-            self.classes.update((type(module), *owners))
+            self.classes.update(owners)
             self._waiting += owners
         own = vars(module)
         return [(own, name, own[name]) for name in own.keys() - _OF_EVERY_MODULE]
