@@ -56,27 +56,33 @@ class HeldFunctions:
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._classes: weakref.WeakSet[type] = weakref.WeakSet()
 
-    def install(self, wrappers: Replacements, users: Iterable[types.ModuleType]) -> None:
-        """Replace what is held in the globals of ``users``, and later what `reach` is given.
+    def install(
+        self,
+        wrappers: Replacements,
+        users: Iterable[types.ModuleType],
+        models: Iterable[nn.Module],
+    ) -> None:
+        """Replace what is held now; what comes later is for `reach`.
 
         Args:
             wrappers: ``id(original) -> (original, wrapper)``.
             users: modules; tables of functions in their globals, partials, layers and the default
                 arguments of their functions are looked through.
+            models: as `reach` takes them.
         """
         self._wrappers = wrappers
         self._originals = {id(new): (new, old) for old, new in wrappers.values()}
-        walk = _Walk(wrappers)
-        for module in users:
-            walk.through_globals(module)
-        self._note(walk)
+        self.reach(models, users)
 
-    def reach(self, models: Iterable[nn.Module]) -> None:
+    def reach(self, models: Iterable[nn.Module], users: Iterable[types.ModuleType] = ()) -> None:
         """Replace what these models, their submodules and the classes of these hold."""
         walk = _Walk(self._wrappers)
+        for module in users:
+            walk.through_globals(module)
         for model in models:
             walk.through(model)
-        self._note(walk)
+        self._originals.update(walk.made)
+        self._classes.update(walk.classes)
 
     def undo(self) -> list[nn.Module]:
         """Put the functions back, wherever the wrappers are held by now.
@@ -95,10 +101,6 @@ class HeldFunctions:
         for owner in classes:
             walk.through(owner)
         return [module for module in living_modules() if walk.through(module)]
-
-    def _note(self, walk: _Walk) -> None:
-        self._originals.update(walk.made)
-        self._classes.update(walk.classes)
 
 
 def living_modules() -> list[nn.Module]:
@@ -122,12 +124,13 @@ class _Walk:
 
     Attributes:
         made: ``id(new) -> (new, old)`` of plain tuples and static methods that got replaced.
-        classes: the users' classes that were looked through.
+        classes: of modules, and their bases; torch's are not looked through.
     """
 
     def __init__(self, replacements: Replacements) -> None:
         self.made: dict[int, tuple[Any, Any]] = {}
-        self.classes: list[type] = []
+        self.classes: set[type] = set()
+        self._kinds: set[type] = set()
         self._replacements = replacements
         self._rebuilt: dict[int, tuple[Any, Any]] = {}
         self._seen: set[int] = set()
@@ -211,16 +214,15 @@ class _Walk:
             return [(holder, "func", holder.func), (holder, "args", holder.args)]
         return _places_in(holder)
 
-    def _places_of_module(self, module: nn.Module) -> Iterator[Place]:
-        if isinstance(module, torch.jit.ScriptModule):
-            return
+    def _places_of_module(self, module: nn.Module) -> Iterable[Place]:
         self._waiting.extend(module._modules.values())
-        for owner in type(module).__mro__:
-            if not (is_left_alone(owner.__module__) or id(owner) in self._seen):
-                self.classes.append(owner)
-                self._waiting.append(owner)
+        if type(module) not in self._kinds:
+            self._kinds.add(type(module))
+            owners = [kind for kind in type(module).__mro__ if not is_left_alone(kind.__module__)]
+            self.classes.update(owners)
+            self._waiting += owners
         own = vars(module)
-        yield from ((own, k, v) for k, v in list(own.items()) if k not in _OF_EVERY_MODULE)
+        return [(own, name, own[name]) for name in own.keys() - _OF_EVERY_MODULE]
 
     def _places_of_function(self, function: types.FunctionType) -> Iterator[Place]:
         if is_left_alone(function.__globals__.get("__name__", "")):

@@ -1,4 +1,4 @@
-"""Puts the wrappers where functions are found: in torch, in users' modules, in what holds them.
+"""Puts the wrappers where functions are found: in torch, and in the globals of users' modules.
 
 Knows where functions are found (`targets`) and when a user's rule wins; knows nothing of what a
 wrapper does.
@@ -13,9 +13,9 @@ from typing import Any
 from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in
 
 from . import targets
-from .held_functions import HeldFunctions
 
 Function = Callable[..., Any]
+Replacements = Mapping[int, tuple[Any, Any]]
 # Takes a function, its rule, and whether no other rule acts inside of it.
 Wrap = Callable[[Function, str, bool], Function]
 
@@ -25,8 +25,7 @@ def install(
     patches: Patches,
     rules: Mapping[str, str],
     registered: Iterable[tuple[Any, str, str]],
-    held: HeldFunctions,
-) -> None:
+) -> tuple[Replacements, list[types.ModuleType]]:
     """Patch every function of `targets.rule_targets`, changed by what the user asked for.
 
     What the user asked for of a function of torch holds for all that it does: the rules of
@@ -37,7 +36,9 @@ def install(
         patches: records what is replaced.
         rules: dotted path -> rule; ``"off"`` casts nothing.
         registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
-        held: puts the wrappers where the functions are held.
+
+    Returns:
+        ``id(original) -> (original, wrapper)``, and the modules that use torch.
     """
     installation = _Installation(patches, wrap)
     registered_rules = {}
@@ -53,7 +54,7 @@ def install(
         alone = asked is not None or path in rules
         installation.replace(found, asked or rule, path, alone)
     bindings = installation.bindings()
-    held.install(bindings, patches.replace_bindings(bindings))
+    return bindings, patches.replace_bindings(bindings)
 
 
 class _Installation:
@@ -92,7 +93,7 @@ class _Installation:
         if self.wrappers[key][1] is not original:
             self._patches.replace(owner, name, self.wrappers[key][1])
 
-    def bindings(self) -> dict[int, tuple[Any, Any]]:
+    def bindings(self) -> Replacements:
         """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts."""
         found: dict[int, tuple[Any, Any]] = {}
         for (key, _, _), pair in self.wrappers.items():

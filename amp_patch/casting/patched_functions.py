@@ -146,10 +146,10 @@ class PatchedFunctions:
         try:
             torch_compile.install(self._patches)
             registered = self._registered.values()
-            installation.install(
-                self._casts.wrap, self._patches, self._rules, registered, self._held
+            wrappers, users = installation.install(
+                self._casts.wrap, self._patches, self._rules, registered
             )
-            self._held.reach(self._models)
+            self._held.install(wrappers, users, list(self._models))
         except BaseException:
             self._restore()
             raise

@@ -62,8 +62,8 @@ class Casts:
             alone: let no other rule act inside of it.
         """
         wrapper = self._rules[rule](_alone(function) if alone else function)
-        if self.observer is not None and rule in _SAID:
-            wrapper = _observed(wrapper, function, _SAID[rule], self.observer)
+        if self.observer is not None and rule in _REPORTS:
+            wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
         # TorchScript compiles the original: it cannot read a closure.
         wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
         return wrapper
@@ -90,8 +90,8 @@ class Casts:
         return wrapper
 
 
-#: Of rules by which arguments are cast: the dtypes that are, and apex's words for it.
-_SAID = {
+#: What an observer hears of, by rule: the dtypes that are cast, and apex's words for it.
+_REPORTS = {
     "half": ((torch.float32,), "Float->Half"),
     "bfloat16": ((torch.float32,), "Float->BFloat16"),
     "float": (HALVES, "Half->Float"),
@@ -102,11 +102,11 @@ _SAID = {
 def _observed(
     wrapper: Function,
     function: Function,
-    said: tuple[tuple[torch.dtype, ...], str],
+    report: tuple[tuple[torch.dtype, ...], str],
     observer: Callable[[str], None],
 ) -> Function:
     """Return a wrapper that tells of the tensors it gets in a dtype that its rule casts."""
-    dtypes, words = said
+    dtypes, words = report
 
     @functools.wraps(function)
     def observed(*args: Any, **kwargs: Any) -> Any:

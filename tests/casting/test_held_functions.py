@@ -278,15 +278,6 @@ def test_a_long_list_is_data_and_is_not_looked_through(amp) -> None:
     assert model.held[0] is original
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_torch_scripted_is_left_alone(amp) -> None:
-    scripted = torch.jit.script(nn.Linear(4, 4))
-    model = nn.Sequential(scripted, nn.Linear(4, 4))
-    amp.initialize(model, opt_level="O1", verbosity=0)
-    amp.deactivate()
-    assert model[0] is scripted
-
-
 # -- drawn nestings ------------------------------------------------------------------------------
 
 
@@ -326,8 +317,7 @@ WRAPPERS = {
 def test_any_nesting_holds_wrappers_and_then_the_very_objects_again(tree) -> None:
     held, model = HeldFunctions(), Inner(tree)
     before = list(inside(model))
-    held.install(WRAPPERS, [])
-    held.reach([model])
+    held.install(WRAPPERS, [], [model])
     expected = [WRAPPERS.get(id(part), (part, part))[1] for part in before]
     replaced = list(inside(model))
     for now, then in zip(replaced, expected, strict=True):
@@ -722,12 +712,12 @@ def test_undo_looks_around_only_where_somebody_holds_a_wrapper(monkeypatch) -> N
     monkeypatch.setattr("amp_patch.casting.held_functions.living_modules", count)
     held, model = HeldFunctions(), Inner([original])
     wrappers = {id(original): (original, types.FunctionType(wrapper.__code__, {}))}
-    held.install(wrappers, [])
+    held.install(wrappers, [], [])
     del wrappers
     held.undo()
     assert not calls
     wrappers = {id(original): (original, types.FunctionType(wrapper.__code__, {}))}
-    held.install(wrappers, [])
+    held.install(wrappers, [], [])
     del wrappers
     held.reach([model])
     assert model.act[0] is not original
