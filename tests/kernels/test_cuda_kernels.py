@@ -1,47 +1,12 @@
-"""What only the CUDA side does, on the CPU: what is launched, and what goes to torch."""
+"""What only the CUDA side of adding, casting and comparing does, on the CPU."""
 
-from collections.abc import Iterator
-
-import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu.kernel_names import KERNELS
 from cuda_on_cpu.launcher import EmulatedModules
-from torch import Tensor
 
-from amp_patch.kernels import cuda_kernels, cuda_module, torch_kernels
+from amp_patch.kernels import cuda_kernels
 from amp_patch.kernels.cuda_kernels import Cast, Comparison, Unscale
-from amp_patch.kernels.tensor_tables import CHUNK
-
-INF, NAN = float("inf"), float("nan")
-
-
-@pytest.fixture
-def modules(
-    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[EmulatedModules]:
-    cuda_on_cpu.require_compiler()
-    modules = EmulatedModules(pytestconfig)
-    monkeypatch.setattr(cuda_module, "modules", modules)
-    return modules
-
-
-def sparse(*rows: float) -> Tensor:
-    indices = torch.arange(len(rows)).reshape(1, -1)
-    values = torch.tensor(rows).reshape(-1, 1)
-    return torch.sparse_coo_tensor(indices, values, (len(rows), 1), check_invariants=True)
-
-
-def test_one_launch_per_mix_of_dtypes_whatever_the_number_of_tensors(
-    modules: EmulatedModules,
-) -> None:
-    grads = [torch.ones(n + 1, dtype=torch.float16) for n in range(300)]
-    grads += [torch.ones(n, dtype=torch.bfloat16) for n in range(3)]
-    targets = [torch.zeros_like(grad, dtype=torch.float32) for grad in grads]
-    Unscale(grads, targets).run(grads, targets, 4.0)
-    names = ["unscale_float16_to_float32", "unscale_bfloat16_to_float32", "summarize"]
-    assert modules.launched == names
-    assert all((target == 0.25).all() for target in targets)
 
 
 def test_every_operation_launches_its_kernels(modules: EmulatedModules) -> None:
@@ -76,77 +41,6 @@ def test_tensors_without_elements_launch_nothing_but_their_summary(
     assert (check.overflow, check.norm().item()) == (False, 0.0)
 
 
-def test_a_large_tensor_has_many_chunks(modules: EmulatedModules) -> None:
-    grads = [torch.ones(5), torch.ones(2 * CHUNK + 1), torch.ones(CHUNK)]
-    grads[1][-1] = NAN
-    check = Unscale(grads, grads).run(grads, grads, 2.0)
-    assert check.nonfinite() == [(1, "NaN")]
-    assert (grads[1][:-1] == 0.5).all()
-
-
-@pytest.mark.parametrize(
-    ("bad", "where"), [(None, None), (INF, "kernel"), (NAN, "kernel"), (INF, "torch")]
-)
-def test_what_no_kernel_takes_is_unscaled_and_checked_with_the_rest(
-    modules: EmulatedModules, bad: float | None, where: str | None
-) -> None:
-    strided = torch.ones(8)[::2]
-    grads = [torch.ones(4), sparse(2.0, 4.0), strided, torch.ones(3).double(), torch.ones(5).half()]
-    if bad is not None:
-        grads[0 if where == "kernel" else 2][1] = bad
-    check = Unscale(grads, grads).run(grads, grads, 2.0)
-    index = 0 if where == "kernel" else 2
-    kind = "NaN" if bad is NAN else "inf"
-    assert check.nonfinite() == ([] if bad is None else [(index, kind)])
-    assert check.overflow == (bad is not None)
-    assert len(check.found_inf) == 1
-    assert grads[1]._values().tolist() == [[1.0], [2.0]]
-    assert (grads[3] == 0.5).all()
-    assert grads[4].tolist() == [0.5] * 5
-    assert "unscale_float32_to_float32" in modules.launched
-    if bad is None:
-        expected = (4 + 1 + 4 + 4 + 3 + 5) * 0.25 + 3.75
-        assert check.norm().item() == pytest.approx(expected**0.5)
-
-
-def test_gradients_that_become_sparse_go_to_torch(modules: EmulatedModules) -> None:
-    params = [torch.zeros(2, 1), torch.zeros(3)]
-    unscale = Unscale(params, params)
-    for first in (torch.ones(2, 1), sparse(2.0, 2.0), torch.ones(2, 1)):
-        grads = [first, torch.ones(3)]
-        unscale.run(grads, grads, 2.0)
-        assert (grads[0].to_dense() * 2 == (2.0 if first.is_sparse else 1.0)).all()
-        assert (grads[1] == 0.5).all()
-
-
-def test_what_a_check_found_is_not_what_is_written_later(modules: EmulatedModules) -> None:
-    grads = [torch.tensor([1.0, INF])]
-    unscale = Unscale(grads, grads)
-    check = unscale.run(grads, grads, 2.0)
-    grads[0].fill_(3.0)
-    later = unscale.run(grads, grads, 2.0)
-    assert (check.nonfinite(), check.overflow) == ([(0, "inf")], True)
-    assert (later.nonfinite(), later.overflow) == ([], False)
-
-
-def test_tables_stay_where_the_addresses_do(
-    modules: EmulatedModules, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[object] = []
-    tensor = torch.tensor
-    grads = [torch.ones(3), torch.ones(4)]
-    unscale = Unscale(grads, grads)
-    unscale.run(grads, grads, 2.0)
-    monkeypatch.setattr(
-        torch, "tensor", lambda *args, **kw: made.append(args) or tensor(*args, **kw)
-    )
-    unscale.run(grads, grads, 2.0)
-    assert made == []
-    others = [torch.ones(3), grads[1]]
-    unscale.run(others, others, 2.0)
-    assert len(made) == 1
-
-
 def test_operations_do_not_take_each_others_tables(
     modules: EmulatedModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,14 +55,6 @@ def test_operations_do_not_take_each_others_tables(
             torch, "tensor", lambda *args, **kw: made.append(args) or tensor(*args, **kw)
         )
     assert made == []
-
-
-def test_the_scale_of_the_next_step_is_another(modules: EmulatedModules) -> None:
-    grads = [torch.ones(3)]
-    unscale = Unscale(grads, grads)
-    for scale, expected in ((2.0, 0.5), (4.0, 0.125), (4.0, 0.03125)):
-        unscale.run(grads, grads, scale)
-        assert grads[0].tolist() == [expected] * 3
 
 
 def test_a_cast_follows_moved_tensors(modules: EmulatedModules) -> None:
@@ -199,28 +85,3 @@ def test_reconcile_knows_of_what_torch_compared(modules: EmulatedModules) -> Non
     assert comparison.reconcile(lambda: [True, False]) is True
     assert [source.tolist() for source in sources] == [[1.0] * 3, [5.0, 1.0, 1.0]]
     assert copies[0].tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_the_norm_of_kernels_and_torch_together_clips_all(
-    modules: EmulatedModules, max_norm: float
-) -> None:
-    grads = [torch.full((4,), 3.0), torch.full((4,), 4.0).double()]
-    assert cuda_kernels.clip_by_norm(grads, max_norm, 2.0).item() == pytest.approx(10.0)
-    factor = min(1.0, max_norm / 10)
-    assert torch.cat([grads[0].double(), grads[1]]).tolist() == pytest.approx(
-        [3.0 * factor] * 4 + [4.0 * factor] * 4, rel=1e-5
-    )
-
-
-def test_other_norms_are_torchs(modules: EmulatedModules) -> None:
-    grads = [torch.tensor([3.0, -4.0])]
-    assert cuda_kernels.clip_by_norm(grads, 1.0, INF).item() == 4.0
-    assert modules.launched == []
-
-
-def test_the_first_launch_of_an_unscale_may_be_without_rows(modules: EmulatedModules) -> None:
-    check = Unscale([], []).run([], [], 2.0)
-    assert (check.overflow, check.nonfinite(), check.norm().item()) == (False, [], 0.0)
-    assert isinstance(check, torch_kernels.GradCheck)
-    assert modules.launched == []

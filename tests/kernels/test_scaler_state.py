@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cuda_on_cpu.launcher import EmulatedModules
+from drawn_scalers import scalers
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels_update_scale import scalers
 
 from amp_patch.kernels import cuda_kernels, cuda_module, scaler_state
 from amp_patch.kernels.scaler_state import ScalerState

@@ -7,6 +7,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu import Kernels
+from drawn_scalers import scalers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,32 +15,11 @@ from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 
 LAYOUT = "=ffii3q"  # scale, scale_before, skipped, reduced, three counts
-SCALES = st.floats(2.0**-30, 2.0**30, width=32)
 
 
 @pytest.fixture(scope="module")
 def kernels(pytestconfig: pytest.Config) -> Kernels:
     return cuda_on_cpu.compiled("update_scale.cu", pytestconfig)
-
-
-@st.composite
-def scalers(draw: st.DrawFn) -> LossScaler:
-    """Draw a rule, and a scale that may have been loaded from beyond its floor or cap."""
-    floor, cap = sorted((draw(SCALES), draw(SCALES)))
-    scaler = LossScaler(
-        ScaleRule(
-            dynamic=draw(st.sampled_from([True, True, True, False])),
-            growth_factor=draw(st.sampled_from([2.0, 4.0]) | st.floats(1.001, 1e6)),
-            backoff_factor=draw(st.sampled_from([0.5, 0.25]) | st.floats(1e-6, 0.999)),
-            growth_interval=draw(st.integers(1, 4)),
-            hysteresis=draw(st.integers(1, 3)),
-            min_loss_scale=floor,
-            max_loss_scale=cap,
-        )
-    )
-    scaler.scale = draw(st.sampled_from([floor, cap, floor / 4, cap * 4]) | SCALES)
-    scaler.unskipped = draw(st.integers(0, 6))
-    return scaler
 
 
 class OnDevice:
