@@ -1,7 +1,7 @@
 """Fused operations over lists of tensors: CUDA kernels where they work, else torch's functions.
 
 Knows tensors and plain numbers; nothing of models, optimizers or loss scalers. The other rooms
-import from here; `choice` decides which implementation serves.
+import from here; `choice` decides for each list whether kernels or torch's functions do it.
 """
 
 from .choice import (

@@ -148,6 +148,7 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _fills_memory(tensor: Tensor) -> bool:
+    """Return whether there is no gap between the elements, in whatever order they are."""
     expected = 1
     for stride, size in sorted(_strides(tensor)):
         if stride != expected:

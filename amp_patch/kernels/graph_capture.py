@@ -1,6 +1,7 @@
-"""What a CUDA graph leaves to the host, which does it after each replay; knows no step or scale.
+"""Tells whether a CUDA graph is captured, and collects what the host must do for its replays.
 
-While a graph is captured nothing runs, and the host may neither wait for the device nor ask it.
+While a graph is captured nothing runs, and the host may neither wait for the device nor ask it. So
+what the host does in each step is done after each replay instead. Knows no step and no loss scale.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ class HostSide:
 
 
 class Captures:
-    """Where code that runs in a step leaves what only the host can do, while a graph is captured.
+    """Collects what a graph needs of the host, from whatever code runs while it is captured.
 
-    Whoever captures calls `collect`. Others who capture, with torch.cuda.graph() say, do not: what
-    must be done after their replays is refused, and what must live as long as their graph lives
-    until the process ends, for nothing tells when the graph does.
+    `amp_patch.cuda_graph.capture` calls `collect` and sees to it. Who captures by other means, as
+    ``torch.cuda.graph()``, does not. Then an action that must follow each replay is refused, and
+    memory that the graph copies from is kept until the process ends, for nothing tells when the
+    graph goes.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,8 @@ class HostCopy:
     """A copy of a device's tensor, on its way to the host through pinned memory.
 
     Args:
-        source: as it is on the device's current stream; a CPU tensor is copied at once.
+        source: any tensor; its values are those after what the device's current stream has been
+            given so far. A CPU tensor is copied at once.
     """
 
     def __init__(self, source: Tensor) -> None:

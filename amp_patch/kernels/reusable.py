@@ -1,7 +1,9 @@
-"""Tensors that are written over, iteration after iteration; knows who would see that, and no more.
+"""Tells whether anybody but its owner holds a tensor; knows nothing of what the tensor is for.
 
-Whoever holds such a tensor when it is to be written again keeps what it saw: the owner makes a
-new one.
+An owner makes a cast or a buffer once and writes to it again in each iteration. Nobody else may
+see that: no variable of the user's, no view, no autograd graph that saved the tensor for its
+backward. So references are counted before each write, and where there are others than the owner's
+it makes a new tensor.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ _count_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-de
 
 
 class Reusable:
-    """Tensors that only their owner holds, at the time when this is made; they may share storages.
+    """Tensors that one owner writes to again and again; they may share storages.
+
+    References are counted when this is made, and compared later.
 
     Args:
-        tensors: a list that is handed over; `is_held` sees one that stays with the caller.
+        tensors: held by nobody but the caller, who gives them and the list away: what is held now
+            is never noticed.
 
     Attributes:
         tensors: the same list.
@@ -36,7 +41,7 @@ class Reusable:
         self._references = self._count_references()
 
     def are_free(self) -> bool:
-        """Return whether nobody has come to hold any of them: no graph, view, field or name."""
+        """Return whether nobody else holds any of them now: no graph, view, field or variable."""
         return (
             self._count_references() == self._references
             and self._count_uses() == self._uses
@@ -52,10 +57,10 @@ class Reusable:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Return whether a graph, a view or a caller holds a tensor, apart from one field of its owner.
+    """Return whether anybody holds a tensor apart from one field of its owner and this call.
 
-    A graph that saved a weight's cast before a step must see the old values in its backward.
-    Linear layers save an alias of the storage, convolutions the tensor itself.
+    A graph that saved a weight's cast, for example, must see the old values in its backward. What
+    it holds is an alias of the storage (linear layers) or the tensor itself (convolutions).
     """
     return (
         _count_uses(tensor) > 1

@@ -1,7 +1,7 @@
-"""A loss scaler's state on a device, moved there without the host; the rule is
-`scaling.loss_scaler.LossScaler`'s.
+"""Holds the numbers of a loss scaler on a device, and updates them there while the host goes on.
 
-Knows no kernels: `update` is the reference for update_scale.cu, by operations of torch.
+They change as those of `scaling.loss_scaler.LossScaler` do. Knows no kernels: `update`, made of
+operations of torch, is the reference for update_scale.cu.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rule(Protocol):
 
 
 class ScaleNumbers(Protocol):
-    """What moves; `scaling.loss_scaler.LossScaler` has it and says what each number means."""
+    """The numbers that change; `scaling.loss_scaler.LossScaler` has them and explains each."""
 
     scale: float
     unskipped: int
@@ -61,7 +61,7 @@ _LAYOUT = "=ffii3q"
 
 
 class ScalerState:
-    """What moves of a loss scaler, in 40 bytes on a device; the kernels write to them.
+    """The numbers of a loss scaler that change, in 40 bytes on a device; kernels write to them.
 
     Args:
         scaler: the state to start from.

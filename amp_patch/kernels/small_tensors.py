@@ -1,6 +1,6 @@
-"""Memory that many small tensors share, so that one call handles all; knows no models.
+"""Gives many small tensors one memory that they share, so that one call works on all of it.
 
-A call per tensor costs the host more than the few bytes cost the device.
+A call for each would cost the host more time than the few bytes cost the device. Knows no models.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .torch_kernels import alike
+from .tensor_lists import alike
 
 _SMALL = 1 << 12  # elements
 _ALIGNMENT = 64  # bytes; as of memory that torch allocates, for vectorized kernels

@@ -1,6 +1,9 @@
 """The tables by which one launch works on many tensors, kept on the device; launches nothing.
 
-Their layout is that of tensor_table.cuh and summarize.cu.
+The table of tensors has a row for each parameter, say, with the addresses of its tensors and their
+number of elements. Tensors are cut into chunks of `CHUNK` elements, and the table of chunks tells
+each block of the kernel its row and which chunk of that it works on. A third table tells each row
+its chunks. The layouts are those of tensor_table.cuh and summarize.cu.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ _SPARE = 4
 class Resident:
     """A small tensor on a device, made again only where its content or the stream changed.
 
-    Every stream gets its own: what another one uploads may not have arrived. A CUDA graph gets its
-    own, too, made anew at each replay: what it captures holds nothing before the first.
+    Another stream gets another tensor, for what one stream uploads may not have arrived when the
+    other reads it. A CUDA graph that is captured gets another one, too, which each replay uploads:
+    the upload is part of the graph.
 
     Args:
         device: where it lies.
-        make: returns the tensor for a content, on the current stream.
+        make: returns the tensor for a content, made on the current stream.
         capture: the same while a CUDA graph is captured.
     """
 
@@ -102,7 +106,7 @@ class _Upload:
 
 
 class Group(NamedTuple):
-    """Rows whose tensors have the same dtypes: the chunks from begin to end are theirs."""
+    """What one launch does: all rows of one mix, whose chunks are those from begin to end."""
 
     mix: Any
     begin: int
@@ -114,8 +118,8 @@ class TensorTable:
 
     Args:
         lengths: the number of elements of each row's tensors.
-        mixes: what tells the kernel of each row, its tensors' dtypes say; rows of one mix share
-            a launch.
+        mixes: of each row, what its kernel depends on, for example the dtypes of its tensors; rows
+            of one mix share a launch.
         device: where the tables lie.
 
     Attributes:
