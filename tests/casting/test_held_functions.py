@@ -405,15 +405,17 @@ def test_attributes_of_classes_are_reached_and_put_back(amp, opt_level, way) -> 
 
 
 def test_classes_of_torch_are_never_changed(amp) -> None:
-    model = nn.TransformerEncoderLayer(4, 2, activation=F.gelu)
+    model = nn.TransformerEncoderLayer(4, 2, activation=F.relu)
     classes = [owner for owner in type(model).__mro__ if owner is not object]
     before = [dict(vars(owner)) for owner in classes]
-    original = F.gelu
-    amp.initialize(model, opt_level="O1", verbosity=0, rules={"gelu": "float"})
-    assert model.activation is F.gelu is not original
+    original, defaults = F.relu, nn.TransformerEncoderLayer.__init__.__defaults__
+    amp.initialize(model, opt_level="O1", verbosity=0, rules={"relu": "float"})
+    assert model.activation is F.relu is not original
     assert [dict(vars(owner)) for owner in classes] == before
+    assert nn.TransformerEncoderLayer.__init__.__defaults__ is defaults
+    assert original in defaults
     amp.deactivate()
-    assert model.activation is F.gelu is original
+    assert model.activation is F.relu is original
 
 
 # -- globals of the user's modules ---------------------------------------------------------------
