@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pickle
+import pydoc
 import re
 import sys
 import types
@@ -227,6 +228,14 @@ def test_loaders_of_plug_ins_may_ask_for_what_is_not_there(
     with pytest.raises(ModuleNotFoundError) as raised:
         importlib.import_module(f"{name}.dummy")
     assert raised.value.name == f"{name}.dummy"
+
+
+def test_a_class_is_located_by_its_name(apex: types.ModuleType) -> None:
+    """Configuration files name classes so, and what locates them tries module after module."""
+    assert pydoc.locate("apex.amp.scaler.LossScaler") is apex.amp.scaler.LossScaler
+    assert pydoc.locate("apex.optimizers.FusedAdam") is apex.optimizers.FusedAdam
+    for name in ("apex.amp.scaler.Nothing", "apex.transformer.layers.Nothing", "syncbn.forward"):
+        assert pydoc.locate(name) is None
 
 
 def test_an_error_in_a_statement_is_told_from_one_beside_it(apex: types.ModuleType) -> None:
