@@ -37,7 +37,7 @@ def set_up(
 ) -> contextlib.ExitStack:
     """Set up for a level, and return what undoes it."""
     undo = contextlib.ExitStack()
-    functions.set_up(OPT_LEVELS[level], expand(rules or {}), casting or set(), undo)
+    functions.set_up([], OPT_LEVELS[level], expand(rules or {}), casting or set(), undo)
     return undo
 
 
