@@ -246,9 +246,12 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
         step.backward.refuse_scaled("amp.clip_grad_norm_()")
         total = step.backward.clip_waiting(max_norm, norm_type)
         if total is not None:
+            session.observers.clipped(optimizer, total)
             return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
-    return kernels.clip_by_norm(grads, max_norm, norm_type)
+    total = kernels.clip_by_norm(grads, max_norm, norm_type)
+    session.observers.clipped(optimizer, total)
+    return total
 
 
 def step_was_skipped(optimizer: Optimizer) -> bool:

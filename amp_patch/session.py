@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass
 from .step.loss_scaling import choose_scaling
+from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
@@ -53,12 +55,14 @@ class Session:
         models, optimizers, functions: what was done to each.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed.
+        observers: told of each training step; they stay when the session ends.
     """
 
     def __init__(self) -> None:
         self.cache = WeightCache()
         self.casts = Casts(self.cache)
         self.store = FP32Values()
+        self.observers = Observers()
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._reset()
 
@@ -69,7 +73,7 @@ class Session:
         self.disabled = False
         self.functions = PatchedFunctions(self.casts, self._registered)
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
-        self.optimizers = PreparedOptimizers(self.scalers, self.announce)
+        self.optimizers = PreparedOptimizers(self.scalers, self.announce, self.observers)
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
@@ -257,9 +261,14 @@ class Session:
             device,
             may_be_delayed,
             can_skip=lambda: all(one.skips_by_flag for one in optimizers),
+            on_overflow=self.observers.overflowed,
         )
         others = [step.backward for step in self.optimizers.others(steps)]
-        return BackwardPass(optimizers, others, scaling, self.cache)
+        on_scaled = None
+        if self.observers:
+            stepped = [one for step in steps if (one := step.optimizer) is not None]
+            on_scaled = functools.partial(self.observers.scaled, scaler_id, stepped)
+        return BackwardPass(optimizers, others, scaling, self.cache, on_scaled)
 
     def _is_disabled(self, optimizers: Any) -> bool:
         if not self.initialized:

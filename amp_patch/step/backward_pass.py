@@ -5,7 +5,7 @@ Knows optimizers and the scaling it is given; no model, level or session.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -44,6 +44,7 @@ class BackwardPass:
         others: all others that there are.
         scaling: multiplies the loss, and moves the scale.
         cache: made stale when the backward is done.
+        on_scaled: gets the loss and the scale when the pass begins; None where nobody asks.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class BackwardPass:
         others: Sequence[OptimizerBackward],
         scaling: LossScaling,
         cache: WeightCache,
+        on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
     ) -> None:
         self._optimizers, self._others = optimizers, others
         self._scaling, self._cache = scaling, cache
+        self._on_scaled = on_scaled
         self._scale: float | Tensor = 1.0
         self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
@@ -73,6 +76,8 @@ class BackwardPass:
         scaling = self._scaling
         self._watches = [other.watch_foreign(scaling.is_on) for other in self._others]
         loss = loss.float() if loss.dtype in HALVES else loss
+        if self._on_scaled is not None:
+            self._on_scaled(loss, scaling.scale())
         if not scaling.is_on and all(one.takes_grads_as_they_are for one in self._optimizers):
             return loss
         self._scale = scaling.scale()

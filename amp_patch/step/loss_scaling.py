@@ -37,6 +37,10 @@ class Found(NamedTuple):
     params: list[Tensor]
 
 
+#: Gets the number of a loss scaler, and what was found in the pass that overflowed.
+OnOverflow = Callable[[int, Sequence[Found]], None]
+
+
 class LossScaling(Protocol):
     """The scale of one backward pass.
 
@@ -89,14 +93,20 @@ class HostScaling:
         scaler: moved.
         scaler_id: its number in messages.
         name_of: the name of a parameter, for the error at the floor.
+        on_overflow: gets ``scaler_id`` and what was found, after each overflow.
     """
 
     is_on = True
 
     def __init__(
-        self, scaler: LossScaler, scaler_id: int, name_of: Callable[[Tensor], str]
+        self,
+        scaler: LossScaler,
+        scaler_id: int,
+        name_of: Callable[[Tensor], str],
+        on_overflow: OnOverflow,
     ) -> None:
         self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
+        self._on_overflow = on_overflow
 
     def scale(self) -> float:
         """See `LossScaling`."""
@@ -112,6 +122,7 @@ class HostScaling:
                 reason = scaler.skip_message(self._scaler_id)
                 for skip in skips:
                     skip.ask(reason, scaler)
+                self._on_overflow(self._scaler_id, found)
             is_exhausted = scaler.exhausted
         except BaseException:
             scaler.set_numbers(*before)
@@ -196,6 +207,7 @@ def choose_scaling(
     device: torch.device,
     may_be_delayed: bool,
     can_skip: Callable[[], bool],
+    on_overflow: OnOverflow,
 ) -> LossScaling:
     """Return who scales a loss on ``device``.
 
@@ -204,7 +216,7 @@ def choose_scaling(
     floor: the error that may follow names gradients, which are gone one step later.
 
     Args:
-        scaler, scaler_id, name_of: see `HostScaling`.
+        scaler, scaler_id, name_of, on_overflow: see `HostScaling`.
         device: the loss's.
         may_be_delayed: whether the check waits for the step (``delay_overflow_check``).
         can_skip: returns whether all optimizers of the loss can skip a step by a flag.
@@ -212,7 +224,7 @@ def choose_scaling(
     # A static scale does not move: to read it, nothing is waited for.
     if not scaler.rule.dynamic and scaler.scale == 1.0:
         return NoScaling(scaler, device)
-    on_host = HostScaling(scaler, scaler_id, name_of)
+    on_host = HostScaling(scaler, scaler_id, name_of, on_overflow)
     if device.type not in RUNS_AHEAD or may_be_delayed:
         return on_host
     if scaler.device_scaler is not None:

@@ -24,6 +24,7 @@ from amp_patch.weights.lazy_gradients import clear_grads
 from amp_patch.weights.master_weights import MasterWeights
 
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
+from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .skip import Skip, must_be_told, step_by_flag
 
@@ -38,6 +39,7 @@ class OptimizerStep:
         store: where the masters' fp32 values come from; None for levels without masters.
         scalers: the index of the loss scaler that each loss_id of this optimizer uses.
         announce: gets the message of each skipped step.
+        observers: told of each step.
         fused: step by `FusedStep`; with a store only.
 
     Attributes:
@@ -54,8 +56,10 @@ class OptimizerStep:
         store: FP32Values | None,
         scalers: dict[int, int],
         announce: Callable[[str], None],
+        observers: Observers,
         fused: bool = False,
     ) -> None:
+        self._observers = observers
         self._optimizer = weakref.ref(optimizer)
         self._patches = Patches()
         self.scalers = scalers
@@ -76,6 +80,11 @@ class OptimizerStep:
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer; None when the user has dropped it."""
+        return self._optimizer()
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
@@ -203,6 +212,8 @@ class OptimizerStep:
         if self.masters is not None:
             self.masters.clear_grads()
         self.backward.forget_gradients()
+        if self._observers and (optimizer := self._optimizer()) is not None:
+            self._observers.stepped(optimizer, self.skip)
 
     def _publish_before_other_hooks(self, optimizer: Optimizer) -> RemovableHandle | None:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""

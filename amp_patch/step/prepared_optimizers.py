@@ -20,6 +20,7 @@ from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.weights.fp32_values import FP32Values
 
+from .observers import Observers
 from .optimizer_step import OptimizerStep
 
 
@@ -29,14 +30,17 @@ class PreparedOptimizers:
     Args:
         scalers: the list of the process, extended here; a loss_id of an optimizer points into it.
         announce: gets the message of each skipped step.
+        observers: told of each step.
 
     Attributes:
         steps: what was set up for each optimizer, held weakly.
     """
 
-    def __init__(self, scalers: list[LossScaler], announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, scalers: list[LossScaler], announce: Callable[[str], None], observers: Observers
+    ) -> None:
         self._scalers = scalers
-        self._announce = announce
+        self._announce, self._observers = announce, observers
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
@@ -67,7 +71,9 @@ class PreparedOptimizers:
         scaler_ids = self._assign_scalers(scale_rule, num_losses)
         for optimizer in optimizers:
             masters_from = store if level.master_weights else None
-            step = OptimizerStep(optimizer, masters_from, scaler_ids, self._announce, fused_step)
+            step = OptimizerStep(
+                optimizer, masters_from, scaler_ids, self._announce, self._observers, fused_step
+            )
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)

@@ -1,57 +1,72 @@
-"""The command line: ``amp-patch run script.py``. Imports no torch unless a level is named."""
+"""The command line: the names of the commands, and how their errors are told.
+
+A command is in the module that the table names, as ``command``; it is imported when it is called,
+for some need torch. Exit codes: 0, 1 where the work failed, 2 for bad arguments, in one line each.
+"""
 
 from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
 
 import click
 
 from amp_patch import __version__
-from amp_patch.apex.process import real_amp, run_python
+
+#: name -> the module that has it, and the line that ``amp-patch --help`` shows
+COMMANDS = {
+    "run": ("run", "Run a script that imports apex, with apex in place."),
+}
 
 
-def _known_level(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    if value is None:
-        return None
-    # Imported late, for that takes torch, which a run without --opt-level need not wait for.
-    from amp_patch.levels import OPT_LEVELS
+class Commands(click.Group):
+    """A group whose commands are imported one by one."""
 
-    if value not in OPT_LEVELS:
-        raise click.BadParameter(f"{value!r} is not one of {', '.join(map(repr, OPT_LEVELS))}.")
-    return value
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command, or None."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"amp_patch.tools.{COMMANDS[cmd_name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table, and import nothing for that."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit; every error of click's is one line."""
+        kwargs["standalone_mode"] = False
+        try:
+            sys.exit(super().main(*args, **kwargs))
+        except click.ClickException as error:
+            message = " ".join(error.format_message().split())
+            click.echo(f"{_called(error)}: {message}", err=True)
+            sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(130)  # as the shell says that Ctrl-C ended a program
 
 
-@click.group()
+def _called(error: click.ClickException) -> str:
+    """Return 'amp-patch COMMAND', as far as the error knows it."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return "amp-patch" if context is None else context.command_path
+
+
+@click.command(cls=Commands, invoke_without_command=True)
 @click.version_option(__version__, prog_name="amp-patch")
-def main() -> None:
-    """Mixed-precision training for PyTorch."""
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Mixed-precision training for PyTorch.
 
-
-# What follows the script is the script's, options of the same names included.
-@main.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--opt-level",
-    metavar="LEVEL",
-    callback=_known_level,
-    help="In place of the script's own level.",
-)
-@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
-@click.option("--force", is_flag=True, help="Put amp_patch in the place of a real apex, too.")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(
-    opt_level: str | None, is_module: bool, force: bool, script: str, args: tuple[str, ...]
-) -> None:
-    """Run a script that imports apex, as `python SCRIPT ARGS` would, with apex in place.
-
-    The processes that it starts find apex, too.
+    What stands after -- is a script with its arguments, `-m module`, or a program that starts
+    Python, such as torchrun.
     """
-    place = None if force else real_amp()
-    if place is not None:
-        click.echo(
-            f"amp-patch: the script uses the apex.amp in {place}, which --opt-level does not reach;"
-            " call amp-patch run --force to put amp_patch in its place.",
-            err=True,
-        )
-    try:
-        run_python([*(["-m"] if is_module else []), script, *args], opt_level, force)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

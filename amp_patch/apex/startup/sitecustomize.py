@@ -1,5 +1,7 @@
 """Runs at the start of every process of ``amp-patch run``: apex can be imported in it.
 
+Where a tool runs the script (``amp-patch sweep``), it comes in when amp_patch is imported.
+
 Python imports the first sitecustomize of ``sys.path``; this one takes itself off the path again
 and runs the one that it stands in front of. Imports no torch.
 """
@@ -35,6 +37,9 @@ def _install() -> None:
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
     force = os.environ.get("AMP_PATCH_FORCE") == "1"
     importlib.import_module("amp_patch.apex").install(force=force)
+    tool = os.environ.get("AMP_PATCH_TOOL")
+    if tool:
+        importlib.import_module("wrapt").register_post_import_hook(tool, "amp_patch.session")
 
 
 _run_the_next()

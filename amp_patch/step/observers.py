@@ -1,0 +1,111 @@
+"""Who is told of what happens in training steps: loggers, recorders. Most often nobody.
+
+Knows the events, and nothing of what makes them. An event that nobody hears is never made: the
+session asks whether there is an observer before it prepares one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .loss_scaling import Found
+from .skip import Skip
+
+
+class StepObserver:
+    """Told of the events of training steps, in the order in which they happen.
+
+    A subclass overrides what it wants to hear of. What a method raises goes to the script, from
+    ``scale_loss`` or ``optimizer.step()``: a recorder that has seen enough may end it so.
+    """
+
+    def scaled(
+        self,
+        loss: Tensor,
+        scale: float | Tensor,
+        scaler_id: int,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """`amp.scale_loss` begins.
+
+        Args:
+            loss: as the script passed it, in fp32 where it was half.
+            scale: what it is multiplied by; a tensor (0-dim fp32) where a device knows it.
+            scaler_id: the number of the loss scaler in this process.
+            optimizers: those whose gradients the backward will write.
+        """
+
+    def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
+        """Gradients of a pass are inf or NaN, so that the next step is skipped.
+
+        On a device that skips by itself this comes some steps late, when the host hears of it.
+
+        Args:
+            scaler_id: the number of the loss scaler, which has moved already.
+            found: for each optimizer the check and its parameters.
+        """
+
+    def clipped(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """`amp.clip_grad_norm_` has clipped.
+
+        Args:
+            optimizer: whose gradients they are.
+            norm: their total norm before, 0-dim.
+        """
+
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """``optimizer.step()`` is over, made or skipped.
+
+        Args:
+            optimizer: whose step it was.
+            skip: ``skip.was_skipped`` says which; to read it may wait for the device.
+        """
+
+
+class Observers:
+    """The observers of a session; false where there are none."""
+
+    def __init__(self) -> None:
+        self._attached: list[StepObserver] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._attached)
+
+    def attach(self, observer: StepObserver) -> Callable[[], None]:
+        """Tell ``observer`` of the events from now on; return what ends that."""
+        self._attached.append(observer)
+
+        def detach() -> None:
+            if observer in self._attached:
+                self._attached.remove(observer)
+
+        return detach
+
+    def scaled(
+        self,
+        scaler_id: int,
+        optimizers: Sequence[Optimizer],
+        loss: Tensor,
+        scale: float | Tensor,
+    ) -> None:
+        """See `StepObserver.scaled`."""
+        for observer in list(self._attached):
+            observer.scaled(loss, scale, scaler_id, optimizers)
+
+    def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
+        """See `StepObserver.overflowed`."""
+        for observer in list(self._attached):
+            observer.overflowed(scaler_id, found)
+
+    def clipped(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """See `StepObserver.clipped`."""
+        for observer in list(self._attached):
+            observer.clipped(optimizer, norm)
+
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """See `StepObserver.stepped`."""
+        for observer in list(self._attached):
+            observer.stepped(optimizer, skip)

@@ -1,0 +1,87 @@
+"""What the tools share in the process of the user's script: their options, seeds, files by rank.
+
+A tool is started there by `amp_patch/apex/startup/sitecustomize.py`, when the script imports
+amp_patch or, through the drop-in, apex.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed
+
+from .launch import OPTIONS
+
+
+def options() -> dict[str, Any]:
+    """Return what the command line passed to the tool in this process."""
+    found: dict[str, Any] = json.loads(os.environ[OPTIONS])
+    return found
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, torch's and, if the script has imported it, NumPy's random numbers."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def rank() -> int:
+    """Return the rank of this process in torch.distributed, 0 without."""
+    distributed = torch.distributed
+    is_on = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if is_on else int(os.environ.get("RANK", "0"))
+
+
+class Lines:
+    """A file of JSON, one object a line, that can be read while it is written.
+
+    It is made by the first write: processes that do not train (a data loader's) make none. A second
+    process of the same rank writes to ``NAME-2``.
+
+    Args:
+        folder: there is one.
+        name: without suffix; the rank is added.
+    """
+
+    def __init__(self, folder: str | Path, name: str) -> None:
+        self._folder, self._name = Path(folder), name
+        self._file: IO[str] | None = None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one object, and hand it to the operating system at once."""
+        if self._file is None:
+            self._file = self._open()
+            atexit.register(self.close)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> IO[str]:
+        stem, number = f"{self._name}-rank{rank()}", 1
+        while True:
+            path = self._folder / f"{stem}{'' if number == 1 else f'-{number}'}.jsonl"
+            try:
+                return path.open("x", encoding="utf-8")
+            except FileExistsError:
+                number += 1
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of `Lines`; a line that is being written is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

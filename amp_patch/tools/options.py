@@ -1,0 +1,44 @@
+"""What several commands ask of the same options: levels, a folder to write to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from .errors import BadArguments
+
+
+def known_level(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Check the name of a level."""
+    return None if value is None else known_levels(context, param, value)[0]
+
+
+def known_levels(context: click.Context, param: click.Parameter, value: str) -> list[str]:
+    """Check names of levels with commas between them; each once, in the order given."""
+    # Imported late, for that takes torch, which a command without levels need not wait for.
+    from amp_patch.levels import OPT_LEVELS
+
+    names = list(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in OPT_LEVELS:
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, OPT_LEVELS))}.")
+    return names
+
+
+def writable_folder(path: Path) -> Path:
+    """Return a folder, made where there is none.
+
+    Raises:
+        BadArguments: it cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadArguments(
+            f"the folder to write to must be one that can be made; got {path}: {error.strerror}"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise BadArguments(f"the folder to write to must be writable; got {path}")
+    return path

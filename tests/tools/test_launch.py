@@ -1,0 +1,110 @@
+"""A script runs in its own process with a tool in it, and is ended with all that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from amp_patch.tools import launch
+from amp_patch.tools.errors import BadArguments
+
+TOOL = """
+    import atexit, json
+    from amp_patch.tools import child
+    def start(module):
+        lines = child.Lines(child.options()["out"], "events")
+        lines.write({"module": module.__name__, "level": child.options()["level"]})
+        atexit.register(lines.write, {"end": True})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    (tmp_path / "my_tool.py").write_text(textwrap.dedent(TOOL))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def started(folder: Path, script: str, *arguments: str) -> launch.ScriptRun:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(script))
+    options = {"out": str(folder), "level": "any"}
+    command = launch.python_command([str(path), *arguments])
+    return launch.ScriptRun(command, "my_tool:start", options, folder / "log.txt", "O2")
+
+
+@pytest.mark.parametrize("imported", ["from amp_patch import amp", "from apex import amp"])
+def test_the_tool_starts_when_the_script_imports_amp(folder: Path, imported: str) -> None:
+    run = started(folder, f"import sys\n{imported}\nprint(amp.__name__, sys.argv[1:])", "a", "--b")
+    assert run.wait(120) == 0, (folder / "log.txt").read_text()
+    run.close()
+    assert "['a', '--b']" in (folder / "log.txt").read_text()
+    lines = (folder / "events-rank0.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    assert written == [{"module": "amp_patch.session", "level": "any"}, {"end": True}]
+
+
+def test_the_level_of_the_script_is_overridden(folder: Path) -> None:
+    script = "import os; print(os.environ['AMP_PATCH_OPT_LEVEL']); 1 / 0"
+    run = started(folder, script)
+    assert run.wait(60) == 1
+    run.close()
+    assert (folder / "log.txt").read_text().startswith("O2\n")
+    assert launch.last_line(folder / "log.txt") == "ZeroDivisionError: division by zero"
+
+
+HANGS = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print(child.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc who is alive")
+def test_a_script_that_refuses_to_end_is_killed_with_its_children(
+    folder: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+    run = started(folder, HANGS)
+    log = folder / "log.txt"
+    while not log.read_text().strip():
+        time.sleep(0.05)
+    assert run.wait(0.1) is None
+    run.stop()
+    assert run.code == -signal.SIGKILL
+    status = Path(f"/proc/{int(log.read_text())}/status")
+    deadline = time.monotonic() + 30
+    while _is_alive(status) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(status)
+
+
+def _is_alive(status: Path) -> bool:
+    # who adopted the process may not have asked for its exit code yet
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_a_program_beside_python_is_found() -> None:
+    assert launch.python_command(["torchrun", "train.py"])[1:] == ["train.py"]
+    assert os.access(launch.python_command(["torchrun"])[0], os.X_OK)
+
+
+def test_a_module_is_run_by_python() -> None:
+    assert launch.python_command(["-m", "train", "x"]) == [sys.executable, "-m", "train", "x"]
+
+
+@pytest.mark.parametrize("words", [[], ["-m"], ["missing.py"], ["no/such/program"]])
+def test_what_is_no_script_is_refused(words: list[str]) -> None:
+    with pytest.raises(BadArguments, match="script"):
+        launch.python_command(words)
