@@ -42,8 +42,12 @@ def public_names_of(module_name: str) -> list[str]:
 def options(command: click.Command, prefix: str) -> Iterator[str]:
     for param in command.params:
         yield f"{prefix}: {param.param_type_name} {'/'.join(param.opts)}"
-    for name, sub in sorted(getattr(command, "commands", {}).items()):
-        yield from options(sub, f"{prefix} {name}")
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            sub = command.get_command(context, name)
+            assert sub is not None
+            yield from options(sub, f"{prefix} {name}")
 
 
 def all_public() -> list[str]:
