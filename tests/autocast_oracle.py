@@ -13,9 +13,8 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal import common_utils
+from torch.testing._internal import common_methods_invocations, common_utils
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # torch's test utilities forbid any later change of torch.backends' flags in the whole process
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
-__all__ = ["AutocastTestLists", "SampleInput", "op_db"]
+__all__ = ["AutocastTestLists", "SampleInput"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 CASTABLE = (torch.float32, *HALF_DTYPES)
@@ -33,6 +32,14 @@ UNCOMPARED = {"aten::_to_copy", "aten::clone", "aten::constant_pad_nd", "prim::d
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 Call = Callable[..., Any]
+
+
+def operators() -> list[OpInfo]:
+    """Return torch's database of operators.
+
+    It is no global here: its functions would be looked through in every test of the process.
+    """
+    return common_methods_invocations.op_db
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Fixtures for all tests: torch left as it was found, devices, seeds, hypothesis's settings."""
 
+import gc
 import importlib
 import os
 import sys
@@ -67,6 +68,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector, and who asks it for all objects, the half million imported.
+
+    With them it takes longer than most tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

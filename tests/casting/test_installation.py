@@ -184,7 +184,7 @@ RULES = ("off", "half", "float")
 def calls_of_targets():
     """Return for each dotted path of the rules a call of it, as its arguments."""
     calls = {path: (args, {}) for path, args in MORE_CALLS.items()}
-    for op in oracle.op_db:
+    for op in oracle.operators():
         for sample in oracle.samples(op, 1):
             for _, path in oracle.spellings(op):
                 calls[path] = (sample.input, *sample.args), sample.kwargs

@@ -125,7 +125,7 @@ def test_what_torch_promotes_by_itself_is_not_patched():
 
 def operator_calls() -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield name, function, arguments and keyword arguments for torch's samples and for ours."""
-    for op in oracle.op_db:
+    for op in oracle.operators():
         for sample in oracle.samples(op, 2):
             for name, path in oracle.spellings(op):
                 yield name, path, (sample.input, *sample.args), sample.kwargs
@@ -186,7 +186,7 @@ def test_every_operator_computes_in_the_dtypes_of_torchs_cuda_autocast():
 
 def cpu_samples() -> Iterator[tuple[str, str, Any]]:
     """Yield name, path and sample of operators, with gradients where they have any."""
-    for op in oracle.op_db:
+    for op in oracle.operators():
         for sample in oracle.samples(op, 4, requires_grad=op.supports_autograd):
             for name, path in oracle.spellings(op):
                 yield name, path, sample

@@ -81,7 +81,7 @@ def test_a_region_covers_the_targets_and_what_computes_but_nothing_else():
 
 
 def test_a_region_covers_every_function_of_nn_functional_that_torch_has_samples_for():
-    paths = {path for op in oracle.op_db for _, path in oracle.spellings(op)}
+    paths = {path for op in oracle.operators() for _, path in oracle.spellings(op)}
     functional = {path for path in paths if path.startswith("torch.nn.functional.")}
     lookups = {"embedding", "embedding_bag", "one_hot"}
     scaled = {"grouped_mm", "scaled_grouped_mm", "scaled_mm"}

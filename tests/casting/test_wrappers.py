@@ -98,7 +98,7 @@ def test_every_call_of_torchs_autocast_test_lists_has_autocasts_dtypes(amp):
 
 def sampled_calls():
     """Yield name, path, label and sample of torch's operators, with the dtypes of autocast."""
-    for op in oracle.op_db:
+    for op in oracle.operators():
         for sample in oracle.samples(op, 1):
             tree = ((sample.input, *sample.args), sample.kwargs)
             for name, path in oracle.spellings(op):
