@@ -23,6 +23,7 @@ import torch
 from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
+from support import trains
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -250,6 +251,7 @@ EVENTS = st.lists(st.sampled_from(["step", "step", "overflow", "outside"]), max_
 
 
 def test_replays_are_the_steps_themselves(amp: ModuleType, cuda: FakeCuda) -> None:
+    @trains()
     @given(st.sampled_from(list(KINDS)), EVENTS)
     def run(kind: str, events: list[str]) -> None:
         histories = []

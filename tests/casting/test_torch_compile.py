@@ -96,7 +96,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_a_function_computes_what_eager_computes(amp, function, backend):
     model = start(amp)

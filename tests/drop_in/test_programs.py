@@ -29,6 +29,8 @@ ARGUMENTS: dict[str, list[str]] = {
     "resume": [],
     "loss_scaler_object": [],
 }
+#: How many of them the ordinary run starts by ``amp-patch run`` itself; the rest are marked slow.
+ORDINARY_STARTS = 2
 #: How far the loss may be from that of fp32, in parts of it. O3 trains without masters: not in the
 #: same steps, but as far.
 TOLERANCE = {"O0": 1e-5, "O1": 5e-3, "O2": 5e-3, "O3": None, "O4": 3e-2, "O5": 3e-2}
@@ -109,7 +111,13 @@ def test_a_program_trains_at_every_level_as_in_fp32(program: str) -> None:
             assert one["stepped"] == in_fp32["stepped"]
 
 
-@pytest.mark.parametrize(("program", "level"), list(zip(ARGUMENTS, itertools.cycle(DTYPES))))
+@pytest.mark.parametrize(
+    ("program", "level"),
+    [
+        pytest.param(program, level, marks=[pytest.mark.slow] * (number >= ORDINARY_STARTS))
+        for number, (program, level) in enumerate(zip(ARGUMENTS, itertools.cycle(DTYPES)))
+    ],
+)
 def test_amp_patch_run_prints_what_a_fork_prints(program: str, level: str) -> None:
     assert asked_for(program, level, outcome_of_amp_patch_run) == asked_for(program, level)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -277,6 +278,7 @@ FACTORS = st.lists(st.sampled_from([1.0, -2.0, 0.5, 3e4, INF, NAN]), max_size=12
 def test_in_fp32_it_trains_as_torchs_grad_scaler(
     amp: ModuleType, make: Callable[..., Optimizer]
 ) -> None:
+    @trains()
     @given(FACTORS)
     def run(factors: list[float]) -> None:
         amp.deactivate()
@@ -436,6 +438,7 @@ def test_a_delayed_check_of_two_optimizers_is_made_once(amp: ModuleType) -> None
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_delayed_checks_train_as_checks_made_at_once(amp: ModuleType, level: str) -> None:
+    @trains()
     @given(FACTORS)
     def run(factors: list[float]) -> None:
         amp.deactivate()
