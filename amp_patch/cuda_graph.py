@@ -129,11 +129,14 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
         _run_outside(step, warm_up)
     _settle()
     graph = torch.cuda.CUDAGraph()
-    with captures.collect() as host_side, torch.cuda.graph(graph, pool=pool, stream=stream):
-        result = step()
-    torch.cuda.current_stream().wait_stream(stream)
-    captured = CapturedStep(graph, result, host_side)
-    session.cache.drop_casts()
+    try:
+        with captures.collect() as host_side, torch.cuda.graph(graph, pool=pool, stream=stream):
+            result = step()
+        torch.cuda.current_stream().wait_stream(stream)
+        captured = CapturedStep(graph, result, host_side)
+    finally:
+        # Those that the capture made nobody has computed, also where it failed.
+        session.cache.drop_casts()
     _follow_host()
     return captured
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 # before torch is imported, and inherited by the processes that tests start
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -68,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process of ``-n 2`` half of the files, and let who is done take of the others'.
+
+    In one piece, so that the fixtures of a file are made once. No option does this: pytest refuses
+    those of a plug-in that is not installed, as on a machine that lends its GPU.
+    """
+    return importlib.import_module("xdist.scheduler").WorkStealingScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

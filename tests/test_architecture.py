@@ -125,9 +125,18 @@ def imports_within(paths: Iterable[Path]) -> dict[str, set[str]]:
     for path in paths:
         place = place_of(path)
         imported = own_imports(parse(path), place.rpartition(".")[0])
-        modules = {name if name in places else name.rpartition(".")[0] for name in imported}
-        found[place] = (modules & places) - {place}
+        found[place] = {module for name in imported for module in _modules_of(name, places)}
+        found[place].discard(place)
     return found
+
+
+def _modules_of(name: str, places: set[str]) -> Iterator[str]:
+    """Yield the module that an imported name is, or is in: of a package, its ``__init__``."""
+    for module in (name, name.rpartition(".")[0]):
+        for place in (module, f"{module}.__init__"):
+            if place in places:
+                yield place
+                return
 
 
 def star_imports(tree: ast.Module) -> list[str]:
@@ -377,6 +386,15 @@ def test_imports_point_down_only() -> None:
 
 def test_no_room_has_a_circle() -> None:
     assert circles(imports_within(CORE)) == []
+
+
+def test_a_circle_through_a_package_is_seen(tmp_path: Path, monkeypatch) -> None:
+    room = tmp_path / "amp_patch" / "room"
+    room.mkdir(parents=True)
+    (room / "__init__.py").write_text("from .one import x\n")
+    (room / "one.py").write_text("from amp_patch.room import y\n")
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert circles(imports_within(list(room.glob("*.py"))))
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,23 @@ def test_replays_are_the_steps_themselves(amp: ModuleType, cuda: FakeCuda) -> No
     run()
 
 
+@pytest.mark.parametrize("kind", ["O1 adamw", "O4 sgd"])
+def test_a_capture_that_fails_leaves_no_cast_that_nothing_computed(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    training = Training(amp, kind)
+
+    def step() -> Tensor:
+        if cuda.is_capturing:
+            return training.model(training.inputs).sum().item()  # what no capture allows
+        return training.step()
+
+    training.load(0)
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        cuda_graph.capture(step, warm_up=WARM_UP)
+    assert session.cache.casts() == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_python_runs_for_the_capture_and_not_for_replays(
     amp: ModuleType, cuda: FakeCuda, kind: str

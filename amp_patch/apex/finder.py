@@ -47,7 +47,8 @@ class Finder:
         """
         if fullname in COMPILED and is_import(sys._getframe(1)) and not _others_find(fullname):
             raise ModuleNotFoundError(advice_on_compiled(fullname), name=fullname)
-        if not self.owns(fullname):
+        # A plug-in loader's fromlist=[""] asks for "apex.amp.", whose place is that of "apex.amp".
+        if not self.owns(fullname) or fullname.endswith("."):
             return None
         place = _PACKAGES.joinpath(*fullname.split("."))
         is_package = (place / "__init__.py").is_file()

@@ -30,7 +30,9 @@ Place = tuple[Any, Any, Any]
 # A longer one is data, and no table of functions: looking through it would take time.
 _LONGEST = 1000
 _CONTAINERS = (dict, list, functools.partial)
-_HOLDERS = (*_CONTAINERS, types.FunctionType, types.SimpleNamespace, nn.Module)
+_HOLDERS = (
+    *_CONTAINERS, types.FunctionType, types.MethodType, types.SimpleNamespace, nn.Module,
+)  # fmt: skip
 # What every module has; submodules are looked through by themselves.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (
@@ -216,6 +218,9 @@ class _Walk:
         """Return where an object holds what; have its classes and submodules looked through."""
         if isinstance(holder, nn.Module):
             return self._places_of_module(holder)
+        if isinstance(holder, types.MethodType):
+            self._waiting.append(holder.__func__)
+            return ()
         if isinstance(holder, types.FunctionType):
             return self._places_of_function(holder)
         if isinstance(holder, functools.partial):

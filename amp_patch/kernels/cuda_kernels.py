@@ -19,11 +19,11 @@ from .dense_rows import DenseRows, chosen, split
 from .scaler_state import Rule, ScalerState
 
 __all__ = [
-    "SOURCES",
     "Cast",
     "Check",
     "Comparison",
     "GradCheck",
+    "SOURCES",
     "Unscale",
     "accumulate",
     "clip_by_norm",

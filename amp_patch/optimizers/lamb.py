@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import cuda_module, torch_optimizers
 from amp_patch.kernels.cuda_launch import launch
 from amp_patch.kernels.cuda_module import Kernel
@@ -31,7 +32,6 @@ from .groups import GroupUpdate, ParamState, StepCounters, StepInputs
 
 __all__ = ["FusedLAMB", "LambUpdate"]
 
-_HALVES = (torch.float16, torch.bfloat16)
 _DEFAULTS = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
 
 
@@ -161,7 +161,7 @@ class FusedLAMB(Optimizer):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         exact = [grads, *stored]
-        if params[0].dtype in _HALVES:
+        if params[0].dtype in HALVES:
             exact = [[tensor.float() for tensor in column] for column in exact]
         if factor is not None:
             exact[0] = torch_optimizers.scaled(exact[0], factor)

@@ -10,12 +10,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_patch.casting.mode import HALVES, mode
+from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
@@ -27,8 +26,6 @@ from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluate
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .skip import Skip, must_be_told, step_by_flag
-
-_FLOATS = (torch.float32, *HALVES)
 
 
 class OptimizerStep:
@@ -102,7 +99,7 @@ class OptimizerStep:
             # A user's optimizer may keep more than what belongs to a parameter.
             for key, value in state.items() if isinstance(param, Tensor) else ():
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
-                if key != "step" and isinstance(value, Tensor) and value.dtype in _FLOATS:
+                if key != "step" and isinstance(value, Tensor) and value.dtype in FLOATS:
                     state[key] = value.to(param.dtype)
 
     def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:

@@ -109,6 +109,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "keyword-only default": with_keyword_default,
     "function decorated by torch": decorated,
     "partial of a function": method_of_an_instance,
+    "bound method": lambda act: types.MethodType(lambda owner, x, act=act: act(x), object()),
     "layer in a list": lambda act: [Inner(act)],
     "nested": lambda act: {"act": [(Config((OrderedDict(act=functools.partial(act)),)),)]},
 }
@@ -150,6 +151,8 @@ def parts_of(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
+    if isinstance(value, types.MethodType):
+        return (value.__func__,)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return value.__defaults__, value.__kwdefaults__, *cells

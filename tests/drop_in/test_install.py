@@ -220,7 +220,8 @@ def test_loaders_of_plug_ins_may_ask_for_what_is_not_there(
 ) -> None:
     """Python ignores such a name, and so do ``pydoc``, ``unittest`` and their like."""
     module = __import__(name, fromlist=["dummy"])
-    assert module is sys.modules[name]
+    assert module is __import__(name, fromlist=[""]) is sys.modules[name]
+    assert not [loaded for loaded in sys.modules if loaded.endswith(".")]
     assert not hasattr(module, "dummy")
     assert getattr(module, "dummy", 3) == 3
     with pytest.raises(ImportError):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import alike
 
 from .tensor_lists import Lists, columns_of, raise_flag, widened
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -71,7 +70,7 @@ def has_nonfinite(tensors: list[Tensor]) -> Tensor:
 
 
 def _multiply_into(outputs: list[Tensor], inputs: list[Tensor], scale: float) -> None:
-    if outputs[0].dtype in _HALVES and outputs[0].dtype is not inputs[0].dtype:
+    if outputs[0].dtype in HALVES and outputs[0].dtype is not inputs[0].dtype:
         (wide,) = widened([inputs])
         torch._foreach_copy_(outputs, torch._foreach_mul(wide, scale))
         return

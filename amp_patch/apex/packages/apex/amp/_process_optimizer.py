@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session
@@ -18,8 +19,6 @@ from ._amp_state import _amp_state
 from .scaler import LossScaler
 
 __all__ = ["AmpOptimizerState", "attach", "renew_scalers"]
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class AmpOptimizerState:
@@ -68,7 +67,7 @@ class AmpOptimizerState:
     @property
     def all_fp16_params(self) -> list[Tensor]:
         """The model's half parameters."""
-        return [param for param in self._step().backward.pairs().model if param.dtype in _HALVES]
+        return [param for param in self._step().backward.pairs().model if param.dtype in HALVES]
 
     @property
     def all_fp32_params(self) -> list[Tensor]:

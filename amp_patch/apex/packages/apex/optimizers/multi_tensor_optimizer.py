@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers import registry
 from amp_patch.optimizers.cuda_step import CudaStep
 from amp_patch.weights.lazy_gradients import LazyGradients
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class MultiTensorOptimizer(Optimizer):
@@ -81,7 +80,7 @@ class MultiTensorOptimizer(Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if param.dtype in _HALVES and name in self.state[param] and _is_floating(value):
+                if param.dtype in HALVES and name in self.state[param] and _is_floating(value):
                     copy = value.detach().to(param.device, torch.float32, copy=True)
                     self.state[param][name] = copy
 
@@ -127,7 +126,7 @@ class MultiTensorOptimizer(Optimizer):
         for name in names:
             for param in params:
                 if self.state[param].get(name) is None:
-                    is_wide = self.has_wide_state and param.dtype in _HALVES
+                    is_wide = self.has_wide_state and param.dtype in HALVES
                     dtype = torch.float32 if is_wide else None
                     self.state[param][name] = torch.zeros_like(param, dtype=dtype)
             columns.append([self.state[param][name] for param in params])
