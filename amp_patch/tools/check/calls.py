@@ -1,0 +1,355 @@
+"""Reads calls: into functions and classes of the script, and what known functions return."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from . import names
+from .expressions import Expressions
+from .scopes import Scope
+from .values import (
+    NO_GUARDS,
+    Arguments,
+    Cast,
+    Choice,
+    Class,
+    Const,
+    Function,
+    Guards,
+    Imported,
+    Instance,
+    Items,
+    Made,
+    Member,
+    Params,
+    Partial,
+    Table,
+    Value,
+    Wrapper,
+    flat,
+)
+
+#: Calls inside of calls that are followed.
+DEEPEST = 12
+#: Calls in all; what comes later is not read.
+MOST_CALLS = 60_000
+#: Methods that return the object itself.
+_CHAINED = {"cuda", "cpu", "to", "train", "eval", "requires_grad_", "xpu", "share_memory", "apply"}
+_PARAMETERS = {"parameters", "named_parameters"}
+_GROUPS = {"add_argument_group", "add_mutually_exclusive_group", "add_parser"}
+_SAME = {
+    "apex.parallel.convert_syncbn_model",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "torch.nn.utils.weight_norm",
+    "torch.nn.utils.spectral_norm",
+    "builtins.list",
+    "builtins.tuple",
+    "builtins.iter",
+    "builtins.reversed",
+    "itertools.chain",
+    "copy.copy",
+}
+_WRAPPERS = {
+    "parallel",
+    "torch.compile",
+    "apex.parallel.LARC",
+    "apex.parallel.LARC.LARC",
+    "apex.fp16_utils.network_to_half",
+}
+
+
+class Calls(Expressions):
+    """What calls return, and the calls that they make in turn.
+
+    Attributes:
+        returned: of each function that is being read: what it returns, and where.
+        read_functions: that were called, by their nodes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[list[tuple[Guards, Value]]] = []
+        self.read_functions: set[ast.AST] = set()
+        self._active: list[ast.AST] = []
+
+    def read_body(self, body: list[ast.stmt]) -> bool:
+        """Read statements; return whether none can follow them. See `Statements`."""
+        raise NotImplementedError
+
+    def call(self, callee: Value, arguments: Arguments, node: ast.AST) -> Value:
+        """Return what a call returns."""
+        return self.for_each(callee, lambda one: self._call(one, arguments, node))
+
+    def _call(self, callee: Value, arguments: Arguments, node: ast.AST) -> Value:
+        if isinstance(callee, Imported):
+            return self._call_imported(callee.dotted, arguments, node)
+        if isinstance(callee, Function):
+            return self.call_function(callee, arguments)
+        if isinstance(callee, Class):
+            return self.make_instance(callee, arguments)
+        if isinstance(callee, Member):
+            return self.for_each(
+                callee.owner, lambda one: self._call_method(one, callee.name, arguments, node)
+            )
+        if isinstance(callee, Partial):
+            return self._call(callee.callee, callee.arguments.and_more(arguments), node)
+        return self._call_object(callee, arguments, node)
+
+    # --- what the script defines ---
+
+    def call_function(self, function: Function, arguments: Arguments) -> Value:
+        """Read a function's body with these arguments; return what it returns."""
+        node = function.node
+        self.read_functions.add(node)
+        if (
+            node in self._active
+            or len(self._active) > DEEPEST
+            or len(self.trace.calls) > MOST_CALLS
+        ):
+            return Value(parts=arguments.values())
+        scope, guards = self.scope, self.guards
+        self.scope = Scope(function.scope)
+        self._active.append(node)
+        self.returned.append([])
+        try:
+            self._bind(function, arguments)
+            if isinstance(node, ast.Lambda):
+                return self.evaluate(node.body)
+            self.read_body(node.body)
+            return self._result(self.returned[-1], guards)
+        finally:
+            self.returned.pop()
+            self._active.pop()
+            self.scope, self.guards = scope, guards
+
+    def _result(self, returned: list[tuple[Guards, Value]], guards: Guards) -> Value:
+        if not returned:
+            return Const(None)
+        if len(returned) == 1:
+            return returned[0][1]
+        return Choice([(condition - guards, value) for condition, value in reversed(returned)])
+
+    def _bind(self, function: Function, arguments: Arguments) -> None:
+        spec = function.node.args
+        names_ = [argument.arg for argument in (*spec.posonlyargs, *spec.args)]
+        given = list(arguments.positional)
+        if function.owner is not None:
+            given.insert(0, function.owner)
+        values: dict[str, Value] = {**function.defaults, **dict(zip(names_, given, strict=False))}
+        known = {*names_, *(argument.arg for argument in spec.kwonlyargs)}
+        values |= {name: one for name, one in arguments.keywords.items() if name in known}
+        for name in known:
+            self.scope.write(name, NO_GUARDS, values.get(name) or Value())
+        if spec.vararg:
+            self.scope.write(spec.vararg.arg, NO_GUARDS, Items(given[len(names_) :]))
+        if spec.kwarg:
+            rest = {repr(k): v for k, v in arguments.keywords.items() if k not in known}
+            self.scope.write(spec.kwarg.arg, NO_GUARDS, Table(rest))
+
+    def make_instance(self, cls: Class, arguments: Arguments) -> Value:
+        """Return an object of a class of the script; its ``__init__`` is read."""
+        instance = Instance(cls, arguments.values())
+        init = self._of_class(instance, "__init__")
+        if isinstance(init, Function):
+            self.call_function(init, arguments)
+        else:
+            for name, value in arguments.keywords.items():
+                instance.attrs.write(name, self.guards, value)
+        return instance
+
+    def _call_object(self, callee: Value, arguments: Arguments, node: ast.AST) -> Value:
+        call = self.note("()", node, arguments, callee)
+        if isinstance(callee, Instance):
+            method = self._of_class(callee, "__call__")
+            if isinstance(method, Function):
+                return self.call_function(method, arguments)
+        self._call_back(arguments)
+        key = f"{callee.key}({', '.join(one.key for one in arguments.values())})"
+        call.result = Value(key, [callee, *arguments.values()])
+        call.result.source = call
+        return call.result
+
+    def _call_back(self, arguments: Arguments) -> None:
+        """Read the functions of the script that an unknown one was given, and may call."""
+        for one in arguments.values():
+            for value in flat(one, self.guards):
+                if isinstance(value, Function) and value.node not in self.read_functions:
+                    self.call_function(value, Arguments(is_open=True))
+
+    # --- what it imports ---
+
+    def _call_imported(self, dotted: str, arguments: Arguments, node: ast.AST) -> Value:
+        name = names.canonical(dotted)
+        simple = _RESULTS.get(name)
+        if simple is not None:
+            result = simple(self, arguments)
+            if result is not None:
+                return result
+        call = self.note(name, node, arguments)
+        self._call_back(arguments)
+        call.result = self._returned_by(name, dotted, arguments)
+        if not isinstance(call.result, Items) and call.result.source is None:
+            call.result.source = call
+        return call.result
+
+    def _returned_by(self, name: str, dotted: str, arguments: Arguments) -> Value:
+        first = arguments.positional[0] if arguments.positional else Const(None)
+        if name == "amp.initialize":
+            models = arguments.get("models", 0) or Const(None)
+            optimizers = arguments.get("optimizers", 1)
+            return models if optimizers is None else Items([models, optimizers])
+        if name in _SAME and arguments.positional:
+            return first
+        if name in _WRAPPERS:
+            inner = arguments.values()[0] if arguments.values() else first
+            return self.for_each(inner, lambda one: Wrapper(one, name))
+        key = f"{dotted}({', '.join(one.key for one in arguments.values())})"
+        if names.is_optimizer(dotted) or names.is_module(dotted) or name == "GradScaler":
+            key = ""  # two of these are two objects
+        return Made(dotted, key, arguments.values())
+
+    # --- methods of what is not the script's own ---
+
+    def _call_method(self, owner: Value, name: str, arguments: Arguments, node: ast.AST) -> Value:
+        known = self._of_container(owner, name, arguments)
+        if known is not None:
+            return known
+        if name == "step":  # with a closure, which it calls
+            self._call_back(arguments)
+        call = self.note(f".{name}", node, arguments, owner)
+        if name != "step":
+            self._call_back(arguments)
+        call.result = self._returned_by_method(owner, name, arguments)
+        if call.result.source is None and call.result is not owner:
+            call.result.source = call
+        return call.result
+
+    def _returned_by_method(self, owner: Value, name: str, arguments: Arguments) -> Value:
+        if isinstance(owner, Made) and owner.dotted == "argparse.ArgumentParser":
+            return self._of_parser(owner, name, arguments)
+        dtype = names.CASTING_METHODS.get(name) or self._dtype_of(name, arguments)
+        if dtype is not None:
+            return Cast(owner, dtype)
+        if name in _CHAINED:
+            return owner
+        if name in _PARAMETERS:
+            return Params(owner)
+        key = f"{owner.key}.{name}({', '.join(one.key for one in arguments.values())})"
+        return Value(key, [owner, *arguments.values()])
+
+    def _dtype_of(self, name: str, arguments: Arguments) -> str | None:
+        """Return the dtype of ``.to(torch.float16)``, ``.to(dtype=...)``, ``.type(...)``."""
+        if name not in ("to", "type"):
+            return None
+        for one in arguments.values():
+            for value in flat(one, self.guards):
+                if isinstance(value, Imported) and value.dotted in names.DTYPES:
+                    return names.DTYPES[value.dotted]
+        return None
+
+    def _of_parser(self, parser: Made, name: str, arguments: Arguments) -> Value:
+        if name in _GROUPS:
+            return parser
+        if name == "add_argument":
+            self._add_option(parser, arguments)
+        if name in ("parse_args", "parse_known_args"):
+            options = self._attribute(parser, "(options)")
+            return options if name == "parse_args" else Items([options, Value()])
+        return Value()
+
+    def _add_option(self, parser: Made, arguments: Arguments) -> None:
+        flags = [str(one.value) for one in arguments.positional if isinstance(one, Const)]
+        dest = arguments.keywords.get("dest")
+        chosen = next((flag for flag in flags if flag.startswith("--")), (flags or [""])[0])
+        name = dest.value if isinstance(dest, Const) else chosen.lstrip("-").replace("-", "_")
+        option = self._attribute(self._attribute(parser, "(options)"), str(name))
+        option.default = arguments.keywords.get("default")
+
+    def _of_container(self, owner: Value, name: str, arguments: Arguments) -> Value | None:
+        if isinstance(owner, Items) and name in ("append", "add", "extend"):
+            for one in arguments.positional:
+                new = self.elements(one) if name == "extend" else [one]
+                owner.items += [item for item in new or [] if item not in owner.items]
+            return Const(None)
+        if isinstance(owner, Table) and name == "values":
+            return Items(owner.entries.values())
+        if isinstance(owner, Table) and name == "items":
+            return Items(Items([Value(key), one]) for key, one in owner.entries.items())
+        if isinstance(owner, Table) and name == "update":
+            for one in arguments.positional:
+                owner.entries |= one.entries if isinstance(one, Table) else {one.key: one}
+            owner.entries |= {repr(key): one for key, one in arguments.keywords.items()}
+            return Const(None)
+        return None
+
+
+def _range(reader: Calls, arguments: Arguments) -> Value | None:
+    limits = [one.value for one in arguments.positional if isinstance(one, Const)]
+    if len(limits) != len(arguments.positional) or not all(isinstance(n, int) for n in limits):
+        return None
+    try:
+        numbers = range(*limits)
+    except (TypeError, ValueError):
+        return None
+    return Items(map(Const, numbers)) if len(numbers) <= 8 else None
+
+
+def _enumerate(reader: Calls, arguments: Arguments) -> Value | None:
+    items = reader.elements(arguments.positional[0]) if arguments.positional else None
+    if items is None:
+        return None
+    return Items(Items([Const(number), item]) for number, item in enumerate(items))
+
+
+def _zip(reader: Calls, arguments: Arguments) -> Value | None:
+    columns = [reader.elements(one) for one in arguments.positional]
+    known = [column for column in columns if column is not None]
+    if not known:
+        return None
+    rows = range(min(map(len, known)))
+    return Items(
+        Items(Value() if column is None else column[row] for column in columns) for row in rows
+    )
+
+
+def _dict(reader: Calls, arguments: Arguments) -> Value | None:
+    if arguments.positional or arguments.is_open:
+        return None
+    return Table({repr(key): value for key, value in arguments.keywords.items()})
+
+
+def _getattr(reader: Calls, arguments: Arguments) -> Value | None:
+    name = arguments.get("name", 1)
+    if isinstance(name, Const) and isinstance(name.value, str):
+        return reader.attribute(arguments.positional[0], name.value)
+    return None
+
+
+def _import_module(reader: Calls, arguments: Arguments) -> Value | None:
+    name = arguments.get("name", 0)
+    return Imported(name.value) if isinstance(name, Const) and name.value else None
+
+
+def _partial(reader: Calls, arguments: Arguments) -> Value | None:
+    if not arguments.positional:
+        return None
+    callee, *others = arguments.positional
+    return Partial(callee, Arguments(others, arguments.keywords, arguments.is_open))
+
+
+def _chain(reader: Calls, arguments: Arguments) -> Value | None:
+    return Items(arguments.positional)
+
+
+#: Functions of which more is known than that they were called.
+_RESULTS: dict[str, Callable[[Calls, Arguments], Value | None]] = {
+    "builtins.range": _range,
+    "builtins.enumerate": _enumerate,
+    "builtins.zip": _zip,
+    "builtins.dict": _dict,
+    "builtins.getattr": _getattr,
+    "importlib.import_module": _import_module,
+    "functools.partial": _partial,
+    "itertools.chain": _chain,
+}

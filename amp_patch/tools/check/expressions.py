@@ -1,0 +1,460 @@
+"""Reads expressions: what they stand for, and the calls in them, in Python's order."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .scopes import Scope
+from .trace import Block, Call, Trace
+from .values import (
+    NO_GUARDS,
+    Arguments,
+    Cast,
+    Choice,
+    Class,
+    Const,
+    Function,
+    Guards,
+    Imported,
+    Instance,
+    Items,
+    Made,
+    Member,
+    Params,
+    Table,
+    Truth,
+    Value,
+    Wrapper,
+    alternatives,
+    contradict,
+    negated,
+    opaque,
+    truth_of,
+)
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv,
+}
+#: Elements of a list that a loop over it is read for.
+MOST_ELEMENTS = 6
+_LARGEST = 10**6
+
+
+class Expressions:
+    """The state of a reading, and what expressions stand for in it.
+
+    Attributes:
+        guards: the branches that lead to where the reading is.
+    """
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self.scope = Scope()
+        self.guards: Guards = NO_GUARDS
+        self.blocks: tuple[Block, ...] = ()
+        self.regions: tuple[str, ...] = ()
+        self.loops: tuple[tuple[ast.AST, int], ...] = ()
+        self.run = 0
+
+    def call(self, callee: Value, arguments: Arguments, node: ast.AST) -> Value:
+        """Return what a call returns; see `Calls`."""
+        raise NotImplementedError
+
+    def yielded(self, value: Value) -> None:
+        """A function yields; see `Statements`."""
+        raise NotImplementedError
+
+    def evaluate(self, node: ast.expr | None) -> Value:
+        """Return what an expression stands for."""
+        if node is None:
+            return Const(None)
+        read = getattr(self, f"_read_{type(node).__name__}", None)
+        if read is not None:
+            value: Value = read(node)
+            return value
+        parts = [self.evaluate(child) for child in ast.iter_child_nodes(node) if _is_expr(child)]
+        return Value(parts=parts)
+
+    def note(
+        self, name: str, node: ast.AST, arguments: Arguments, receiver: Value | None = None
+    ) -> Call:
+        """Append a call to the trace."""
+        call = Call(
+            name,
+            node,
+            receiver,
+            arguments,
+            self.guards,
+            tuple(one for one in self.blocks if not contradict(one.call.guards, self.guards)),
+            self.regions,
+            self.loops,
+            len(self.trace.calls),
+            self.run,
+        )
+        self.trace.append(call)
+        return call
+
+    def under(self, guards: Guards, read: Callable[[], Value]) -> Value:
+        """Return what is read in a branch."""
+        before = self.guards
+        self.guards = before | guards
+        try:
+            return read()
+        finally:
+            self.guards = before
+
+    def for_each(self, value: Value, read: Callable[[Value], Value]) -> Value:
+        """Return what is read of a value; of a `Choice`, of each that it may be."""
+        if not isinstance(value, Choice):
+            return read(value)
+        results = []
+        for condition, one in alternatives(value, self.guards):
+            results.append((condition, self.under(condition, lambda one=one: read(one))))  # type: ignore[misc]
+        if not results:
+            return Value()
+        return results[0][1] if len(results) == 1 else Choice(results)
+
+    def attribute(self, owner: Value, name: str) -> Value:
+        """Return ``owner.name``."""
+        return self.for_each(owner, lambda one: self._attribute(one, name))
+
+    def _attribute(self, owner: Value, name: str) -> Value:
+        if isinstance(owner, Imported):
+            return Imported(f"{owner.dotted}.{name}")
+        known = owner.attrs.read(name, self.guards)
+        if known is not None:
+            return known
+        if isinstance(owner, Wrapper) and name == "module":
+            return owner.base
+        if isinstance(owner, Cast):
+            return self._attribute(owner.base, name)
+        if isinstance(owner, Instance):
+            found = self._of_class(owner, name)
+            if found is not None:
+                return found
+        member = Member(owner, name)
+        owner.attrs.write(name, NO_GUARDS, member)
+        return member
+
+    def _of_class(self, owner: Instance, name: str) -> Value | None:
+        for base in owner.cls.ancestry():
+            found = base.attrs.read(name, self.guards) if isinstance(base, Class) else None
+            if isinstance(found, Function):
+                method = found.bound_to(owner)
+                if found.is_decorated_by("builtins.property"):
+                    return self.call(method, Arguments(), method.node)
+                return method
+            if found is not None:
+                return found
+        return None
+
+    def elements(self, value: Value) -> list[Value] | None:
+        """Return what a loop over a value gets one by one; None where that is not known."""
+        if isinstance(value, Choice):
+            found = [self.elements(one) for _, one in alternatives(value, self.guards)]
+            return next((one for one in found if one is not None), None)
+        if isinstance(value, Items):
+            return value.items
+        if isinstance(value, Table):
+            return [Const(ast.literal_eval(key)) for key in value.entries if _is_literal(key)]
+        return None
+
+    # --- one method for each kind of expression that is understood ---
+
+    def _read_Constant(self, node: ast.Constant) -> Value:
+        return Const(node.value, node)
+
+    def _read_Name(self, node: ast.Name) -> Value:
+        return self.scope.read(node.id, self.guards)
+
+    def _read_Attribute(self, node: ast.Attribute) -> Value:
+        return self.attribute(self.evaluate(node.value), node.attr)
+
+    def _read_Call(self, node: ast.Call) -> Value:
+        callee = self.evaluate(node.func)
+        return self.call(callee, self.arguments(node), node)
+
+    def arguments(self, node: ast.Call) -> Arguments:
+        """Return the arguments of a call, ``*`` and ``**`` taken apart where possible."""
+        found = Arguments()
+        for argument in node.args:
+            if isinstance(argument, ast.Starred):
+                items = self.elements(self.evaluate(argument.value))
+                found.positional += items or []
+                found.is_open |= items is None
+            else:
+                found.positional.append(self.evaluate(argument))
+        for keyword in node.keywords:
+            value = self.evaluate(keyword.value)
+            if keyword.arg is not None:
+                found.keywords[keyword.arg] = value
+            elif isinstance(value, Table):
+                found.keywords |= {key.strip("'\""): one for key, one in value.entries.items()}
+            else:
+                found.is_open = True
+        return found
+
+    def _read_Tuple(self, node: ast.Tuple | ast.List | ast.Set) -> Value:
+        items: list[Value] = []
+        for element in node.elts:
+            if isinstance(element, ast.Starred):
+                value = self.evaluate(element.value)
+                items += self.elements(value) or [value]
+            else:
+                items.append(self.evaluate(element))
+        return Items(items)
+
+    _read_List = _read_Set = _read_Tuple
+
+    def _read_Dict(self, node: ast.Dict) -> Value:
+        entries: dict[str, Value] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            held = self.evaluate(value)
+            if key is not None:
+                entries[self.evaluate(key).key] = held
+            elif isinstance(held, Table):
+                entries |= held.entries
+            else:
+                entries[held.key] = held
+        return Table(entries)
+
+    def _read_Subscript(self, node: ast.Subscript) -> Value:
+        owner, index = self.evaluate(node.value), self.evaluate(node.slice)
+        return self.for_each(owner, lambda one: self.item(one, index))
+
+    def item(self, owner: Value, index: Value) -> Value:
+        """Return ``owner[index]``."""
+        if isinstance(owner, Items) and isinstance(index, Const) and isinstance(index.value, int):
+            try:
+                return owner.items[index.value]
+            except IndexError:
+                return Value(parts=[owner])
+        if isinstance(owner, Table) and index.key in owner.entries:
+            return owner.entries[index.key]
+        name = f"[{index.key}]"
+        known = owner.attrs.read(name, self.guards)
+        if known is None:
+            known = Value(f"{owner.key}{name}", [owner, index])
+            owner.attrs.write(name, NO_GUARDS, known)
+        return known
+
+    def _read_Slice(self, node: ast.Slice) -> Value:
+        parts = [self.evaluate(part) for part in (node.lower, node.upper, node.step) if part]
+        return Value(":".join(part.key for part in parts), parts)
+
+    def _read_IfExp(self, node: ast.IfExp) -> Value:
+        when_true, when_false = truth_of(self.evaluate(node.test), self.guards)
+        found = [
+            (condition, self.under(condition, lambda one=one: self.evaluate(one)))  # type: ignore[misc]
+            for condition, one in ((when_true, node.body), (when_false, node.orelse))
+            if condition is not None and not contradict(condition, self.guards)
+        ]
+        return found[0][1] if len(found) == 1 else Choice(found)
+
+    def _read_BoolOp(self, node: ast.BoolOp) -> Value:
+        is_and = isinstance(node.op, ast.And)
+        values: list[Value] = []
+        together: Guards | None = NO_GUARDS  # all true, or for "or" all false
+        for operand in node.values:
+            if together is None:
+                break
+            value = self.under(together, lambda one=operand: self.evaluate(one))  # type: ignore[misc]
+            values.append(value)
+            goes_on = truth_of(value, self.guards | together)[0 if is_and else 1]
+            together = None if goes_on is None else together | goes_on
+        return self._joined(node, values, together, is_and)
+
+    def _joined(
+        self, node: ast.BoolOp, values: list[Value], together: Guards | None, is_and: bool
+    ) -> Value:
+        result = Value(f"({type(node.op).__name__} {' '.join(v.key for v in values)})", values)
+        stops: Guards | None = NO_GUARDS
+        if together is not None:
+            stops = negated(together) if together else None
+        result.truth = (together, stops) if is_and else (stops, together)
+        return result
+
+    def _read_UnaryOp(self, node: ast.UnaryOp) -> Value:
+        value = self.evaluate(node.operand)
+        if isinstance(node.op, ast.Not):
+            when_true, when_false = truth_of(value, self.guards)
+            result = Value(f"(not {value.key})", [value])
+            result.truth = when_false, when_true
+            return result
+        if isinstance(node.op, ast.USub) and isinstance(value, Const):
+            if isinstance(value.value, int | float):
+                return Const(-value.value, node)
+        return Value(f"({type(node.op).__name__} {value.key})", [value])
+
+    def _read_Compare(self, node: ast.Compare) -> Value:
+        values = [self.evaluate(one) for one in (node.left, *node.comparators)]
+        words = " ".join(type(one).__name__ for one in node.ops)
+        result = Value(f"({words} {' '.join(value.key for value in values)})", values)
+        if len(values) == 2:
+            result.truth = self._truth_of_comparison(node.ops[0], *values)
+        return result
+
+    def _truth_of_comparison(self, op: ast.cmpop, left: Value, right: Value) -> Truth | None:
+        if isinstance(left, Const) and not isinstance(right, Const):
+            left, right = right, left
+        if not isinstance(right, Const) or not isinstance(
+            op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq
+        ):
+            return None
+        true: list[Guards] = []
+        false: list[Guards] = []
+        for condition, one in alternatives(left, self.guards):
+            equal, different = _equality(one, right)
+            true += [condition | equal] if equal is not None else []
+            false += [condition | different] if different is not None else []
+        unclear = opaque(left.key, right.key)
+        truth = _one_of(true, unclear[0]), _one_of(false, unclear[1])
+        return truth if isinstance(op, ast.Is | ast.Eq) else (truth[1], truth[0])
+
+    def _read_BinOp(self, node: ast.BinOp) -> Value:
+        left, right = self.evaluate(node.left), self.evaluate(node.right)
+        if isinstance(left, Items) and isinstance(right, Items):
+            return Items(left.items + right.items)
+        word = type(node.op).__name__
+        if isinstance(left, Const) and isinstance(right, Const) and type(node.op) in _ARITHMETIC:
+            try:
+                value = _ARITHMETIC[type(node.op)](left.value, right.value)
+            except (TypeError, ZeroDivisionError, OverflowError, ValueError):
+                return Value(parts=[left, right])
+            if not isinstance(value, int) or abs(value) < _LARGEST:
+                return Const(value, node)
+        return Value(f"({left.key} {word} {right.key})", [left, right])
+
+    def _read_Lambda(self, node: ast.Lambda) -> Value:
+        return Function(node, self.scope, self.defaults(node.args))
+
+    def defaults(self, node: ast.arguments) -> dict[str, Value]:
+        """Return the default values of a function's parameters."""
+        names = [argument.arg for argument in (*node.posonlyargs, *node.args)]
+        found = dict(
+            zip(
+                names[len(names) - len(node.defaults) :],
+                map(self.evaluate, node.defaults),
+                strict=True,
+            )
+        )
+        for argument, default in zip(node.kwonlyargs, node.kw_defaults, strict=True):
+            if default is not None:
+                found[argument.arg] = self.evaluate(default)
+        return found
+
+    def _read_NamedExpr(self, node: ast.NamedExpr) -> Value:
+        value = self.evaluate(node.value)
+        self.assign(node.target, value)
+        return value
+
+    def _read_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
+        return Items([self.evaluate(node.elt) for _ in self._comprehended(node.generators)])
+
+    _read_GeneratorExp = _read_SetComp = _read_ListComp
+
+    def _read_DictComp(self, node: ast.DictComp) -> Value:
+        entries = {}
+        for _ in self._comprehended(node.generators):
+            entries[self.evaluate(node.key).key] = self.evaluate(node.value)
+        return Table(entries)
+
+    def _comprehended(self, generators: list[ast.comprehension]) -> Iterator[None]:
+        """Bind the names of a comprehension, once for each element as far as these are known."""
+        if not generators:
+            yield
+            return
+        first, *others = generators
+        value = self.evaluate(first.iter)
+        elements = self.elements(value)
+        for element in [Value(parts=[value])] if elements is None else elements[:MOST_ELEMENTS]:
+            self.assign(first.target, element)
+            for condition in first.ifs:
+                self.evaluate(condition)
+            yield from self._comprehended(others)
+
+    def _read_Await(self, node: ast.Await) -> Value:
+        return self.evaluate(node.value)
+
+    def _read_Yield(self, node: ast.Yield | ast.YieldFrom) -> Value:
+        value = self.evaluate(node.value)
+        self.yielded(value)
+        return Value(parts=[value])
+
+    _read_YieldFrom = _read_Yield
+
+    # --- assignment ---
+
+    def assign(self, target: ast.expr, value: Value) -> None:
+        """Bind what stands left of ``=``."""
+        if isinstance(target, ast.Name):
+            self.scope.write(target.id, self.guards, value)
+        elif isinstance(target, ast.Tuple | ast.List):
+            self._unpack(target.elts, value)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, value)
+        elif isinstance(target, ast.Attribute):
+            owner = self.evaluate(target.value)
+            self.note(f"={target.attr}", target, Arguments([value]), owner)
+            for condition, one in alternatives(owner, self.guards):
+                one.attrs.write(target.attr, self.guards | condition, value)
+        elif isinstance(target, ast.Subscript):
+            self._assign_item(self.evaluate(target.value), self.evaluate(target.slice), value)
+
+    def _assign_item(self, owner: Value, index: Value, value: Value) -> None:
+        for _, one in alternatives(owner, self.guards):
+            if isinstance(one, Table):
+                one.entries[index.key] = value
+            else:
+                one.attrs.write(f"[{index.key}]", self.guards, value)
+
+    def _unpack(self, targets: list[ast.expr], value: Value) -> None:
+        if isinstance(value, Choice):
+            parts = [(g, one) for g, one in alternatives(value, self.guards)]
+            for condition, one in parts:
+                before = self.guards
+                self.guards = before | condition
+                self._unpack(targets, one)
+                self.guards = before
+            return
+        items = self.elements(value)
+        starred = any(isinstance(target, ast.Starred) for target in targets)
+        for number, target in enumerate(targets):
+            if items is not None and not starred and number < len(items):
+                self.assign(target, items[number])
+            else:
+                self.assign(target, self.item(value, Const(number)) if not starred else value)
+
+
+def _equality(value: Value, constant: Const) -> Truth:
+    """Return when a value equals a literal and when not."""
+    if isinstance(value, Const):
+        return (NO_GUARDS, None) if value.value == constant.value else (None, NO_GUARDS)
+    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper | Items | Table):
+        return None, NO_GUARDS
+    return opaque(value.key, constant.key)
+
+
+def _one_of(found: list[Guards], otherwise: Guards | None) -> Guards | None:
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else otherwise
+
+
+def _is_expr(node: ast.AST) -> bool:
+    return isinstance(node, ast.expr)
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return False
+    return True

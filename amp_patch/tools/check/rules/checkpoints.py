@@ -1,0 +1,60 @@
+"""What a checkpoint holds: the state of amp belongs beside that of the optimizer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from amp_patch.tools.check.trace import Call, Trace
+from amp_patch.tools.check.values import Items, Table, Value, root
+
+from .registry import rule
+
+
+@rule(
+    "amp-not-saved",
+    "the state of the optimizer is saved, and that of amp is not",
+    "save 'amp': amp.state_dict() beside it",
+)
+def amp_not_saved(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A torch.save of an optimizer's state in a script that never asks for amp's."""
+    if any(trace.named("amp.state_dict")):
+        return
+    for call in trace.named("torch.save"):
+        for value in (one for given in call.arguments.values() for one in _inside(given)):
+            source = value.source
+            if source is not None and source.name == ".state_dict" and _is_scaled(trace, source):
+                yield call.node, "torch.save of the optimizer's state without amp's"
+                break
+
+
+@rule(
+    "amp-not-loaded",
+    "the state of the optimizer is loaded, and that of amp is not",
+    "call amp.load_state_dict(checkpoint['amp']) after amp.initialize",
+)
+def amp_not_loaded(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A load of an optimizer's state in a script that never loads amp's."""
+    if any(trace.named("amp.load_state_dict")):
+        return
+    for call in trace.named(".load_state_dict"):
+        if _is_scaled(trace, call):
+            yield call.node, "the optimizer's load_state_dict without amp's"
+
+
+def _is_scaled(trace: Trace, call: Call) -> bool:
+    """Return whether a call is a method of an optimizer whose losses have a scale that moves."""
+    if call.receiver is None:
+        return False
+    inits = trace.initializations_of(call.receiver, call)
+    optimizers = [root(one) for init in inits for one in init.optimizers if init.scales]
+    return root(call.receiver) in optimizers
+
+
+def _inside(value: Value, depth: int = 4) -> Iterator[Value]:
+    """Yield a value and what is in it, in lists and dicts."""
+    yield value
+    held = value.entries.values() if isinstance(value, Table) else ()
+    held = value.items if isinstance(value, Items) else held
+    for one in held if depth else ():
+        yield from _inside(one, depth - 1)

@@ -1,0 +1,203 @@
+"""Calls of ``amp.initialize``: what they are given, when, and how often."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+
+from amp_patch.tools.check.trace import (
+    Call,
+    Initialization,
+    Trace,
+    is_module,
+    is_part_of,
+    owners_of,
+)
+from amp_patch.tools.check.values import Cast, Const, Instance, Items, Made, Value, Wrapper, root
+
+from .registry import rule
+
+#: Those of `amp_patch.levels`, which imports torch.
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+#: Half of the smallest number above 0 of float16: less is rounded to 0.
+_ZERO_IN_HALF = 2.0**-25
+
+
+def _all(trace: Trace) -> Iterator[Initialization]:
+    found = map(Initialization, trace.named("amp.initialize"))
+    return (one for one in found if one.is_enabled)
+
+
+@rule(
+    "opt-level",
+    "opt_level is none of the levels",
+    "write 'O0', 'O1', 'O2', 'O3', 'O4' or 'O5', with the capital letter O",
+)
+def opt_level(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A level that is a literal, or the default of an option."""
+    for one in _all(trace):
+        for level in one.levels:
+            if level.value is not None and level.value not in LEVELS:
+                yield level.node or one.call.node, f"opt_level={level.value!r}"
+
+
+@rule(
+    "initialize-after-wrapping",
+    "initialize gets a model that is wrapped for several GPUs already",
+    "call amp.initialize first, then wrap the model that it returns",
+)
+def initialize_after_wrapping(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A model in DistributedDataParallel or DataParallel."""
+    for one in _all(trace):
+        if any(_is_parallel(model) for model in one.models):
+            yield one.call.node, "amp.initialize of a model in a parallel wrapper"
+
+
+def _is_parallel(model: Value) -> bool:
+    while isinstance(model, Wrapper | Cast):
+        if isinstance(model, Wrapper) and model.by == "parallel":
+            return True
+        model = model.base
+    return False
+
+
+@rule(
+    "initialize-twice",
+    "initialize gets the same optimizer again, in a loop or in a second call",
+    "call amp.initialize once, before the loop; amp.deactivate() before another",
+)
+def initialize_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """The same optimizer, in runs that make both calls."""
+    for first, second in itertools.combinations(_all(trace), 2):
+        if not (first.call.guards <= second.call.guards or second.call.guards <= first.call.guards):
+            continue
+        between = trace.calls[first.call.order : second.call.order]
+        again = {*map(root, first.optimizers)} & {*map(root, second.optimizers)}
+        if again and not any(call.name == "amp.deactivate" for call in between):
+            is_loop = first.call.node is second.call.node
+            where = "in a loop" if is_loop else f"after that in line {_line(first.call)}"
+            yield second.call.node, f"amp.initialize of the same optimizer {where}"
+
+
+@rule(
+    "unpacking",
+    "what initialize returns is unpacked as something else",
+    "write model, optimizer = amp.initialize(model, optimizer), or "
+    "model = amp.initialize(model) where no optimizer is given",
+)
+def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A pair that is used as a model, and a model that is unpacked."""
+    for call in trace.named("=initialize"):
+        one = Initialization(call)
+        count = call.arguments.keywords["="]
+        parts = isinstance(count, Const) and count.value > 1
+        if parts and not one.optimizers and len(one.models) == 1 and not call.arguments.is_open:
+            if not isinstance(call.arguments.get("models", 0), Items):
+                yield call.node, "amp.initialize without an optimizer, which returns the model only"
+    pairs = {one.call.result: one for one in _all(trace) if one.optimizers}
+    for call in trace.calls:
+        if isinstance(call.receiver, Items) and call.receiver in pairs:
+            node = pairs[call.receiver].call.node
+            yield node, "amp.initialize with an optimizer, which returns a pair"
+
+
+@rule(
+    "other-model",
+    "the optimizer steps none of the models that initialize gets",
+    "give initialize the models whose parameters the optimizer was made with",
+)
+def other_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """An optimizer that was made with the parameters of another known model."""
+    for one in _all(trace):
+        for optimizer in one.optimizers:
+            owners = owners_of(optimizer)
+            known = [*owners, *map(root, one.models)]
+            if not owners or not one.models or not all(map(_is_seen, known)):
+                continue
+            if not any(is_part_of(owner, model) for owner in owners for model in one.models):
+                yield one.call.node, "amp.initialize of a model and the optimizer of another one"
+
+
+def _is_seen(model: Value) -> bool:
+    return isinstance(model, Instance) or is_module(model)
+
+
+@rule(
+    "moved-late",
+    "the model is moved to its device after its optimizer was made",
+    "move the model first, then make the optimizer, then call amp.initialize",
+)
+def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """The first move of a model whose optimizer is there already."""
+    moves: list[Call] = []
+    for call in trace.named(".cuda", ".to"):
+        if call.receiver is None or not _is_move(call):
+            continue
+        model = root(call.receiver)
+        earlier = any(root(one.receiver or model) is model for one in moves)
+        moves.append(call)
+        for one in () if earlier else trace.of_models(model, call):
+            for optimizer in one.optimizers:
+                made = root(optimizer).source
+                if made and made.order < call.order and model in owners_of(optimizer):
+                    yield call.node, f"the move of a model after its optimizer (line {_line(made)})"
+
+
+def _is_move(call: Call) -> bool:
+    given = call.arguments
+    if isinstance(call.result, Cast) or call.name == ".to" and "memory_format" in given.keywords:
+        return False
+    devices = [one for one in given.values() if isinstance(one, Const)]
+    return not any(one.value == "cpu" for one in devices)
+
+
+@rule(
+    "adam-eps",
+    "at O3 Adam's eps of 1e-8 is 0 in float16, and 0 / 0 is NaN",
+    "give the optimizer eps=1e-4, or train at O2",
+)
+def adam_eps(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """Optimizers of torch that divide by a root plus eps."""
+    for one in _all(trace):
+        for optimizer in one.optimizers if one.is_at("O3") else ():
+            made = root(optimizer).source
+            if made is None or not _divides_by_eps(root(optimizer)) or made.arguments.is_open:
+                continue
+            eps = made.arguments.get("eps", 3) or Const(1e-8)
+            if isinstance(eps, Const) and isinstance(eps.value, float):
+                if eps.value < _ZERO_IN_HALF:
+                    yield (
+                        made.node,
+                        f"{root(optimizer).dotted.rpartition('.')[2]} with eps={eps.value} at O3",
+                    )  # type: ignore[attr-defined]
+
+
+def _divides_by_eps(optimizer: Value) -> bool:
+    names = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
+    return isinstance(optimizer, Made) and optimizer.dotted in {f"torch.optim.{n}" for n in names}
+
+
+@rule(
+    "replaced-layer",
+    "a layer is put into the model after initialize, which neither casts nor steps it",
+    "replace layers before amp.initialize, and before the optimizer is made",
+)
+def replaced_layer(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """``model.fc = nn.Linear(...)``, late."""
+    for call in trace.calls:
+        if not call.name.startswith("=") or call.receiver is None or call.name == "=initialize":
+            continue
+        new = call.arguments.positional[0]
+        if not is_module(new):
+            continue
+        for one in trace.of_models(call.receiver, call):
+            if one.call.order < call.order and (
+                new.source is None or new.source.order > one.call.order
+            ):
+                yield call.node, f"a new layer .{call.name[1:]} after amp.initialize"
+
+
+def _line(call: Call) -> int:
+    line: int = call.node.lineno  # type: ignore[attr-defined]
+    return line

@@ -1,0 +1,82 @@
+"""What is left of torch.amp in a script that uses amp."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from amp_patch.tools.check.trace import Call, Trace, is_constant
+from amp_patch.tools.check.values import Guards, Made, root, truth_of
+
+from .registry import rule
+
+_USES = (".scale", ".unscale_", ".step", ".update")
+
+
+@rule(
+    "grad-scaler",
+    "a GradScaler is left beside amp, so that losses or gradients are scaled twice",
+    "remove it: scale_loss scales, unscales and moves the scale; call optimizer.step()",
+)
+def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A scaler that is used in runs that use amp."""
+    for call in trace.named("GradScaler"):
+        lines = sorted({use.node.lineno for use in _uses(trace, call)})  # type: ignore[attr-defined]
+        if lines and _is_beside_amp(trace, call):
+            yield call.node, f"a GradScaler, used in line {', '.join(map(str, lines))}"
+    for call in trace.named(".backward"):
+        source = call.receiver and root(call.receiver).source
+        if source and source.name == ".scale" and not _is_known(source):
+            if _is_beside_amp(trace, call):
+                yield call.node, "the backward of a loss that a GradScaler scaled"
+
+
+@rule(
+    "autocast",
+    "autocast is left beside amp, and casts by lists of its own",
+    "remove it: the level of amp.initialize casts (O1 float16, O4 bfloat16)",
+)
+def autocast(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """An autocast that is not for switching casts off."""
+    for call in trace.named("autocast"):
+        if _is_beside_amp(trace, call):
+            yield call.node, "an enabled autocast"
+
+
+def _uses(trace: Trace, scaler: Call) -> Iterator[Call]:
+    for call in trace.calls:
+        if call.receiver is not None and root(call.receiver) is scaler.result:
+            if call.name in _USES:
+                yield call
+        elif scaler.result in call.arguments.values() and call.name != "()":
+            yield call
+
+
+def _is_known(source: Call) -> bool:
+    receiver = source.receiver and root(source.receiver)
+    return isinstance(receiver, Made) and receiver.dotted.endswith(".GradScaler")
+
+
+def _is_beside_amp(trace: Trace, call: Call) -> bool:
+    """Return whether runs that come to a call use amp too, and not only may."""
+    guards = call.guards
+    enabled = call.arguments.keywords.get("enabled")
+    if enabled is not None:
+        when_true, _ = truth_of(enabled, guards)
+        if when_true is None:
+            return False
+        guards |= when_true
+    uses = [one.call for one in trace.initializations(call)]
+    uses = uses or trace.with_call(call, (block.call for block in trace.blocks))
+    return any(_are_nested(guards, use.guards) for use in uses) and not is_constant(enabled, False)
+
+
+def _are_nested(some: Guards, others: Guards) -> bool:
+    """Return whether one of two sets of guards has the other in it."""
+    some, others = _chosen(some), _chosen(others)
+    return some <= others or others <= some
+
+
+def _chosen(guards: Guards) -> Guards:
+    """Return guards without those of ``try``."""
+    return frozenset(g for g in guards if g.answer or not str(g.subject).startswith("?try"))

@@ -1,0 +1,149 @@
+"""Optimizers that initialize or scale_loss should have got, and which parameters are clipped."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from amp_patch.tools.check.trace import (
+    Call,
+    Initialization,
+    Trace,
+    is_optimizer,
+    is_part_of,
+    owners_of,
+)
+from amp_patch.tools.check.values import Made, Params, Value, flat, root
+
+from .registry import rule
+from .steps import backwards, steps_of
+
+
+@rule(
+    "optimizer-not-initialized",
+    "an optimizer that initialize did not get steps gradients of scaled losses",
+    "give all optimizers to amp.initialize: models, [first, second] = "
+    "amp.initialize(models, [first, second])",
+)
+def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """An optimizer of the script that is stepped, or given to scale_loss."""
+    seen: set[Value] = set()
+    uses = [(one, call) for one, _, call in steps_of(trace)]
+    uses += [(one, block.call) for block in trace.blocks for one in block.optimizers()]
+    for optimizer, call in uses:
+        inits = trace.initializations(call)
+        if optimizer in seen or not inits or not is_optimizer(optimizer):
+            continue
+        if not any(_may_hold(one, optimizer) for one in inits) and not _is_undone(trace, call):
+            if _meets_amp(trace, optimizer, call, inits):
+                seen.add(optimizer)
+                made = getattr(
+                    root(optimizer).source and root(optimizer).source.node, "lineno", "?"
+                )  # type: ignore[union-attr]
+                yield call.node, f"an optimizer (made in line {made}) that is not initialized"
+
+
+def _may_hold(one: Initialization, optimizer: Value) -> bool:
+    given = [*map(root, one.optimizers)]
+    return one.call.arguments.is_open or any(
+        optimizer is other or optimizer in other.deps for other in given
+    )
+
+
+def _is_undone(trace: Trace, call: Call) -> bool:
+    return any(one.order < call.order for one in trace.named("amp.deactivate"))
+
+
+def _meets_amp(trace: Trace, optimizer: Value, call: Call, inits: list[Initialization]) -> bool:
+    """Return whether gradients of scaled losses reach what an optimizer steps."""
+    models = [model for one in inits for model in one.models]
+    if any(is_part_of(owner, model) for owner in owners_of(optimizer) for model in models):
+        return True
+    if any(block.steps(optimizer) for block in trace.blocks):
+        return True
+    plain = [one for one, _ in backwards(trace) if not one.blocks]
+    return bool(trace.blocks) and not trace.with_call(call, plain)
+
+
+@rule(
+    "optimizer-not-scaled",
+    "an optimizer is stepped that no scale_loss has got",
+    "give scale_loss all optimizers whose gradients the backward writes: "
+    "amp.scale_loss(loss, [first, second])",
+)
+def optimizer_not_scaled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """An initialized optimizer, where there are blocks for others only."""
+    for optimizer, _, step in steps_of(trace):
+        inits = [one for one in trace.initializations_of(optimizer, step) if one.scales]
+        blocks = [one for one in trace.blocks if one.call in trace.with_call(step, [one.call])]
+        plain = [one for one, _ in backwards(trace) if not one.blocks]
+        if not inits or not blocks or trace.with_call(step, plain):
+            continue
+        given = [other for block in blocks for other in block.optimizers()]
+        if all(is_optimizer(other) for other in given) and is_optimizer(optimizer):
+            if not any(optimizer is other or optimizer in other.deps for other in given):
+                yield step.node, "the step of an optimizer that scale_loss never gets"
+
+
+@rule(
+    "scale-loss-without-initialize",
+    "scale_loss is called in a script that never calls initialize",
+    "call model, optimizer = amp.initialize(model, optimizer, opt_level='O1') before the loop",
+)
+def scale_loss_without_initialize(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """Where the optimizer is made in the script, and nobody else gets it."""
+    for block in trace.blocks:
+        call = block.call
+        found = trace.with_call(call, trace.named("amp.initialize", "amp.init"))
+        if any(one.order < call.order for one in found) or call.run != 0:
+            continue
+        optimizers = block.optimizers()
+        if optimizers and all(
+            is_optimizer(one) and not _is_handed_on(trace, one, call) for one in optimizers
+        ):
+            yield call.node, "scale_loss without amp.initialize before it"
+
+
+def _is_handed_on(trace: Trace, optimizer: Value, call: Call) -> bool:
+    """Return whether a function that is not seen gets an optimizer, and may initialize it."""
+    return any(
+        optimizer in map(root, one.arguments.values())
+        for one in trace.calls[: call.order]
+        if one.name == "()" or not one.name.startswith((".", "=", "torch.", "amp.", "apex."))
+    )
+
+
+@rule(
+    "clip-model-parameters",
+    "at O2 and O5 the half gradients of the model are clipped, not the masters' that are stepped",
+    "clip what the optimizer steps: amp.clip_grad_norm_(optimizer, max_norm), or torch's of "
+    "amp.master_params(optimizer)",
+)
+def clip_model_parameters(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """torch's clipping of ``model.parameters()``."""
+    for call in trace.named("clip_grad_norm_", "clip_grad_value_"):
+        given = call.arguments.get("parameters", 0)
+        for owner in _owners(given):
+            inits = trace.initializations(call)
+            if any(
+                one.is_at("O2", "O5")
+                and one.call.order < call.order
+                and any(is_part_of(owner, model) for model in one.models)
+                for one in inits
+            ):
+                yield call.node, f"{call.name} of the model's parameters"
+
+
+def _owners(given: Value | None) -> list[Value]:
+    """Return the modules whose parameters these are; none where they are an optimizer's."""
+    found: list[Value] = []
+    for one in flat(given):
+        parts = [one, *one.deps]
+        if any(is_optimizer(part) or _is_master(part) for part in parts):
+            return []
+        found += [part.owner for part in parts if isinstance(part, Params)]
+    return found
+
+
+def _is_master(value: Value) -> bool:
+    return isinstance(value, Made) and value.dotted.endswith(".master_params")

@@ -1,0 +1,212 @@
+"""What a script does, in order, as rules ask for it: its calls and blocks of ``scale_loss``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from . import names
+from .values import (
+    Arguments,
+    Const,
+    Guards,
+    Instance,
+    Made,
+    Params,
+    Value,
+    contradict,
+    flat,
+    root,
+)
+
+
+@dataclass(eq=False)
+class Block:
+    """``with amp.scale_loss(...)``, each time that it is entered.
+
+    Attributes:
+        call: of ``scale_loss``.
+        scaled: what the block is given as its scaled loss.
+        end: as `Call.order`.
+    """
+
+    call: Call
+    scaled: Value
+    end: int | None = None
+
+    @property
+    def loss(self) -> Value | None:
+        """The loss that is scaled."""
+        return self.call.arguments.get("loss", 0)
+
+    def optimizers(self) -> list[Value]:
+        """Return those that the block is for."""
+        return [root(one) for one in flat(self.call.arguments.get("optimizers", 1))]
+
+    def steps(self, optimizer: Value) -> bool:
+        """Return whether it is for an optimizer."""
+        return any(one is root(optimizer) for one in self.optimizers())
+
+
+@dataclass(eq=False)
+class Call:
+    """A call, or an assignment to an attribute (``"=name"``), each time that it is made.
+
+    Attributes:
+        name: of `names.canonical`, or ``".name"`` of a method.
+        node: where it stands.
+        receiver: the object whose method it is.
+        guards: the branches that lead to it.
+        blocks: of ``scale_loss``, that are open.
+        regions: names of the other context managers that are open.
+        loops: around it, with the number of the iteration.
+        order: of time.
+        run: 0 from the top of the script; a number for each function or class that is not reached
+            from there, for nobody knows whether one run comes to two of these.
+        result: what it returns.
+    """
+
+    name: str
+    node: ast.AST
+    receiver: Value | None
+    arguments: Arguments
+    guards: Guards
+    blocks: tuple[Block, ...]
+    regions: tuple[str, ...]
+    loops: tuple[tuple[ast.AST, int], ...]
+    order: int
+    run: int
+    result: Value | None = None
+
+
+@dataclass(eq=False)
+class Trace:
+    """All calls of a script in order, and its blocks."""
+
+    calls: list[Call] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+
+    _by_name: dict[str, list[Call]] = field(default_factory=dict)
+
+    def append(self, call: Call) -> None:
+        """Add the call that comes next."""
+        self.calls.append(call)
+        self._by_name.setdefault(call.name, []).append(call)
+
+    def named(self, *found: str) -> list[Call]:
+        """Return the calls of these names, in order."""
+        calls = [call for name in found for call in self._by_name.get(name, ())]
+        return sorted(calls, key=lambda call: call.order) if len(found) > 1 else calls
+
+    def with_call(self, call: Call, others: Iterable[Call]) -> list[Call]:
+        """Return those of other calls that a run can make as well as this one."""
+        return [
+            one
+            for one in others
+            if (one.run == call.run or 0 in (one.run, call.run))
+            and not contradict(one.guards, call.guards)
+        ]
+
+    def initializations(self, call: Call) -> list[Initialization]:
+        """Return the calls of ``initialize`` in runs that come to a call."""
+        found = self.with_call(call, self.named("amp.initialize"))
+        return [one for one in map(Initialization, found) if one.is_enabled]
+
+    def uses_amp(self, call: Call) -> bool:
+        """Return whether a run that comes to a call initializes amp, or scales losses."""
+        blocks = (block.call for block in self.blocks)
+        return bool(self.initializations(call) or self.with_call(call, blocks))
+
+    def initializations_of(self, value: Value, call: Call) -> list[Initialization]:
+        """Return the calls of ``initialize`` that a model or optimizer is given to."""
+        return [
+            one
+            for one in self.initializations(call)
+            if root(value) in [*map(root, one.models), *map(root, one.optimizers)]
+        ]
+
+    def of_models(self, value: Value, call: Call) -> list[Initialization]:
+        """Return the calls of ``initialize`` that a model is given to."""
+        found = self.initializations(call)
+        return [one for one in found if root(value) in map(root, one.models)]
+
+
+class Initialization:
+    """A call of ``amp.initialize``."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        given = call.arguments
+        self.models = list(flat(given.get("models", 0), call.guards))
+        self.optimizers = [
+            one
+            for one in flat(given.get("optimizers", 1), call.guards)
+            if not (isinstance(one, Const) and one.value is None)
+        ]
+        self.is_enabled = not is_constant(given.get("enabled", 2), False)
+
+    @property
+    def levels(self) -> list[Const]:
+        """The levels that it may ask for; none where nothing is known of them."""
+        given = self.call.arguments.get("opt_level", 3)
+        if given is None:
+            return [] if self.call.arguments.is_open else [Const("O1", self.call.node)]
+        found = [one.default or one for one in flat(given, self.call.guards)]
+        return [one for one in found if isinstance(one, Const)]
+
+    def is_at(self, *levels: str) -> bool:
+        """Return whether it is certainly, or by default, at one of these levels."""
+        return any(one.value in levels for one in self.levels)
+
+    @property
+    def scales(self) -> bool:
+        """Whether it may have a loss scale other than 1."""
+        scale = self.call.arguments.get("loss_scale", 8)
+        if scale is not None and not is_constant(scale, None):
+            return not is_constant(scale, 1.0)
+        return not self.levels or self.is_at("O1", "O2")
+
+
+def is_constant(value: Value | None, wanted: object) -> bool:
+    """Return whether a value is certainly this literal."""
+    return (
+        isinstance(value, Const)
+        and value.value == wanted
+        and (not isinstance(wanted, bool | None) or value.value is wanted)
+    )
+
+
+def is_optimizer(value: Value) -> bool:
+    """Return whether a value was made by the class of an optimizer."""
+    value = root(value)
+    if isinstance(value, Made):
+        return names.is_optimizer(value.dotted)
+    return isinstance(value, Instance) and any(
+        isinstance(base, Made | Value) and names.is_optimizer(base.key)
+        for base in value.cls.ancestry()
+    )
+
+
+def is_module(value: Value) -> bool:
+    """Return whether a value was made by the class of a module."""
+    value = root(value)
+    if isinstance(value, Made):
+        return names.is_module(value.dotted)
+    return isinstance(value, Instance) and any(
+        names.is_module(base.key) for base in value.cls.ancestry()
+    )
+
+
+def owners_of(optimizer: Value) -> list[Value]:
+    """Return the modules whose ``parameters()`` an optimizer was given."""
+    return [one.owner for one in root(optimizer).deps if isinstance(one, Params)]
+
+
+def is_part_of(part: Value, whole: Value, depth: int = 3) -> bool:
+    """Return whether a module is another, or lies in it, as far as that is seen."""
+    part, whole = root(part), root(whole)
+    if part is whole or part in whole.deps or whole in part.deps:
+        return True
+    inside = (whole.attrs.read(name, frozenset()) for name in whole.attrs.names() if depth)
+    return any(is_part_of(part, one, depth - 1) for held in inside for one in flat(held))

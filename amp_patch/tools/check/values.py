@@ -1,0 +1,367 @@
+"""What an expression of a script may stand for, as far as reading it tells; runs nothing.
+
+A value is one object of the script, whatever names it has; so values are compared by identity. What
+is known only in one branch of an ``if`` comes with guards: the answers that lead there.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .scopes import Scope
+    from .trace import Call
+
+
+class Guard(NamedTuple):
+    """The answer to one question: is ``subject`` true, or, with ``equals``, equal to that?
+
+    A set of guards as the subject asks whether all of them hold.
+    """
+
+    subject: str | frozenset[Any]
+    equals: str | None
+    answer: bool
+
+
+Guards = frozenset[Guard]
+NO_GUARDS: Guards = frozenset()
+#: Guards under which a value is true, and those under which it is false; None: it never is.
+Truth = tuple[Guards | None, Guards | None]
+
+
+def contradict(some: Guards, others: Guards) -> bool:
+    """Return whether two sets of answers cannot both be given in one run."""
+    both = some | others
+    equal: dict[object, str] = {}
+    for guard in both:
+        if guard._replace(answer=not guard.answer) in both:
+            return True
+        if isinstance(guard.subject, frozenset) and not guard.answer and guard.subject <= both:
+            return True
+        if guard.equals and guard.answer:
+            if equal.setdefault(guard.subject, guard.equals) != guard.equals:
+                return True
+    return False
+
+
+def negated(guards: Guards) -> Guards:
+    """Return what holds where not all of these do."""
+    if len(guards) == 1:
+        (only,) = guards
+        return frozenset({only._replace(answer=not only.answer)})
+    return frozenset({Guard(guards, None, False)})
+
+
+class Value:
+    """An object of the script.
+
+    Args:
+        key: two values with the same key are equal, for all that is known.
+        parts: what it was made from; these, and what they were made from, are its ``deps``.
+
+    Attributes:
+        attrs: what was assigned to its attributes, and, as ``"[key]"``, to its items.
+        truth: when it is true, where that follows from something else.
+        source: the call that returned it.
+        default: of an option of the command line.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, key: str = "", parts: Iterable[Value] = ()) -> None:
+        self.key = key or f"?{next(self._numbers)}"
+        self.deps: frozenset[Value] = frozenset().union(*(_with_deps(part) for part in parts))
+        self.attrs = Slots()
+        self.truth: Truth | None = None
+        self.source: Call | None = None
+        self.default: Value | None = None
+
+
+def _with_deps(part: Value) -> frozenset[Value]:
+    if isinstance(part, Const | Imported | Function | Class):
+        return part.deps
+    return part.deps | {root(part)}
+
+
+class Const(Value):
+    """A literal, or what is computed from literals; ``node`` is where it stands."""
+
+    def __init__(self, value: Any, node: ast.AST | None = None) -> None:
+        super().__init__(repr(value))
+        self.value, self.node = value, node
+
+
+class Imported(Value):
+    """A module, or what is found in one, by its dotted name."""
+
+    def __init__(self, dotted: str) -> None:
+        super().__init__(dotted)
+        self.dotted = dotted
+
+
+class Function(Value):
+    """A function of the script, with the object that it is a method of."""
+
+    def __init__(
+        self,
+        node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda,
+        scope: Scope,
+        defaults: Mapping[str, Value],
+        decorators: Sequence[Value] = (),
+        owner: Value | None = None,
+    ) -> None:
+        super().__init__()
+        self.node, self.scope, self.defaults = node, scope, defaults
+        self.decorators, self.owner = decorators, owner
+
+    def bound_to(self, owner: Value) -> Function:
+        """Return the method of an object; a static method is bound to nothing."""
+        if self.is_decorated_by("builtins.staticmethod"):
+            return self
+        return Function(self.node, self.scope, self.defaults, self.decorators, owner)
+
+    def is_decorated_by(self, dotted: str) -> bool:
+        """Return whether a decorator has that name."""
+        return any(isinstance(one, Imported) and one.dotted == dotted for one in self.decorators)
+
+
+class Class(Value):
+    """A class of the script."""
+
+    def __init__(self, name: str, bases: Sequence[Value]) -> None:
+        super().__init__()
+        self.name, self.bases = name, bases
+
+    def ancestry(self, depth: int = 8) -> Iterator[Value]:
+        """Yield the class and its bases, those of the script and those that it imports."""
+        yield self
+        for base in self.bases if depth else ():
+            if isinstance(base, Class):
+                yield from base.ancestry(depth - 1)
+            else:
+                yield base
+
+
+class Instance(Value):
+    """An object of a class of the script."""
+
+    def __init__(self, cls: Class, parts: Iterable[Value] = ()) -> None:
+        super().__init__(parts=parts)
+        self.cls = cls
+
+
+class Made(Value):
+    """What a call of something imported returned."""
+
+    def __init__(self, dotted: str, key: str = "", parts: Iterable[Value] = ()) -> None:
+        super().__init__(key, parts)
+        self.dotted = dotted
+
+
+class Items(Value):
+    """A list, a tuple or a set."""
+
+    def __init__(self, items: Iterable[Value]) -> None:
+        self.items = list(items)
+        super().__init__(parts=self.items)
+
+
+class Table(Value):
+    """A dict whose keys are literals, as far as they are."""
+
+    def __init__(self, entries: Mapping[str, Value]) -> None:
+        super().__init__(parts=entries.values())
+        self.entries = dict(entries)
+
+
+class Member(Value):
+    """``owner.name``, where nothing more is known of it."""
+
+    def __init__(self, owner: Value, name: str) -> None:
+        super().__init__(f"{owner.key}.{name}", [owner])
+        self.owner, self.name = owner, name
+
+
+class Params(Value):
+    """``owner.parameters()`` or the like."""
+
+    def __init__(self, owner: Value) -> None:
+        super().__init__(parts=[owner])
+        self.owner = root(owner)
+
+
+class Cast(Value):
+    """``base`` in another dtype, ``"float16"`` say; a module is the same object then."""
+
+    def __init__(self, base: Value, dtype: str) -> None:
+        super().__init__(parts=[base])
+        self.base, self.dtype = base, dtype
+
+
+class Wrapper(Value):
+    """A module or optimizer around another, ``DistributedDataParallel(base)``."""
+
+    def __init__(self, base: Value, by: str) -> None:
+        super().__init__(parts=[base])
+        self.base, self.by = base, by
+
+
+class Partial(Value):
+    """``functools.partial(callee, ...)``."""
+
+    def __init__(self, callee: Value, arguments: Arguments) -> None:
+        super().__init__(parts=arguments.values())
+        self.callee, self.arguments = callee, arguments
+
+
+class Choice(Value):
+    """One of several values, by the branch that was taken."""
+
+    def __init__(self, choices: Sequence[tuple[Guards, Value]]) -> None:
+        super().__init__(parts=(value for _, value in choices))
+        self.choices = list(choices)
+
+
+class Arguments:
+    """Of a call.
+
+    Attributes:
+        is_open: there are more, ``*args`` or ``**kwargs`` of which nothing is known.
+    """
+
+    def __init__(
+        self,
+        positional: Sequence[Value] = (),
+        keywords: Mapping[str, Value] | None = None,
+        is_open: bool = False,
+    ) -> None:
+        self.positional, self.keywords = list(positional), dict(keywords or {})
+        self.is_open = is_open
+
+    def get(self, name: str, position: int) -> Value | None:
+        """Return the argument of that name or place."""
+        if name in self.keywords:
+            return self.keywords[name]
+        return self.positional[position] if position < len(self.positional) else None
+
+    def values(self) -> list[Value]:
+        """Return all of them."""
+        return [*self.positional, *self.keywords.values()]
+
+    def and_more(self, more: Arguments) -> Arguments:
+        """Return these with others after them."""
+        return Arguments(
+            [*self.positional, *more.positional],
+            {**self.keywords, **more.keywords},
+            self.is_open or more.is_open,
+        )
+
+
+class Slots:
+    """Names with what was assigned to each, and under which guards."""
+
+    #: Alternatives that are kept of one name: the latest.
+    MOST = 6
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[tuple[Guards, Value]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """Return all names."""
+        return list(self._entries)
+
+    def write(self, name: str, guards: Guards, value: Value) -> None:
+        """Assign where all of the guards hold."""
+        entries = self._entries.setdefault(name, [])
+        entries[:] = [entry for entry in entries if not guards <= entry[0]][-self.MOST :]
+        entries.append((guards, value))
+
+    def read(self, name: str, guards: Guards) -> Value | None:
+        """Return what a name stands for where guards hold; a `Choice` where that is not certain."""
+        found: list[tuple[Guards, Value]] = []
+        passed = NO_GUARDS  # what holds where none of the later assignments was made
+        for condition, value in reversed(self._entries.get(name, ())):
+            rest = (condition - guards) | passed
+            if contradict(rest, guards):
+                continue
+            found += [(rest | also, one) for also, one in alternatives(value, guards | rest)]
+            if condition <= guards:
+                break
+            passed |= negated(condition - guards)
+        if len(found) > 1:
+            return Choice(found[: self.MOST])
+        return found[0][1] if found else None
+
+
+def alternatives(value: Value | None, guards: Guards = NO_GUARDS) -> Iterator[tuple[Guards, Value]]:
+    """Yield each value that it may be where guards hold, with the further guards of each."""
+    if isinstance(value, Choice):
+        for condition, one in value.choices:
+            if not contradict(condition, guards):
+                yield condition - guards, one
+    elif value is not None:
+        yield NO_GUARDS, value
+
+
+def root(value: Value) -> Value:
+    """Return the object under casts and wrappers."""
+    while isinstance(value, Cast | Wrapper):
+        value = value.base
+    return value
+
+
+def flat(value: Value | None, guards: Guards = NO_GUARDS) -> Iterator[Value]:
+    """Yield what a value may be; of lists and dicts, what is in them."""
+    for _, one in alternatives(value, guards):
+        if isinstance(one, Items):
+            for item in one.items:
+                yield from flat(item, guards)
+        elif isinstance(one, Table):
+            for item in one.entries.values():
+                yield from flat(item, guards)
+        else:
+            yield one
+
+
+def truth_of(value: Value, guards: Guards) -> Truth:
+    """Return when a value is true and when it is false, beyond guards that hold."""
+    if isinstance(value, Choice):
+        return _truth_of_choice(value, guards)
+    if value.truth is not None:
+        return value.truth
+    if isinstance(value, Const):
+        return (NO_GUARDS, None) if value.value else (None, NO_GUARDS)
+    if isinstance(value, Items):
+        return (NO_GUARDS, None) if value.items else opaque(value.key)
+    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper):
+        return NO_GUARDS, None
+    return opaque(value.key)
+
+
+def opaque(key: str, equals: str | None = None) -> Truth:
+    """Return the truth of what nothing is known of but its text."""
+    return frozenset({Guard(key, equals, True)}), frozenset({Guard(key, equals, False)})
+
+
+def _truth_of_choice(value: Choice, guards: Guards) -> Truth:
+    true: list[Guards] = []
+    false: list[Guards] = []
+    for condition, one in alternatives(value, guards):
+        when_true, when_false = truth_of(one, guards)
+        true += [condition | when_true] if when_true is not None else []
+        false += [condition | when_false] if when_false is not None else []
+    unclear = opaque(value.key)
+    return _only(true, unclear[0]), _only(false, unclear[1])
+
+
+def _only(found: list[Guards], otherwise: Guards | None) -> Guards | None:
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else otherwise
