@@ -7,16 +7,14 @@ from collections.abc import Callable
 
 from . import names
 from .expressions import Expressions
-from .scopes import Scope
+from .guards import NO_GUARDS, Guards
 from .values import (
-    NO_GUARDS,
     Arguments,
     Cast,
     Choice,
     Class,
     Const,
     Function,
-    Guards,
     Imported,
     Instance,
     Items,
@@ -24,6 +22,7 @@ from .values import (
     Member,
     Params,
     Partial,
+    Scope,
     Table,
     Value,
     Wrapper,

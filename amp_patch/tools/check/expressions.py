@@ -7,31 +7,27 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .scopes import Scope
+from .guards import NO_GUARDS, Guards, Truth, contradict, negated, opaque
 from .trace import Block, Call, Trace
 from .values import (
-    NO_GUARDS,
     Arguments,
     Cast,
     Choice,
     Class,
     Const,
     Function,
-    Guards,
     Imported,
     Instance,
     Items,
     Made,
     Member,
     Params,
+    Scope,
     Table,
-    Truth,
     Value,
     Wrapper,
     alternatives,
-    contradict,
-    negated,
-    opaque,
+    root,
     truth_of,
 )
 
@@ -79,8 +75,10 @@ class Expressions:
         if read is not None:
             value: Value = read(node)
             return value
-        parts = [self.evaluate(child) for child in ast.iter_child_nodes(node) if _is_expr(child)]
-        return Value(parts=parts)
+        children = ast.iter_child_nodes(node)
+        return Value(
+            parts=[self.evaluate(child) for child in children if isinstance(child, ast.expr)]
+        )
 
     def note(
         self, name: str, node: ast.AST, arguments: Arguments, receiver: Value | None = None
@@ -133,7 +131,7 @@ class Expressions:
             return known
         if isinstance(owner, Wrapper) and name == "module":
             return owner.base
-        if isinstance(owner, Cast):
+        if isinstance(owner, Cast) and isinstance(root(owner), Instance):
             return self._attribute(owner.base, name)
         if isinstance(owner, Instance):
             found = self._of_class(owner, name)
@@ -288,9 +286,9 @@ class Expressions:
             result = Value(f"(not {value.key})", [value])
             result.truth = when_false, when_true
             return result
-        if isinstance(node.op, ast.USub) and isinstance(value, Const):
-            if isinstance(value.value, int | float):
-                return Const(-value.value, node)
+        number = value.value if isinstance(value, Const) else None
+        if isinstance(node.op, ast.USub) and isinstance(number, int | float):
+            return Const(-number, node)
         return Value(f"({type(node.op).__name__} {value.key})", [value])
 
     def _read_Compare(self, node: ast.Compare) -> Value:
@@ -446,10 +444,6 @@ def _one_of(found: list[Guards], otherwise: Guards | None) -> Guards | None:
     if not found:
         return None
     return found[0] if len(found) == 1 else otherwise
-
-
-def _is_expr(node: ast.AST) -> bool:
-    return isinstance(node, ast.expr)
 
 
 def _is_literal(text: str) -> bool:

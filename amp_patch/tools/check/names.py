@@ -24,8 +24,12 @@ _PARALLEL = {
     "apex.parallel.DistributedDataParallel",
     "apex.parallel.distributed.DistributedDataParallel",
 }
-_OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "apex.contrib.optimizers.")
-_OPTIMIZERS += ("amp_patch.optimizers.",)
+_OPTIMIZERS = (
+    "torch.optim.",
+    "apex.optimizers.",
+    "apex.contrib.optimizers.",
+    "amp_patch.optimizers.",
+)
 _NO_OPTIMIZERS = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")
 #: dtypes by the names that torch has for them, and for tensors of them.
 DTYPES = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .rules import RULES
+from .rules.registry import line_of
 from .statements import Statements
 
 _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([\w\s,-]*)\])?")
@@ -45,7 +46,7 @@ def findings(path: Path) -> list[Finding]:
         with tokenize.open(path) as file:
             text = file.read()
         return findings_in(text, str(path))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
         raise Unreadable(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -57,20 +58,24 @@ def findings_in(text: str, name: str = "script.py") -> list[Finding]:
     """
     try:
         tree = ast.parse(text, filename=name)
+        return _look(tree, text)
     except SyntaxError as error:
         raise Unreadable(f"{name}:{error.lineno or 1}: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise Unreadable(f"{name}: {error}") from error
+
+
+def _look(tree: ast.Module, text: str) -> list[Finding]:
     if "amp" not in text:  # what does not name amp does not use it
         return []
     silenced = _silenced(text)
     trace = Statements().read(tree)
-    found = {}
+    found: dict[tuple[int, str], Finding] = {}
     for rule in RULES.values():
         for node, what in rule.look(trace):
-            lines = range(node.lineno, _last_line(node) + 1)  # type: ignore[attr-defined]
+            lines = range(line_of(node), _last_line(node) + 1)
             if not any(rule.name in silenced.get(line, ()) for line in lines):
-                place = (node.lineno, rule.name)  # type: ignore[attr-defined]
+                place = (line_of(node), rule.name)
                 found.setdefault(place, Finding(*place, f"{what}; {rule.mend}"))
     return sorted(found.values())
 
@@ -78,8 +83,8 @@ def findings_in(text: str, name: str = "script.py") -> list[Finding]:
 def _last_line(node: ast.AST) -> int:
     """Return the last line of a call; of a definition, its first."""
     is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    end = node.lineno if is_definition else getattr(node, "end_lineno", None)  # type: ignore[attr-defined]
-    return int(end or node.lineno)  # type: ignore[attr-defined]
+    last = None if is_definition else getattr(node, "end_lineno", None)
+    return int(last or line_of(node))
 
 
 def _silenced(text: str) -> dict[int, set[str]]:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 
 from . import names
 from .calls import Calls
 from .expressions import MOST_ELEMENTS
-from .scopes import Scope
+from .guards import NO_GUARDS, Guard, Guards, contradict
 from .trace import Block, Trace
 from .values import (
-    NO_GUARDS,
     Arguments,
     Choice,
     Class,
     Const,
     Function,
-    Guard,
-    Guards,
     Imported,
     Made,
+    Scope,
     Value,
-    contradict,
     truth_of,
 )
 
@@ -370,8 +368,9 @@ def _region(name: str, value: Value) -> str:
 
 def _loaded(target: ast.expr) -> ast.expr:
     """Return a target as an expression that is read."""
-    fields = {name: value for name, value in ast.iter_fields(target) if name != "ctx"}
-    return ast.copy_location(type(target)(**fields, ctx=ast.Load()), target)
+    read = copy.copy(target)
+    vars(read)["ctx"] = ast.Load()
+    return read
 
 
 #: What ``from MODULE import *`` gives, of the modules that rules know.

@@ -7,18 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from . import names
-from .values import (
-    Arguments,
-    Const,
-    Guards,
-    Instance,
-    Made,
-    Params,
-    Value,
-    contradict,
-    flat,
-    root,
-)
+from .guards import Guards, contradict
+from .values import Arguments, Const, Instance, Made, Params, Value, flat, root
 
 
 @dataclass(eq=False)

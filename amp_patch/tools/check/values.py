@@ -7,53 +7,12 @@ is known only in one branch of an ``if`` comes with guards: the answers that lea
 from __future__ import annotations
 
 import ast
+import builtins
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-if TYPE_CHECKING:
-    from .scopes import Scope
-    from .trace import Call
-
-
-class Guard(NamedTuple):
-    """The answer to one question: is ``subject`` true, or, with ``equals``, equal to that?
-
-    A set of guards as the subject asks whether all of them hold.
-    """
-
-    subject: str | frozenset[Any]
-    equals: str | None
-    answer: bool
-
-
-Guards = frozenset[Guard]
-NO_GUARDS: Guards = frozenset()
-#: Guards under which a value is true, and those under which it is false; None: it never is.
-Truth = tuple[Guards | None, Guards | None]
-
-
-def contradict(some: Guards, others: Guards) -> bool:
-    """Return whether two sets of answers cannot both be given in one run."""
-    both = some | others
-    equal: dict[object, str] = {}
-    for guard in both:
-        if guard._replace(answer=not guard.answer) in both:
-            return True
-        if isinstance(guard.subject, frozenset) and not guard.answer and guard.subject <= both:
-            return True
-        if guard.equals and guard.answer:
-            if equal.setdefault(guard.subject, guard.equals) != guard.equals:
-                return True
-    return False
-
-
-def negated(guards: Guards) -> Guards:
-    """Return what holds where not all of these do."""
-    if len(guards) == 1:
-        (only,) = guards
-        return frozenset({only._replace(answer=not only.answer)})
-    return frozenset({Guard(guards, None, False)})
+from .guards import NO_GUARDS, Guards, Truth, contradict, negated, opaque
 
 
 class Value:
@@ -66,7 +25,7 @@ class Value:
     Attributes:
         attrs: what was assigned to its attributes, and, as ``"[key]"``, to its items.
         truth: when it is true, where that follows from something else.
-        source: the call that returned it.
+        source: the call that returned it, a `trace.Call`.
         default: of an option of the command line.
     """
 
@@ -77,7 +36,7 @@ class Value:
         self.deps: frozenset[Value] = frozenset().union(*(_with_deps(part) for part in parts))
         self.attrs = Slots()
         self.truth: Truth | None = None
-        self.source: Call | None = None
+        self.source: Any = None
         self.default: Value | None = None
 
 
@@ -345,11 +304,6 @@ def truth_of(value: Value, guards: Guards) -> Truth:
     return opaque(value.key)
 
 
-def opaque(key: str, equals: str | None = None) -> Truth:
-    """Return the truth of what nothing is known of but its text."""
-    return frozenset({Guard(key, equals, True)}), frozenset({Guard(key, equals, False)})
-
-
 def _truth_of_choice(value: Choice, guards: Guards) -> Truth:
     true: list[Guards] = []
     false: list[Guards] = []
@@ -365,3 +319,51 @@ def _only(found: list[Guards], otherwise: Guards | None) -> Guards | None:
     if not found:
         return None
     return found[0] if len(found) == 1 else otherwise
+
+
+class Scope:
+    """The names of one call, of a class body or of the module.
+
+    Args:
+        parent: where names are looked up that are not here; None for the module.
+    """
+
+    def __init__(self, parent: Scope | None = None) -> None:
+        self.parent = parent
+        self.names = Slots()
+        self._elsewhere: dict[str, Scope] = {}
+
+    @property
+    def module(self) -> Scope:
+        """The module's scope."""
+        return self if self.parent is None else self.parent.module
+
+    def write(self, name: str, guards: Guards, value: Value) -> None:
+        """Assign to a name."""
+        self._elsewhere.get(name, self).names.write(name, guards, value)
+
+    def read(self, name: str, guards: Guards) -> Value:
+        """Return what a name stands for; an unknown value, always the same, if that is not seen."""
+        scope: Scope | None = self
+        while scope is not None:
+            value = scope.names.read(name, guards)
+            if value is not None:
+                return value
+            scope = scope.parent
+        if hasattr(builtins, name):
+            return Imported(f"builtins.{name}")
+        unseen = Value(name)
+        self.module.names.write(name, frozenset(), unseen)
+        return unseen
+
+    def declare_global(self, name: str) -> None:
+        """``global name``."""
+        self._elsewhere[name] = self.module
+
+    def declare_nonlocal(self, name: str) -> None:
+        """``nonlocal name``."""
+        scope = self.parent
+        while scope is not None:
+            if name in scope.names:
+                self._elsewhere[name] = scope
+            scope = scope.parent

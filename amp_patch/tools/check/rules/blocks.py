@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import Block, Call, Trace, is_constant, is_optimizer
-from amp_patch.tools.check.values import Const, Member, Value, alternatives, contradict, flat, root
+from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root
 
 from .registry import rule
 from .steps import backwards, steps_of, zeroed
@@ -45,9 +46,10 @@ def step_in_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A step of an optimizer that the block is for, or of another."""
     for call in trace.named(".step"):
         receiver = root(call.receiver) if call.receiver else None
-        if receiver is not None and call.blocks:
-            if is_optimizer(receiver) or any(block.steps(receiver) for block in call.blocks):
-                yield call.node, "optimizer.step() inside of scale_loss"
+        if receiver is None or not call.blocks:
+            continue
+        if is_optimizer(receiver) or any(block.steps(receiver) for block in call.blocks):
+            yield call.node, "optimizer.step() inside of scale_loss"
 
 
 @rule(
@@ -105,9 +107,9 @@ def unscaled_backward(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         for call, value in plain:
             if call not in window or contradict(call.guards, step.guards):
                 continue
-            if not blocks or _adds_to(trace, call, value, optimizer, step):
-                if _is_meant_for_amp(trace, call, value):
-                    yield call.node, "a backward outside of scale_loss"
+            counts = not blocks or _adds_to(trace, call, value, optimizer, step)
+            if counts and _is_meant_for_amp(trace, call, value):
+                yield call.node, "a backward outside of scale_loss"
 
 
 def _adds_to(trace: Trace, call: Call, value: Value, optimizer: Value, step: Call) -> bool:
@@ -199,10 +201,10 @@ def loss_id(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             for one in trace.initializations_of(optimizer, block.call)
             if (count := _num_losses(one.call)) is not None
         ]
-        for value in flat(given, block.call.guards):
-            if isinstance(value, Const) and isinstance(value.value, int) and counts:
-                if not 0 <= value.value < max(counts):
-                    yield block.call.node, f"loss_id={value.value} with num_losses={max(counts)}"
+        for value in flat(given, block.call.guards) if counts else ():
+            number = value.value if isinstance(value, Const) else None
+            if isinstance(number, int) and not 0 <= number < max(counts):
+                yield block.call.node, f"loss_id={number} with num_losses={max(counts)}"
 
 
 @rule(

@@ -54,7 +54,7 @@ def _is_scaled(trace: Trace, call: Call) -> bool:
 def _inside(value: Value, depth: int = 4) -> Iterator[Value]:
     """Yield a value and what is in it, in lists and dicts."""
     yield value
-    held = value.entries.values() if isinstance(value, Table) else ()
-    held = value.items if isinstance(value, Items) else held
+    held: list[Value] = value.items if isinstance(value, Items) else []
+    held = [*value.entries.values()] if isinstance(value, Table) else held
     for one in held if depth else ():
         yield from _inside(one, depth - 1)

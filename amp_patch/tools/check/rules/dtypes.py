@@ -12,8 +12,10 @@ from amp_patch.tools.check.values import Cast, Made, Value, flat, root
 from .registry import rule
 
 _REGIONS = {"amp.float_region", "amp.disable_casts"}
-_OVERFLOW = ("exp", "log", "log2", "log10", "log1p", "expm1", "pow", "softmax", "log_softmax")
-_OVERFLOW += ("logsumexp", "square", "reciprocal", "rsqrt", "cumsum", "prod")
+_OVERFLOW = (
+    *("exp", "expm1", "log", "log2", "log10", "log1p", "pow", "square", "reciprocal", "rsqrt"),
+    *("softmax", "log_softmax", "logsumexp", "cumsum", "prod"),
+)
 
 
 @rule(
@@ -24,9 +26,9 @@ _OVERFLOW += ("logsumexp", "square", "reciprocal", "rsqrt", "cumsum", "prod")
 def half_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """``.half()``, ``.bfloat16()``, ``.to(torch.float16)`` of a model, before or after."""
     for call in trace.calls:
-        if isinstance(call.result, Cast) and call.result.dtype in names.HALVES:
-            if call.receiver is not None and trace.of_models(call.receiver, call):
-                yield call.node, f"a cast of the model to {call.result.dtype}"
+        is_half = isinstance(call.result, Cast) and call.result.dtype in names.HALVES
+        if is_half and call.receiver is not None and trace.of_models(call.receiver, call):
+            yield call.node, "a cast of the model to half"
 
 
 @rule(
@@ -85,7 +87,7 @@ def half_range(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     functions = [f"torch.{name}" for name in _OVERFLOW]
     functions += [f"torch.nn.functional.{name}" for name in ("softmax", "log_softmax")]
     for call in trace.named(*functions, *(f".{name}" for name in _OVERFLOW)):
-        tensor = call.receiver or (call.arguments.positional or [None])[0]
+        tensor = call.receiver or call.arguments.get("input", 0)
         if isinstance(tensor, Cast) and _is_half(tensor) and trace.uses_amp(call):
             yield call.node, f"{call.name.rpartition('.')[2]} of a tensor in half"
 

@@ -16,12 +16,15 @@ from amp_patch.tools.check.trace import (
 )
 from amp_patch.tools.check.values import Cast, Const, Instance, Items, Made, Value, Wrapper, root
 
-from .registry import rule
+from .registry import line_of, rule
 
 #: Those of `amp_patch.levels`, which imports torch.
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 #: Half of the smallest number above 0 of float16: less is rounded to 0.
 _ZERO_IN_HALF = 2.0**-25
+_DIVIDING = {
+    f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
+}
 
 
 def _all(trace: Trace) -> Iterator[Initialization]:
@@ -76,7 +79,7 @@ def initialize_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         again = {*map(root, first.optimizers)} & {*map(root, second.optimizers)}
         if again and not any(call.name == "amp.deactivate" for call in between):
             is_loop = first.call.node is second.call.node
-            where = "in a loop" if is_loop else f"after that in line {_line(first.call)}"
+            where = "in a loop" if is_loop else f"after that in line {line_of(first.call.node)}"
             yield second.call.node, f"amp.initialize of the same optimizer {where}"
 
 
@@ -91,10 +94,10 @@ def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     for call in trace.named("=initialize"):
         one = Initialization(call)
         count = call.arguments.keywords["="]
-        parts = isinstance(count, Const) and count.value > 1
-        if parts and not one.optimizers and len(one.models) == 1 and not call.arguments.is_open:
-            if not isinstance(call.arguments.get("models", 0), Items):
-                yield call.node, "amp.initialize without an optimizer, which returns the model only"
+        is_parted = isinstance(count, Const) and count.value > 1 and not call.arguments.is_open
+        is_list = isinstance(call.arguments.get("models", 0), Items)
+        if is_parted and not one.optimizers and not is_list:
+            yield call.node, "amp.initialize without an optimizer, which returns the model only"
     pairs = {one.call.result: one for one in _all(trace) if one.optimizers}
     for call in trace.calls:
         if isinstance(call.receiver, Items) and call.receiver in pairs:
@@ -141,7 +144,10 @@ def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             for optimizer in one.optimizers:
                 made = root(optimizer).source
                 if made and made.order < call.order and model in owners_of(optimizer):
-                    yield call.node, f"the move of a model after its optimizer (line {_line(made)})"
+                    yield (
+                        call.node,
+                        f"the move of a model after its optimizer (line {line_of(made.node)})",
+                    )
 
 
 def _is_move(call: Call) -> bool:
@@ -160,22 +166,18 @@ def _is_move(call: Call) -> bool:
 def adam_eps(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """Optimizers of torch that divide by a root plus eps."""
     for one in _all(trace):
-        for optimizer in one.optimizers if one.is_at("O3") else ():
-            made = root(optimizer).source
-            if made is None or not _divides_by_eps(root(optimizer)) or made.arguments.is_open:
+        for optimizer in map(root, one.optimizers if one.is_at("O3") else ()):
+            made = optimizer.source
+            if made is None or made.arguments.is_open or not isinstance(optimizer, Made):
                 continue
             eps = made.arguments.get("eps", 3) or Const(1e-8)
-            if isinstance(eps, Const) and isinstance(eps.value, float):
-                if eps.value < _ZERO_IN_HALF:
-                    yield (
-                        made.node,
-                        f"{root(optimizer).dotted.rpartition('.')[2]} with eps={eps.value} at O3",
-                    )  # type: ignore[attr-defined]
+            if optimizer.dotted in _DIVIDING and isinstance(eps, Const) and _is_zero(eps.value):
+                name = optimizer.dotted.rpartition(".")[2]
+                yield made.node, f"{name} with eps={eps.value} at O3"
 
 
-def _divides_by_eps(optimizer: Value) -> bool:
-    names = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
-    return isinstance(optimizer, Made) and optimizer.dotted in {f"torch.optim.{n}" for n in names}
+def _is_zero(eps: object) -> bool:
+    return isinstance(eps, float) and eps < _ZERO_IN_HALF
 
 
 @rule(
@@ -196,8 +198,3 @@ def replaced_layer(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
                 new.source is None or new.source.order > one.call.order
             ):
                 yield call.node, f"a new layer .{call.name[1:]} after amp.initialize"
-
-
-def _line(call: Call) -> int:
-    line: int = call.node.lineno  # type: ignore[attr-defined]
-    return line

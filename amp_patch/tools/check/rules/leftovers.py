@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from amp_patch.tools.check.guards import Guards
 from amp_patch.tools.check.trace import Call, Trace, is_constant
-from amp_patch.tools.check.values import Guards, Made, root, truth_of
+from amp_patch.tools.check.values import Made, root, truth_of
 
-from .registry import rule
+from .registry import line_of, rule
 
 _USES = (".scale", ".unscale_", ".step", ".update")
 
@@ -21,14 +22,14 @@ _USES = (".scale", ".unscale_", ".step", ".update")
 def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A scaler that is used in runs that use amp."""
     for call in trace.named("GradScaler"):
-        lines = sorted({use.node.lineno for use in _uses(trace, call)})  # type: ignore[attr-defined]
+        lines = sorted({line_of(use.node) for use in _uses(trace, call)})
         if lines and _is_beside_amp(trace, call):
             yield call.node, f"a GradScaler, used in line {', '.join(map(str, lines))}"
     for call in trace.named(".backward"):
         source = call.receiver and root(call.receiver).source
-        if source and source.name == ".scale" and not _is_known(source):
-            if _is_beside_amp(trace, call):
-                yield call.node, "the backward of a loss that a GradScaler scaled"
+        is_scaled = source and source.name == ".scale" and not _is_known(source)
+        if is_scaled and _is_beside_amp(trace, call):
+            yield call.node, "the backward of a loss that a GradScaler scaled"
 
 
 @rule(

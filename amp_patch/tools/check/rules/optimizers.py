@@ -15,7 +15,7 @@ from amp_patch.tools.check.trace import (
 )
 from amp_patch.tools.check.values import Made, Params, Value, flat, root
 
-from .registry import rule
+from .registry import line_of, rule
 from .steps import backwards, steps_of
 
 
@@ -34,13 +34,12 @@ def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         inits = trace.initializations(call)
         if optimizer in seen or not inits or not is_optimizer(optimizer):
             continue
-        if not any(_may_hold(one, optimizer) for one in inits) and not _is_undone(trace, call):
-            if _meets_amp(trace, optimizer, call, inits):
-                seen.add(optimizer)
-                made = getattr(
-                    root(optimizer).source and root(optimizer).source.node, "lineno", "?"
-                )  # type: ignore[union-attr]
-                yield call.node, f"an optimizer (made in line {made}) that is not initialized"
+        is_out = not any(_may_hold(one, optimizer) for one in inits)
+        if is_out and not _is_undone(trace, call) and _meets_amp(trace, optimizer, call, inits):
+            seen.add(optimizer)
+            made = root(optimizer).source
+            where = f" (made in line {line_of(made.node)})" if made else ""
+            yield call.node, f"an optimizer{where} that is not initialized"
 
 
 def _may_hold(one: Initialization, optimizer: Value) -> bool:
@@ -80,9 +79,10 @@ def optimizer_not_scaled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         if not inits or not blocks or trace.with_call(step, plain):
             continue
         given = [other for block in blocks for other in block.optimizers()]
-        if all(is_optimizer(other) for other in given) and is_optimizer(optimizer):
-            if not any(optimizer is other or optimizer in other.deps for other in given):
-                yield step.node, "the step of an optimizer that scale_loss never gets"
+        if not all(is_optimizer(other) for other in (*given, optimizer)):
+            continue
+        if not any(optimizer is other or optimizer in other.deps for other in given):
+            yield step.node, "the step of an optimizer that scale_loss never gets"
 
 
 @rule(

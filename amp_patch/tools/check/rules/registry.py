@@ -27,6 +27,12 @@ class Rule(NamedTuple):
     look: Look
 
 
+def line_of(node: ast.AST) -> int:
+    """Return the line in which something stands."""
+    line: int = getattr(node, "lineno", 1)
+    return line
+
+
 #: All rules, by their names.
 RULES: dict[str, Rule] = {}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import Call, Trace, is_module, is_optimizer, owners_of
-from amp_patch.tools.check.values import Instance, Value, contradict, flat, root
+from amp_patch.tools.check.values import Instance, Value, flat, root
 
 
 def backwards(trace: Trace) -> Iterator[tuple[Call, Value]]:

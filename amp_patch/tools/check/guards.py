@@ -1,0 +1,50 @@
+"""Answers to questions that a script asks of what is not known before it runs; runs nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Guard(NamedTuple):
+    """The answer to one question: is ``subject`` true, or, with ``equals``, equal to that?
+
+    A set of guards as the subject asks whether all of them hold.
+    """
+
+    subject: str | frozenset[Any]
+    equals: str | None
+    answer: bool
+
+
+Guards = frozenset[Guard]
+NO_GUARDS: Guards = frozenset()
+#: Guards under which a value is true, and those under which it is false; None: it never is.
+Truth = tuple[Guards | None, Guards | None]
+
+
+def contradict(some: Guards, others: Guards) -> bool:
+    """Return whether two sets of answers cannot both be given in one run."""
+    both = some | others
+    equal: dict[object, str] = {}
+    for guard in both:
+        if guard._replace(answer=not guard.answer) in both:
+            return True
+        if isinstance(guard.subject, frozenset) and not guard.answer and guard.subject <= both:
+            return True
+        is_said = guard.equals and guard.answer
+        if is_said and equal.setdefault(guard.subject, str(guard.equals)) != guard.equals:
+            return True
+    return False
+
+
+def negated(guards: Guards) -> Guards:
+    """Return what holds where not all of these do."""
+    if len(guards) == 1:
+        (only,) = guards
+        return frozenset({only._replace(answer=not only.answer)})
+    return frozenset({Guard(guards, None, False)})
+
+
+def opaque(key: str, equals: str | None = None) -> Truth:
+    """Return the truth of what nothing is known of but its text."""
+    return frozenset({Guard(key, equals, True)}), frozenset({Guard(key, equals, False)})

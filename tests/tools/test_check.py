@@ -1,0 +1,277 @@
+"""``amp-patch check`` names each planted mistake at its line, and says nothing of what is right.
+
+`checked/mistakes.txt` and `checked/right.txt` hold scripts, each below its heading ``### name``.
+The lines of mistakes end in ``# !rule``; of all other lines nothing may be said. A line ``...``
+stands for `SETUP`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from amp_patch import levels
+from amp_patch.tools import command_line
+from amp_patch.tools.check import names
+from amp_patch.tools.check.rules import RULES, initialization
+from amp_patch.tools.check.script import Unreadable, findings_in
+
+ROOT = Path(__file__).parents[2]
+MARK = re.compile(r"# !([\w-]+)")
+SETUP = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from apex import amp
+model = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def scripts_of(name: str) -> dict[str, str]:
+    text = Path(__file__).with_name("checked").joinpath(f"{name}.txt").read_text(encoding="utf-8")
+    parts = re.split(r"^### (.+)\n", text, flags=re.MULTILINE)
+    scripts = [re.sub(r"(?m)^\.\.\.$", SETUP.strip("\n"), script) for script in parts[2::2]]
+    return dict(zip(parts[1::2], scripts, strict=True))
+
+
+MISTAKES, RIGHT = scripts_of("mistakes"), scripts_of("right")
+
+
+def found(script: str) -> set[tuple[int, str]]:
+    return {(one.line, one.rule) for one in findings_in(script)}
+
+
+def marked(script: str) -> set[tuple[int, str]]:
+    lines = enumerate(script.splitlines(), start=1)
+    return {(number, name) for number, line in lines for name in MARK.findall(line)}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_at_its_line(name: str) -> None:
+    script = MISTAKES[name]
+    assert marked(script)
+    assert found(script) == marked(script)
+
+
+def test_every_rule_has_a_mistake() -> None:
+    assert {rule for script in MISTAKES.values() for _, rule in marked(script)} == set(RULES)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_said_of_a_script_that_is_right(name: str) -> None:
+    assert found(RIGHT[name]) == set()
+
+
+@pytest.mark.parametrize("folder", ["examples", "tests/drop_in/programs"])
+def test_nothing_is_said_of_the_scripts_of_this_repository(folder: str) -> None:
+    assert checked(str(ROOT / folder)) == (0, "")
+
+
+# --- the command ---
+
+
+def checked(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(command_line.main, ["check", *arguments], prog_name="amp-patch")
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(MISTAKES["a level with a zero"])
+    return path
+
+
+def test_what_is_found_is_said_with_its_mend_in_one_line(script: Path) -> None:
+    assert checked(str(script)) == (
+        1,
+        f"{script}:7: opt-level: opt_level='01'; write 'O0', 'O1', 'O2', 'O3', 'O4' or 'O5', with "
+        "the capital letter O\n",
+    )
+
+
+def test_a_folder_is_looked_through_once(script: Path) -> None:
+    inside = script.parent / "a" / "b.py"
+    inside.parent.mkdir()
+    script.rename(inside)
+    hidden = script.parent / ".venv" / "x.py"
+    hidden.parent.mkdir()
+    hidden.write_text(inside.read_text())
+    code, output = checked(str(script.parent), str(inside))
+    assert code == 1
+    assert output.startswith(f"{inside}:7: opt-level: ")
+    assert output.count("\n") == 1
+
+
+def test_a_folder_without_scripts_is_refused(tmp_path: Path) -> None:
+    code, output = checked(str(tmp_path))
+    assert code == 2
+    assert output.startswith("amp-patch: a folder must have Python scripts in it; got none in ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"def f(:\n", r"train.py:1: invalid syntax"),
+        (b"x = 1\nif x:\npass\n", r"train.py:3: expected an indented block"),
+        (b"x = '\xff'\n", r"train.py"),
+        (b"\x00\n", r"train.py"),
+        (b"# coding: nothing\n", r"train.py.*unknown encoding"),
+        (b"x = " + b"(" * 300 + b")" * 300, r"train.py:1: too many nested parentheses"),
+    ],
+)
+def test_what_is_no_python_is_one_line_and_the_rest_is_looked_at(
+    script: Path, content: bytes, said: str
+) -> None:
+    other = script.with_name("other.py")
+    script.rename(other)
+    script.write_bytes(content)
+    code, output = checked(str(script), str(other))
+    assert code == 2
+    first, second = output.splitlines()
+    assert re.match(rf"amp-patch check: a script must be Python; got .*{said}", first)
+    assert second.startswith(f"{other}:7: opt-level")
+
+
+def test_a_missing_file_is_refused() -> None:
+    code, output = checked("no.py")
+    assert code == 2
+    assert output.count("\n") == 1
+    assert "no.py" in output
+
+
+def test_the_rules_can_be_listed() -> None:
+    code, output = checked("--list")
+    assert code == 0
+    assert [line.split()[0] for line in output.splitlines()] == list(RULES)
+
+
+@pytest.mark.parametrize(
+    ("comment", "is_silent"),
+    [
+        ("# amp-patch: ignore[opt-level]", True),
+        ("#amp-patch:ignore[zero-grad, opt-level]", True),
+        ("# amp-patch: ignore", True),
+        ("# why not  # amp-patch: ignore[opt-level] really", True),
+        ("# amp-patch: ignore[zero-grad]", False),
+        ("# ignore[opt-level]", False),
+    ],
+)
+def test_a_comment_silences_a_rule_on_its_line(comment: str, is_silent: bool) -> None:
+    script = MISTAKES["a level with a zero"].replace("# !opt-level", comment)
+    assert bool(found(script)) != is_silent
+
+
+def test_a_comment_counts_on_each_line_of_a_call_and_not_in_a_string() -> None:
+    call = "net = amp.initialize(\n    net,\n    opt_level={},\n)"
+    start = "from apex import amp\nimport torch\nnet = torch.nn.Linear(2, 2).half()\n"
+    silent = "  # amp-patch: ignore"
+    assert found(start + call.format(f"'O7',{silent}")) == {(3, "half-model")}
+    assert found(start + call.format("'# amp-patch: ignore'")) == {
+        (3, "half-model"),
+        (6, "opt-level"),
+    }
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys; from amp_patch.tools.command_line import main\n"
+        f"try: main(['check', {str(ROOT / 'examples')!r}])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- what the rules know without importing it ---
+
+
+def test_the_levels_are_those_of_amp_patch() -> None:
+    assert tuple(levels.OPT_LEVELS) == initialization.LEVELS
+
+
+def test_the_levels_that_scale_are_those_of_amp_patch() -> None:
+    scaled = [level.name for level in levels.OPT_LEVELS.values() if level.loss_scale != 1.0]
+    script = (
+        "from apex import amp\namp.initialize(net, opt, opt_level='{}')\nopt.load_state_dict(x)"
+    )
+    said = [name for name in levels.OPT_LEVELS if found(script.format(name))]
+    assert said == scaled
+
+
+@pytest.mark.parametrize(
+    "dotted",
+    [
+        "torch.amp.GradScaler",
+        "torch.cuda.amp.GradScaler",
+        "torch.autocast",
+        "torch.amp.autocast",
+        "torch.cuda.amp.autocast",
+        "torch.nn.utils.clip_grad_norm_",
+        "torch.nn.utils.clip_grad.clip_grad_value_",
+        "torch.nn.parallel.DistributedDataParallel",
+        "torch.nn.DataParallel",
+        *sorted(initialization._DIVIDING),
+        *(name for name in names.DTYPES if name.rpartition(".")[2].islower()),
+    ],
+)
+def test_what_the_rules_name_is_there(dotted: str) -> None:
+    module, _, name = dotted.rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+# --- nothing that Python can read breaks the reading ---
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from apex import amp\n" + statement
+        for statement in (
+            "amp.initialize()",
+            "amp.initialize(*a, **b)",
+            "amp.scale_loss()",
+            "with amp.scale_loss(): pass",
+            "with amp.scale_loss(loss, ()) as (a, b): a.backward()",
+            "amp.initialize(None, None, opt_level=None)",
+            "amp.initialize(opt_level=[])",
+            "amp.initialize(m, {}, num_losses='2')",
+            "x = amp.initialize(m, o)[1]; x.step()",
+            "def f(): return f()\nf()",
+            "f = lambda *a, b=1, **k: f(*a, **k)\nf(1, c=2)",
+            "class A(A): pass\nA().x.y[0].z()",
+            "class A:\n    @property\n    def x(self): return self.x\nA().x",
+            "for i in range(10**9): amp.initialize(m, o)",
+            "while True: break\nelse: pass",
+            "match x:\n    case {'a': 1, **rest}: amp.initialize(m, rest)\n    case _: pass",
+            "try: pass\nexcept* ValueError: amp.initialize(m)",
+            "a, *b, c = 1, 2\n[*d] = b\n(e := a)\nx[1:2] = e\ndel x",
+            "async def f():\n    async with a as b: await c\n    async for d in e: yield d",
+            "x = 10 ** 10 ** 10\ny = 'a' * 10 ** 12\nz = [0] * 10 ** 12",
+            "amp.scale_loss = amp.initialize\namp.scale_loss(1)",
+            "x.y += {**a, 'b': [i for i in j for k in i if k]}",
+            "def f():\n    global g\n    g = amp\ndef h():\n    nonlocal_ = g\nf(); h()",
+            "@amp.half_function\ndef f(a, /, b=1, *, c): return a\nf(1, 2, c=3, d=4)",
+            "import a.b.c, a.b as d\nfrom . import e\nfrom ..f import *\nprint(f'{a!r:>{d}}')",
+            "assert amp, 'x'\nraise SystemExit from amp",
+        )
+    ],
+)
+def test_odd_scripts_are_read(text: str) -> None:
+    ast.parse(text)
+    findings_in(text)
+
+
+def test_a_deep_expression_is_refused_or_read() -> None:
+    text = "from apex import amp\nx = " + "+".join(["1"] * 5000)
+    with contextlib.suppress(Unreadable):
+        findings_in(text)
