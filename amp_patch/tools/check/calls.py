@@ -31,8 +31,10 @@ from .values import (
 
 #: Calls inside of calls that are followed.
 DEEPEST = 12
-#: Calls in all; what comes later is not read.
-MOST_CALLS = 60_000
+#: Calls in all, after which functions are not followed any more: from the top of the script, and
+#: from each function that it does not reach.
+MOST_CALLS = 10_000
+MOST_CALLS_ELSEWHERE = 500
 #: Methods that return the object itself.
 _CHAINED = {"cuda", "cpu", "to", "train", "eval", "requires_grad_", "xpu", "share_memory", "apply"}
 _PARAMETERS = {"parameters", "named_parameters"}
@@ -64,12 +66,14 @@ class Calls(Expressions):
     Attributes:
         returned: of each function that is being read: what it returns, and where.
         read_functions: that were called, by their nodes.
+        budget: calls in the trace from which on functions are not followed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.returned: list[list[tuple[Guards, Value]]] = []
         self.read_functions: set[ast.AST] = set()
+        self.budget = MOST_CALLS
         self._active: list[ast.AST] = []
 
     def read_body(self, body: list[ast.stmt]) -> bool:
@@ -84,6 +88,8 @@ class Calls(Expressions):
         if isinstance(callee, Imported):
             return self._call_imported(callee.dotted, arguments, node)
         if isinstance(callee, Function):
+            if callee.owner is not None and not isinstance(callee.node, ast.Lambda):
+                self.note(f".{callee.node.name}", node, arguments, callee.owner)
             return self.call_function(callee, arguments)
         if isinstance(callee, Class):
             return self.make_instance(callee, arguments)
@@ -104,7 +110,7 @@ class Calls(Expressions):
         if (
             node in self._active
             or len(self._active) > DEEPEST
-            or len(self.trace.calls) > MOST_CALLS
+            or len(self.trace.calls) > self.budget
         ):
             return Value(parts=arguments.values())
         scope, guards = self.scope, self.guards

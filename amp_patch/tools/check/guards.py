@@ -24,15 +24,17 @@ Truth = tuple[Guards | None, Guards | None]
 
 def contradict(some: Guards, others: Guards) -> bool:
     """Return whether two sets of answers cannot both be given in one run."""
+    if some <= others:
+        return False
     both = some | others
     equal: dict[object, str] = {}
     for guard in both:
-        if guard._replace(answer=not guard.answer) in both:
+        subject, equals, answer = guard
+        if answer and (subject, equals, False) in both:
             return True
-        if isinstance(guard.subject, frozenset) and not guard.answer and guard.subject <= both:
+        if answer and equals and equal.setdefault(subject, equals) != equals:
             return True
-        is_said = guard.equals and guard.answer
-        if is_said and equal.setdefault(guard.subject, str(guard.equals)) != guard.equals:
+        if not answer and isinstance(subject, frozenset) and subject <= both:
             return True
     return False
 

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from . import names
-from .calls import Calls
+from .calls import MOST_CALLS_ELSEWHERE, Calls
 from .expressions import MOST_ELEMENTS
 from .guards import NO_GUARDS, Guard, Guards, contradict
 from .trace import Block, Trace
@@ -48,13 +48,17 @@ class Statements(Calls):
         classes: dict[Class, int] = {}
         for cls, method in list(self._methods):
             if method.node not in self.read_functions:
-                self.run = classes.setdefault(cls, len(classes) + 1)
+                self._start(classes.setdefault(cls, len(classes) + 1))
                 self._read_method(cls, method)
         for number, function in enumerate(list(self._defined), start=len(classes) + 1):
             if function.node not in self.read_functions:
-                self.run = number
+                self._start(number)
                 self.call_function(function, Arguments(is_open=True))
         return self.trace
+
+    def _start(self, run: int) -> None:
+        self.run = run
+        self.budget = len(self.trace.calls) + MOST_CALLS_ELSEWHERE
 
     def _read_method(self, cls: Class, method: Function) -> None:
         owner = self._objects.get(cls)

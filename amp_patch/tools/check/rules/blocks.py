@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import contradict
-from amp_patch.tools.check.trace import Block, Call, Trace, is_constant, is_optimizer
-from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root
+from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer
+from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root, truth_of
 
 from .registry import rule
 from .steps import backwards, steps_of, zeroed
@@ -181,9 +181,15 @@ def delay_unscale(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _is_delayed(block: Block, step: Call) -> bool:
+    """Return whether a block's gradients are certainly left scaled, in runs that come to a step."""
     given = block.call.arguments.get("delay_unscale", 4)
-    found = list(alternatives(given, step.guards))
-    return bool(found) and all(is_constant(one, True) for _, one in found)
+    found = [one for _, one in alternatives(given, step.guards)]
+    return bool(found) and all(_is_true(one, step) for one in found)
+
+
+def _is_true(value: Value, step: Call) -> bool:
+    when_false = truth_of(value, step.guards)[1]
+    return when_false is None or contradict(when_false, step.guards)
 
 
 @rule(
