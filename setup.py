@@ -27,6 +27,7 @@ EXTRAS["test"] = [
     "pytest-xdist>=3.5",
     "ruff>=0.9",
     "setuptools>=70.1",
+    "tensorboard>=2.14",
 ]
 
 

@@ -6,6 +6,7 @@ Signatures, defaults and order of apex.amp (NVIDIA); what is new is keyword-only
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from . import arguments, kernels, levels
 from .casting import patched_functions, regions
+from .debug.logs import logs
 from .scaling import loss_scaler
 from .session import initialize_at, session
 from .step.scaled_loss import ScaledLoss
@@ -76,6 +78,9 @@ def initialize(
     hysteresis: int | None = None,
     rules: Mapping[str, str] | None = None,
     fused_step: bool = False,
+    tensorboard: Any = None,
+    wandb: Any = None,
+    logger: logging.Logger | str | bool | None = None,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
@@ -105,6 +110,10 @@ def initialize(
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.
+        tensorboard: a folder or a ``SummaryWriter``: loss scales, skipped steps, and the parameters
+            that overflowed are written there, until `deactivate` or the end of the process.
+        wandb: True for the run of ``wandb.init``, or a run: the same for Weights & Biases.
+        logger: a ``logging.Logger``, the name of one, or True for "amp_patch": the same in lines.
 
     Returns:
         ``(models, optimizers)``, each as it came in: one, a list or a tuple. Only the models where
@@ -112,7 +121,8 @@ def initialize(
 
     Raises:
         TypeError: models, optimizers, enabled, opt_level, verbosity, rules or fused_step of a
-            wrong type; LBFGS; an optimizer that ``fused_step`` does not know.
+            wrong type; LBFGS; an optimizer that ``fused_step`` does not know; no such logger.
+        ImportError: the package of a logger is missing.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
         ValueError: a scale, factor, count or rule out of range.
@@ -130,16 +140,13 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    level = resolved.level
-    if resolved.message is not None:  # what a forced level has no use for is dropped as well
-        rules = rules if level.casts_functions else None
-        fused_step = fused_step and bool(level.master_weights)
-    rules = arguments.rules_of(rules, level.name, level.casts_functions)
+    rules, fused_step = _taken(resolved, rules, fused_step)
+    sinks = logs.prepare(tensorboard=tensorboard, wandb=wandb, logger=logger)
     initialize_at(
         resolved,
         models,
         optimizers,
-        rules=patched_functions.expand(rules),
+        rules=rules,
         num_losses=num_losses,
         verbosity=verbosity,
         fused_step=fused_step,
@@ -150,7 +157,20 @@ def initialize(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )
+    logs.attach(sinks)
     return result
+
+
+def _taken(
+    resolved: levels.Resolved, rules: Mapping[str, str] | None, fused_step: bool
+) -> tuple[Mapping[str, str], bool]:
+    """Return rules by dotted paths and fused_step; a forced level drops what it has no use for."""
+    level = resolved.level
+    if resolved.message is not None:
+        rules = rules if level.casts_functions else None
+        fused_step = fused_step and bool(level.master_weights)
+    checked = arguments.rules_of(rules, level.name, level.casts_functions)
+    return patched_functions.expand(checked), fused_step
 
 
 def deactivate() -> None:

@@ -29,7 +29,7 @@ FLOORS = (
     {"tools"},
     {"apex"},
     {"amp"},
-    {"user_functions", "cuda_graph"},
+    {"user_functions", "cuda_graph", "debug"},
     {"session"},
     {"step"},
     {"optimizers", "scaling", "half_model"},

@@ -90,6 +90,11 @@ class Skip:
         self.reason = self._asked_by = self.flag = None
 
     @property
+    def outcome(self) -> bool | HostCopy:
+        """Whether the last step was skipped; not 0 then, where a device has yet to tell."""
+        return self._was_skipped
+
+    @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped. May wait for its device."""
         if isinstance(self._was_skipped, HostCopy):
