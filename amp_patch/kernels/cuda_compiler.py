@@ -30,6 +30,23 @@ def source(name: str) -> str:
     return _path(name).read_text(encoding="utf-8")
 
 
+def sources() -> list[str]:
+    """Return the names of all CUDA sources, ``"cast.cu"`` and others."""
+    return sorted(path.name for path in _path("cast.cu").parent.glob("*.cu"))
+
+
+def toolchain() -> tuple[tuple[int, int], Path]:
+    """Return NVRTC's version and the folder of CUDA's headers.
+
+    Raises:
+        ImportError, RuntimeError: as `machine_code`.
+    """
+    from cupy.cuda import nvrtc
+
+    version: tuple[int, int] = nvrtc.getVersion()
+    return version, _cuda_headers(version[0])
+
+
 def _path(name: str) -> Path:
     package = Path(__file__).parent.parent  # amp_patch
     folders = (package / "csrc", package.parent / "csrc")

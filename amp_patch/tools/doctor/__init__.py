@@ -1,0 +1,51 @@
+"""``amp-patch doctor``: what is installed, whether it works, and which level to start with."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import torch
+
+from . import compilation, installation, machine, self_test, speed
+from .advice import advise
+from .report import Report, show
+
+__all__ = ["command"]
+
+
+def examine(seconds: float) -> Report:
+    """Look at this machine; about so many seconds are for measuring speed."""
+    here = machine.look()
+    device = torch.device("cuda" if here.gpus else "cpu")
+    name = here.gpus[0].name if here.gpus else f"the CPU, {torch.get_num_threads()} threads"
+    findings = installation.judge(here)
+    compiled = compilation.compile_all(here)
+    tested = self_test.test_levels(device)
+    speeds = speed.measure(device, seconds)
+    findings += [*compilation.judge(here, compiled), *self_test.judge(tested)]
+    return Report(name, findings, compiled, speeds, tested, advise(speeds, tested))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for machines.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.0),
+    default=10.0,
+    show_default=True,
+    help="How long the speed is measured.",
+)
+def command(as_json: bool, seconds: float) -> None:
+    """Say whether mixed precision works here, and is fast.
+
+    Looks at Python, torch, cupy, CUDA's compiler and the environment; compiles the CUDA kernels;
+    makes one training step at each level, against float64; measures float16 and bfloat16 against
+    float32; names the level to start with. Exit code: 0 all is well, 1 something is broken.
+    """
+    report = examine(seconds)
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        show(report)
+    sys.exit(0 if report.is_well else 1)
