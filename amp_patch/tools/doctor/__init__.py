@@ -21,7 +21,7 @@ def examine(seconds: float) -> Report:
     name = here.gpus[0].name if here.gpus else f"the CPU, {torch.get_num_threads()} threads"
     findings = installation.judge(here)
     compiled = compilation.compile_all(here)
-    tested = self_test.test_levels(device)
+    tested = self_test.check_levels(device)
     speeds = speed.measure(device, seconds)
     findings += [*compilation.judge(here, compiled), *self_test.judge(tested)]
     return Report(name, findings, compiled, speeds, tested, advise(speeds, tested))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .self_test import Tested
+from .self_test import Outcome
 from .speed import Speed
 
 
@@ -16,7 +16,7 @@ class Advice(NamedTuple):
     reason: str
 
 
-def advise(speeds: Sequence[Speed], tested: Sequence[Tested]) -> Advice:
+def advise(speeds: Sequence[Speed], tested: Sequence[Outcome]) -> Advice:
     """Return the level to start with.
 
     Matrix products decide, for most of a network's time goes there. bfloat16 comes first where

@@ -18,7 +18,7 @@ from amp_patch import __version__
 from .advice import Advice
 from .compilation import Compiled
 from .finding import Finding
-from .self_test import Tested
+from .self_test import Outcome
 from .speed import Speed
 
 WIDTH = 60
@@ -37,7 +37,7 @@ class Report:
     findings: Sequence[Finding]
     kernels: Sequence[Compiled]
     speeds: Sequence[Speed]
-    tested: Sequence[Tested]
+    tested: Sequence[Outcome]
     advice: Advice
 
     @property

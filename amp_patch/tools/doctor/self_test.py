@@ -22,7 +22,7 @@ _LOSS_SCALE = 128.0
 
 
 @dataclass(frozen=True)
-class Tested:
+class Outcome:
     """A level.
 
     Attributes:
@@ -43,7 +43,7 @@ class Tested:
         return not self.problem and self.error <= self.allowed
 
 
-def test_levels(device: torch.device) -> list[Tested]:
+def check_levels(device: torch.device) -> list[Outcome]:
     """Make a step at each level; amp is deactivated afterwards."""
     forced = os.environ.pop(FORCED_BY, None)
     random_state = torch.random.get_rng_state()
@@ -59,7 +59,7 @@ def test_levels(device: torch.device) -> list[Tested]:
             os.environ[FORCED_BY] = forced
 
 
-def judge(tested: list[Tested]) -> list[Finding]:
+def judge(tested: list[Outcome]) -> list[Finding]:
     """Return what is to be said of them."""
     found = []
     for one in tested:
@@ -105,14 +105,14 @@ def _flat(optimizer: torch.optim.Optimizer) -> Tensor:
     return torch.cat([one.detach().double().cpu().flatten() for one in parameters])
 
 
-def _test(level: str, model: nn.Module, batch: tuple[Tensor, Tensor], wanted: Tensor) -> Tested:
+def _test(level: str, model: nn.Module, batch: tuple[Tensor, Tensor], wanted: Tensor) -> Outcome:
     settings = OPT_LEVELS[level]
     is_full = not settings.casts_functions and settings.cast_model_type is torch.float32
     allowed = _ALLOWED[torch.float32 if is_full else settings.half_dtype]
     try:
         update = _update(model, *batch, level)
     except Exception as error:  # the point of the test
-        return Tested(level, float("inf"), allowed, f"{type(error).__name__}: {error}")
+        return Outcome(level, float("inf"), allowed, f"{type(error).__name__}: {error}")
     finally:
         amp.deactivate()
-    return Tested(level, float((update - wanted).norm() / wanted.norm()), allowed)
+    return Outcome(level, float((update - wanted).norm() / wanted.norm()), allowed)
