@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -406,3 +407,28 @@ def test_a_step_without_scale_loss_is_none_of_amps(amp) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert run.logged == []
+
+
+# --- the page of the documentation ---
+
+
+def test_the_page_says_what_is_written(amp, monkeypatch, tmp_path: Path, caplog) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "logging.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging, "basicConfig", lambda level: caplog.set_level(level))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, "docs/logging.md", "exec"), namespace)
+    steps = [step for step, _ in read(tmp_path / "runs" / "first")["amp/loss_scale"]]
+    assert steps == list(range(1, 21))
+    model, optimizer = namespace["model"], namespace["optimizer"]
+    for factor in (1e-3, INF, 1e-3):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 8)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    ours = [one for one in caplog.records if one.name == "amp_patch"]
+    said = [f"{one.levelname}:{one.name}:{one.getMessage()}" for one in ours]
+    shown = re.search(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL).group(1)
+    assert said == shown.splitlines()

@@ -13,6 +13,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ from click.testing import CliRunner
 
 from amp_patch import levels
 from amp_patch.tools import command_line
-from amp_patch.tools.check import names
-from amp_patch.tools.check.rules import RULES, initialization
+from amp_patch.tools.check import names, script
+from amp_patch.tools.check.rules import RULES, initialization, registry
 from amp_patch.tools.check.script import Unreadable, findings_in
+from amp_patch.tools.check.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 MARK = re.compile(r"# !([\w-]+)")
@@ -85,28 +87,28 @@ def checked(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def train_py(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(MISTAKES["a level with a zero"])
     return path
 
 
-def test_what_is_found_is_said_with_its_mend_in_one_line(script: Path) -> None:
-    assert checked(str(script)) == (
+def test_what_is_found_is_said_with_its_mend_in_one_line(train_py: Path) -> None:
+    assert checked(str(train_py)) == (
         1,
-        f"{script}:7: opt-level: opt_level='01'; write 'O0', 'O1', 'O2', 'O3', 'O4' or 'O5', with "
-        "the capital letter O\n",
+        f"{train_py}:7: opt-level: opt_level='01'; write 'O0', 'O1', 'O2', 'O3', 'O4' or 'O5', "
+        "with the capital letter O\n",
     )
 
 
-def test_a_folder_is_looked_through_once(script: Path) -> None:
-    inside = script.parent / "a" / "b.py"
+def test_a_folder_is_looked_through_once(train_py: Path) -> None:
+    inside = train_py.parent / "a" / "b.py"
     inside.parent.mkdir()
-    script.rename(inside)
-    hidden = script.parent / ".venv" / "x.py"
+    train_py.rename(inside)
+    hidden = train_py.parent / ".venv" / "x.py"
     hidden.parent.mkdir()
     hidden.write_text(inside.read_text())
-    code, output = checked(str(script.parent), str(inside))
+    code, output = checked(str(train_py.parent), str(inside))
     assert code == 1
     assert output.startswith(f"{inside}:7: opt-level: ")
     assert output.count("\n") == 1
@@ -130,12 +132,12 @@ def test_a_folder_without_scripts_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_python_is_one_line_and_the_rest_is_looked_at(
-    script: Path, content: bytes, said: str
+    train_py: Path, content: bytes, said: str
 ) -> None:
-    other = script.with_name("other.py")
-    script.rename(other)
-    script.write_bytes(content)
-    code, output = checked(str(script), str(other))
+    other = train_py.with_name("other.py")
+    train_py.rename(other)
+    train_py.write_bytes(content)
+    code, output = checked(str(train_py), str(other))
     assert code == 2
     first, second = output.splitlines()
     assert re.match(rf"amp-patch check: a script must be Python; got .*{said}", first)
@@ -190,6 +192,43 @@ def test_no_torch_is_imported() -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- the page of the documentation ---
+
+
+def page() -> str:
+    return (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+
+
+def rules_table() -> str:
+    rows = [f"| `{rule.name}` | {rule.line} | {rule.mend} |" for rule in RULES.values()]
+    return "\n".join(["| rule | what is wrong | the mend |", "|---|---|---|", *rows, ""])
+
+
+def between_markers(text: str) -> str:
+    return text.partition("<!-- rules:begin -->\n")[2].partition("<!-- rules:end -->")[0]
+
+
+def test_the_page_has_all_rules() -> None:
+    assert between_markers(page()) == rules_table(), "run: python tests/tools/test_check.py"
+
+
+def test_the_page_shows_what_is_said_of_its_script(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = re.search(r"^```python\n(.*?)^```$", page(), re.MULTILINE | re.DOTALL).group(1)
+    Path("train.py").write_text(script)
+    output = re.search(r"^```text\n(.*?)^```$", page(), re.MULTILINE | re.DOTALL).group(1)
+    assert checked("train.py") == (1, output)
+
+
+def test_the_page_shows_how_a_rule_is_added(monkeypatch) -> None:
+    source = re.findall(r"^```python\n(@rule.*?)^```$", page(), re.MULTILINE | re.DOTALL)[0]
+    monkeypatch.setattr(registry, "RULES", added := {})
+    exec(source, {"rule": registry.rule, "Trace": Trace, "Iterator": Iterator, "ast": ast})
+    monkeypatch.setattr(script, "RULES", added)
+    lbfgs = RIGHT["a closure"].replace("SGD", "LBFGS")
+    assert found(lbfgs) == {(lbfgs[: lbfgs.index("LBFGS")].count("\n") + 1, "lbfgs")}
 
 
 # --- what the rules know without importing it ---
@@ -275,3 +314,11 @@ def test_a_deep_expression_is_refused_or_read() -> None:
     text = "from apex import amp\nx = " + "+".join(["1"] * 5000)
     with contextlib.suppress(Unreadable):
         findings_in(text)
+
+
+if __name__ == "__main__":
+    old = page()
+    (ROOT / "docs" / "check.md").write_text(
+        old.replace(between_markers(old) + "<!-- rules:end", rules_table() + "<!-- rules:end"),
+        encoding="utf-8",
+    )
