@@ -159,7 +159,8 @@ class Calls(Expressions):
         if isinstance(init, Function):
             self.call_function(init, arguments)
         else:
-            for name, value in arguments.keywords.items():
+            given = dict(zip(cls.fields, arguments.positional, strict=False))
+            for name, value in (given | arguments.keywords).items():
                 instance.attrs.write(name, self.guards, value)
         return instance
 

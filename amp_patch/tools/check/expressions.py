@@ -126,9 +126,11 @@ class Expressions:
     def _attribute(self, owner: Value, name: str) -> Value:
         if isinstance(owner, Imported):
             return Imported(f"{owner.dotted}.{name}")
-        known = owner.attrs.read(name, self.guards)
-        if known is not None:
-            return known
+        if name in owner.attrs:
+            inherited = self._of_class(owner, name) if isinstance(owner, Instance) else None
+            known = owner.attrs.read(name, self.guards, inherited)
+            if known is not None:
+                return known
         if isinstance(owner, Wrapper) and name == "module":
             return owner.base
         if isinstance(owner, Cast) and isinstance(root(owner), Instance):

@@ -94,7 +94,12 @@ class Statements(Calls):
     _do_AsyncFunctionDef = _do_FunctionDef
 
     def _do_ClassDef(self, node: ast.ClassDef) -> None:
-        cls = Class(node.name, [self.evaluate(base) for base in node.bases])
+        fields = [
+            one.target.id
+            for one in node.body
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        ]
+        cls = Class(node.name, [self.evaluate(base) for base in node.bases], fields)
         for decorator in node.decorator_list:
             self.evaluate(decorator)
         outer, defined = self.scope, len(self._defined)

@@ -89,11 +89,11 @@ class Function(Value):
 
 
 class Class(Value):
-    """A class of the script."""
+    """A class of the script; ``fields`` are the names that it annotates, in order."""
 
-    def __init__(self, name: str, bases: Sequence[Value]) -> None:
+    def __init__(self, name: str, bases: Sequence[Value], fields: Sequence[str]) -> None:
         super().__init__()
-        self.name, self.bases = name, bases
+        self.name, self.bases, self.fields = name, bases, fields
 
     def ancestry(self, depth: int = 8) -> Iterator[Value]:
         """Yield the class and its bases, those of the script and those that it imports."""
@@ -242,8 +242,14 @@ class Slots:
         entries[:] = [entry for entry in entries if not guards <= entry[0]][-self.MOST :]
         entries.append((guards, value))
 
-    def read(self, name: str, guards: Guards) -> Value | None:
-        """Return what a name stands for where guards hold; a `Choice` where that is not certain."""
+    def read(self, name: str, guards: Guards, otherwise: Value | None = None) -> Value | None:
+        """Return what a name stands for where guards hold; a `Choice` where that is not certain.
+
+        Args:
+            name: as it was written.
+            guards: of where it is read.
+            otherwise: what it stands for where nothing was assigned.
+        """
         found: list[tuple[Guards, Value]] = []
         passed = NO_GUARDS  # what holds where none of the later assignments was made
         for condition, value in reversed(self._entries.get(name, ())):
@@ -254,6 +260,9 @@ class Slots:
             if condition <= guards:
                 break
             passed |= negated(condition - guards)
+        else:
+            if otherwise is not None and not contradict(passed, guards):
+                found.append((passed, otherwise))
         if len(found) > 1:
             return Choice(found[: self.MOST])
         return found[0][1] if found else None
