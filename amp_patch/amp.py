@@ -125,7 +125,7 @@ def initialize(
         ImportError: the package of a logger is missing.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
-        ValueError: a scale, factor, count or rule out of range.
+        ValueError: a scale, factor, count or rule out of range; a file for a folder.
     """
     result = models if optimizers is None else (models, optimizers)
     if not arguments.enabled_of(enabled):

@@ -190,7 +190,7 @@ class Logs:
             targets: by the names of its arguments; None or False is no logger.
 
         Raises:
-            TypeError: none that this argument takes.
+            TypeError, ValueError: none that this argument takes.
             ImportError: the package that it needs is missing.
         """
         return {

@@ -56,6 +56,11 @@ class TensorBoard:
         self._writer: Any = None
         if isinstance(target, (str, os.PathLike)):
             self._folder = os.fspath(target)
+            if os.path.exists(self._folder) and not os.path.isdir(self._folder):
+                raise ValueError(
+                    f"tensorboard must be a folder or a SummaryWriter; got a file, {self._folder}. "
+                    "Call amp.initialize(..., tensorboard='runs/amp')."
+                )
             _import("torch.utils.tensorboard", "tensorboard=", "tensorboard")
         elif hasattr(target, "add_scalar") and hasattr(target, "add_text"):
             self._writer = target

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -227,6 +229,49 @@ def test_deactivate_ends_it(amp, caplog, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # made by the first step
 
 
+def test_what_is_not_deactivated_is_written_when_the_process_ends(tmp_path: Path) -> None:
+    program = """
+        import torch
+        from amp_patch import amp
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, tensorboard="runs")
+        for _ in range(3):
+            with amp.scale_loss(model(torch.ones(1, 2)).sum() * 1e-3, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    """
+    run = processes.run([sys.executable, "-c", textwrap.dedent(program)], cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert [step for step, _ in read(tmp_path / "runs")["amp/loss_scale"]] == [1, 2, 3]
+
+
+def test_a_step_with_a_closure_is_logged(amp) -> None:
+    run = Run()
+    model, optimizer = prepared(amp, wandb=run)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert [one["amp/step"] for one in run.logged] == [1]
+
+
+def test_micro_batches_are_one_step(amp) -> None:
+    run = Run()
+    model, optimizer = prepared(amp, wandb=run)
+    for is_last in (False, False, True):
+        loss = model(torch.ones(1, 2)).sum()
+        with amp.scale_loss(loss, optimizer, delay_unscale=not is_last) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert run.logged == [{"amp/loss_scale": 1024.0, "amp/skipped_steps": 0, "amp/step": 1}]
+
+
 def test_a_second_call_replaces_its_logger_and_leaves_the_other(amp, caplog) -> None:
     run = Run()
     model, optimizer = prepared(amp, logger="first", wandb=run)
@@ -268,6 +313,7 @@ def test_a_logger_that_fails_warns_once_and_training_goes_on(amp, caplog) -> Non
     ("options", "error", "message"),
     [
         ({"tensorboard": 3}, TypeError, r"a folder or a SummaryWriter; got 3 .*tensorboard='runs"),
+        ({"tensorboard": __file__}, ValueError, r"a folder or .*; got a file, .*test_logs\.py"),
         ({"wandb": "name"}, TypeError, r"True or a run .*; got 'name' .*wandb\.init\(\)"),
         ({"logger": print}, TypeError, r"a logging\.Logger, .*; got <built-in .*getLogger"),
         ({"wandb": True}, ImportError, r"wandb=True\) needs the package wandb.*pip install wandb"),

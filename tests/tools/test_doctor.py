@@ -209,6 +209,14 @@ def test_without_a_compiler_it_is_said_that_nothing_was_compiled() -> None:
     assert "were not compiled" in found.text
 
 
+def test_on_rocm_nothing_is_asked_of_cuda() -> None:
+    rocm = replace(GOOD, cuda=None, hip="6.4", toolchain=None)
+    rocm = replace(rocm, packages=dict.fromkeys(machines.OPTIONAL, "1.0"))
+    assert said(rocm) == []
+    assert compilation.compile_all(rocm) == []
+    assert compilation.judge(rocm, [])[0].state == "ok"
+
+
 def test_all_sources_are_known() -> None:
     folder = Path(__file__).parents[2] / "csrc"
     assert cuda_compiler.sources() == sorted(path.name for path in folder.glob("*.cu"))
@@ -380,6 +388,19 @@ def test_the_command_says_how_this_machine_is(
     if not torch.cuda.is_available():
         assert result.exit_code == 0
         assert max(map(len, lines)) <= 60
+
+
+def test_a_device_that_cannot_be_measured_is_broken(
+    amp, monkeypatch: pytest.MonkeyPatch, one_source: None
+) -> None:
+    def fail(device: torch.device, seconds: float) -> list[Speed]:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(speed, "measure", fail)
+    result = CliRunner().invoke(command_line.main, ["doctor"])
+    assert result.exit_code == 1
+    assert "the speed could not be measured: no memory is left" in " ".join(result.output.split())
+    assert "Start with O0" in result.output
 
 
 def test_the_command_writes_json_and_fails_where_something_is_broken(

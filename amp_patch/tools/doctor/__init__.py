@@ -9,6 +9,7 @@ import torch
 
 from . import compilation, installation, machine, self_test, speed
 from .advice import advise
+from .finding import Finding
 from .report import Report, show
 
 __all__ = ["command"]
@@ -22,8 +23,12 @@ def examine(seconds: float) -> Report:
     findings = installation.judge(here)
     compiled = compilation.compile_all(here)
     tested = self_test.check_levels(device)
-    speeds = speed.measure(device, seconds)
     findings += [*compilation.judge(here, compiled), *self_test.judge(tested)]
+    try:
+        speeds = speed.measure(device, seconds)
+    except RuntimeError as error:  # of torch: out of memory, no kernel for this GPU
+        speeds = []
+        findings.append(Finding("speed", "broken", f"the speed could not be measured: {error}"))
     return Report(name, findings, compiled, speeds, tested, advise(speeds, tested))
 
 

@@ -52,6 +52,9 @@ def compile_all(machine: Machine) -> list[Compiled]:
 
 def judge(machine: Machine, compiled: list[Compiled]) -> list[Finding]:
     """Return what is to be said of it."""
+    if machine.hip:
+        text = "the CUDA kernels are for NVIDIA's GPUs; on ROCm torch's functions do their work"
+        return [Finding("kernels", "ok", text)]
     if not compiled:
         text = "the CUDA kernels were not compiled: that takes cupy, NVRTC and CUDA's headers"
         return [Finding("kernels", "note" if machine.gpus else "ok", text)]
