@@ -45,12 +45,15 @@ class Statements(Calls):
         self.scope.write("__name__", NO_GUARDS, Const("__main__"))
         self.read_body(tree.body)
         self.guards = NO_GUARDS
+        # What others may call comes last, and only where they have not.
+        named = _names_in(tree)
         classes: dict[Class, int] = {}
-        for cls, method in list(self._methods):
+        for cls, method in sorted(self._methods, key=lambda pair: _name_of(pair[1]) in named):
             if method.node not in self.read_functions:
                 self._start(classes.setdefault(cls, len(classes) + 1))
                 self._read_method(cls, method)
-        for number, function in enumerate(list(self._defined), start=len(classes) + 1):
+        functions = sorted(self._defined, key=lambda function: _name_of(function) in named)
+        for number, function in enumerate(functions, start=len(classes) + 1):
             if function.node not in self.read_functions:
                 self._start(number)
                 self.call_function(function, Arguments(is_open=True))
@@ -356,6 +359,16 @@ class Statements(Calls):
         """Read the block of a ``with`` statement, where a function made for that yields."""
         if self._on_yield:
             self._on_yield[-1](value)
+
+
+def _names_in(tree: ast.Module) -> set[str]:
+    """Return the names that a script uses."""
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return attributes | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _name_of(function: Function) -> str:
+    return getattr(function.node, "name", "")
 
 
 def _nothing(value: Value) -> None:
