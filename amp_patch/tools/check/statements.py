@@ -362,9 +362,14 @@ class Statements(Calls):
 
 
 def _names_in(tree: ast.Module) -> set[str]:
-    """Return the names that a script uses."""
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return attributes | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    """Return the functions and methods that a script may call itself, and much else."""
+    nodes = list(ast.walk(tree))
+    methods = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    }
+    return methods | {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def _name_of(function: Function) -> str:
