@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 
 from . import names
 from .expressions import Expressions
+from .functions import RESULTS, of_container, of_parser
 from .guards import NO_GUARDS, Guards
 from .values import (
     Arguments,
@@ -38,7 +38,6 @@ MOST_CALLS_ELSEWHERE = 500
 #: Methods that return the object itself.
 _CHAINED = {"cuda", "cpu", "to", "train", "eval", "requires_grad_", "xpu", "share_memory", "apply"}
 _PARAMETERS = {"parameters", "named_parameters"}
-_GROUPS = {"add_argument_group", "add_mutually_exclusive_group", "add_parser"}
 _SAME = {
     "apex.parallel.convert_syncbn_model",
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
@@ -187,7 +186,7 @@ class Calls(Expressions):
 
     def _call_imported(self, dotted: str, arguments: Arguments, node: ast.AST) -> Value:
         name = names.canonical(dotted)
-        simple = _RESULTS.get(name)
+        simple = RESULTS.get(name)
         if simple is not None:
             result = simple(self, arguments)
             if result is not None:
@@ -218,7 +217,7 @@ class Calls(Expressions):
     # --- methods of what is not the script's own ---
 
     def _call_method(self, owner: Value, name: str, arguments: Arguments, node: ast.AST) -> Value:
-        known = self._of_container(owner, name, arguments)
+        known = of_container(self, owner, name, arguments)
         if known is not None:
             return known
         if name == "step":  # with a closure, which it calls
@@ -233,7 +232,7 @@ class Calls(Expressions):
 
     def _returned_by_method(self, owner: Value, name: str, arguments: Arguments) -> Value:
         if isinstance(owner, Made) and owner.dotted == "argparse.ArgumentParser":
-            return self._of_parser(owner, name, arguments)
+            return of_parser(self, owner, name, arguments)
         dtype = names.CASTING_METHODS.get(name) or self._dtype_of(name, arguments)
         if dtype is not None:
             return Cast(owner, dtype)
@@ -253,109 +252,3 @@ class Calls(Expressions):
                 if isinstance(value, Imported) and value.dotted in names.DTYPES:
                     return names.DTYPES[value.dotted]
         return None
-
-    def _of_parser(self, parser: Made, name: str, arguments: Arguments) -> Value:
-        if name in _GROUPS:
-            return parser
-        if name == "add_argument":
-            self._add_option(parser, arguments)
-        if name in ("parse_args", "parse_known_args"):
-            options = self._attribute(parser, "(options)")
-            return options if name == "parse_args" else Items([options, Value()])
-        return Value()
-
-    def _add_option(self, parser: Made, arguments: Arguments) -> None:
-        flags = [str(one.value) for one in arguments.positional if isinstance(one, Const)]
-        dest = arguments.keywords.get("dest")
-        chosen = next((flag for flag in flags if flag.startswith("--")), (flags or [""])[0])
-        name = dest.value if isinstance(dest, Const) else chosen.lstrip("-").replace("-", "_")
-        option = self._attribute(self._attribute(parser, "(options)"), str(name))
-        option.default = arguments.keywords.get("default")
-
-    def _of_container(self, owner: Value, name: str, arguments: Arguments) -> Value | None:
-        if isinstance(owner, Items) and name in ("append", "add", "extend"):
-            for one in arguments.positional:
-                new = self.elements(one) if name == "extend" else [one]
-                owner.items += [item for item in new or [] if item not in owner.items]
-            return Const(None)
-        if isinstance(owner, Table) and name == "values":
-            return Items(owner.entries.values())
-        if isinstance(owner, Table) and name == "items":
-            return Items(Items([Value(key), one]) for key, one in owner.entries.items())
-        if isinstance(owner, Table) and name == "update":
-            for one in arguments.positional:
-                owner.entries |= one.entries if isinstance(one, Table) else {one.key: one}
-            owner.entries |= {repr(key): one for key, one in arguments.keywords.items()}
-            return Const(None)
-        return None
-
-
-def _range(reader: Calls, arguments: Arguments) -> Value | None:
-    limits = [one.value for one in arguments.positional if isinstance(one, Const)]
-    if len(limits) != len(arguments.positional) or not all(isinstance(n, int) for n in limits):
-        return None
-    try:
-        numbers = range(*limits)
-    except (TypeError, ValueError):
-        return None
-    return Items(map(Const, numbers)) if len(numbers) <= 8 else None
-
-
-def _enumerate(reader: Calls, arguments: Arguments) -> Value | None:
-    items = reader.elements(arguments.positional[0]) if arguments.positional else None
-    if items is None:
-        return None
-    return Items(Items([Const(number), item]) for number, item in enumerate(items))
-
-
-def _zip(reader: Calls, arguments: Arguments) -> Value | None:
-    columns = [reader.elements(one) for one in arguments.positional]
-    known = [column for column in columns if column is not None]
-    if not known:
-        return None
-    rows = range(min(map(len, known)))
-    return Items(
-        Items(Value() if column is None else column[row] for column in columns) for row in rows
-    )
-
-
-def _dict(reader: Calls, arguments: Arguments) -> Value | None:
-    if arguments.positional or arguments.is_open:
-        return None
-    return Table({repr(key): value for key, value in arguments.keywords.items()})
-
-
-def _getattr(reader: Calls, arguments: Arguments) -> Value | None:
-    name = arguments.get("name", 1)
-    if isinstance(name, Const) and isinstance(name.value, str):
-        return reader.attribute(arguments.positional[0], name.value)
-    return None
-
-
-def _import_module(reader: Calls, arguments: Arguments) -> Value | None:
-    name = arguments.get("name", 0)
-    return Imported(name.value) if isinstance(name, Const) and name.value else None
-
-
-def _partial(reader: Calls, arguments: Arguments) -> Value | None:
-    if not arguments.positional:
-        return None
-    callee, *others = arguments.positional
-    return Partial(callee, Arguments(others, arguments.keywords, arguments.is_open))
-
-
-def _chain(reader: Calls, arguments: Arguments) -> Value | None:
-    return Items(arguments.positional)
-
-
-#: Functions of which more is known than that they were called.
-_RESULTS: dict[str, Callable[[Calls, Arguments], Value | None]] = {
-    "builtins.range": _range,
-    "builtins.enumerate": _enumerate,
-    "builtins.zip": _zip,
-    "builtins.dict": _dict,
-    "builtins.getattr": _getattr,
-    "importlib.import_module": _import_module,
-    "functools.partial": _partial,
-    "itertools.chain": _chain,
-}

@@ -8,27 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .guards import NO_GUARDS, Guards, Truth, contradict, negated, opaque
-from .trace import Block, Call, Trace
+from .reader import MOST_ELEMENTS, Reader
+from .truth import equality, one_of, truth_of
 from .values import (
     Arguments,
-    Cast,
     Choice,
-    Class,
     Const,
     Function,
-    Imported,
-    Instance,
     Items,
-    Made,
-    Member,
-    Params,
-    Scope,
     Table,
     Value,
-    Wrapper,
     alternatives,
-    root,
-    truth_of,
 )
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -38,34 +28,11 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
 }
-#: Elements of a list that a loop over it is read for.
-MOST_ELEMENTS = 6
 _LARGEST = 10**6
 
 
-class Expressions:
-    """The state of a reading, and what expressions stand for in it.
-
-    Attributes:
-        guards: the branches that lead to where the reading is.
-    """
-
-    def __init__(self) -> None:
-        self.trace = Trace()
-        self.scope = Scope()
-        self.guards: Guards = NO_GUARDS
-        self.blocks: tuple[Block, ...] = ()
-        self.regions: tuple[str, ...] = ()
-        self.loops: tuple[tuple[ast.AST, int], ...] = ()
-        self.run = 0
-
-    def call(self, callee: Value, arguments: Arguments, node: ast.AST) -> Value:
-        """Return what a call returns; see `Calls`."""
-        raise NotImplementedError
-
-    def yielded(self, value: Value) -> None:
-        """A function yields; see `Statements`."""
-        raise NotImplementedError
+class Expressions(Reader):
+    """What expressions stand for."""
 
     def evaluate(self, node: ast.expr | None) -> Value:
         """Return what an expression stands for."""
@@ -79,92 +46,6 @@ class Expressions:
         return Value(
             parts=[self.evaluate(child) for child in children if isinstance(child, ast.expr)]
         )
-
-    def note(
-        self, name: str, node: ast.AST, arguments: Arguments, receiver: Value | None = None
-    ) -> Call:
-        """Append a call to the trace."""
-        call = Call(
-            name,
-            node,
-            receiver,
-            arguments,
-            self.guards,
-            tuple(one for one in self.blocks if not contradict(one.call.guards, self.guards)),
-            self.regions,
-            self.loops,
-            len(self.trace.calls),
-            self.run,
-        )
-        self.trace.append(call)
-        return call
-
-    def under(self, guards: Guards, read: Callable[[], Value]) -> Value:
-        """Return what is read in a branch."""
-        before = self.guards
-        self.guards = before | guards
-        try:
-            return read()
-        finally:
-            self.guards = before
-
-    def for_each(self, value: Value, read: Callable[[Value], Value]) -> Value:
-        """Return what is read of a value; of a `Choice`, of each that it may be."""
-        if not isinstance(value, Choice):
-            return read(value)
-        results = []
-        for condition, one in alternatives(value, self.guards):
-            results.append((condition, self.under(condition, lambda one=one: read(one))))  # type: ignore[misc]
-        if not results:
-            return Value()
-        return results[0][1] if len(results) == 1 else Choice(results)
-
-    def attribute(self, owner: Value, name: str) -> Value:
-        """Return ``owner.name``."""
-        return self.for_each(owner, lambda one: self._attribute(one, name))
-
-    def _attribute(self, owner: Value, name: str) -> Value:
-        if isinstance(owner, Imported):
-            return Imported(f"{owner.dotted}.{name}")
-        if name in owner.attrs:
-            inherited = self._of_class(owner, name) if isinstance(owner, Instance) else None
-            known = owner.attrs.read(name, self.guards, inherited)
-            if known is not None:
-                return known
-        if isinstance(owner, Wrapper) and name == "module":
-            return owner.base
-        if isinstance(owner, Cast) and isinstance(root(owner), Instance):
-            return self._attribute(owner.base, name)
-        if isinstance(owner, Instance):
-            found = self._of_class(owner, name)
-            if found is not None:
-                return found
-        member = Member(owner, name)
-        owner.attrs.write(name, NO_GUARDS, member)
-        return member
-
-    def _of_class(self, owner: Instance, name: str) -> Value | None:
-        for base in owner.cls.ancestry():
-            found = base.attrs.read(name, self.guards) if isinstance(base, Class) else None
-            if isinstance(found, Function):
-                method = found.bound_to(owner)
-                if found.is_decorated_by("builtins.property"):
-                    return self.call(method, Arguments(), method.node)
-                return method
-            if found is not None:
-                return found
-        return None
-
-    def elements(self, value: Value) -> list[Value] | None:
-        """Return what a loop over a value gets one by one; None where that is not known."""
-        if isinstance(value, Choice):
-            found = [self.elements(one) for _, one in alternatives(value, self.guards)]
-            return next((one for one in found if one is not None), None)
-        if isinstance(value, Items):
-            return value.items
-        if isinstance(value, Table):
-            return [Const(ast.literal_eval(key)) for key in value.entries if _is_literal(key)]
-        return None
 
     # --- one method for each kind of expression that is understood ---
 
@@ -228,22 +109,6 @@ class Expressions:
     def _read_Subscript(self, node: ast.Subscript) -> Value:
         owner, index = self.evaluate(node.value), self.evaluate(node.slice)
         return self.for_each(owner, lambda one: self.item(one, index))
-
-    def item(self, owner: Value, index: Value) -> Value:
-        """Return ``owner[index]``."""
-        if isinstance(owner, Items) and isinstance(index, Const) and isinstance(index.value, int):
-            try:
-                return owner.items[index.value]
-            except IndexError:
-                return Value(parts=[owner])
-        if isinstance(owner, Table) and index.key in owner.entries:
-            return owner.entries[index.key]
-        name = f"[{index.key}]"
-        known = owner.attrs.read(name, self.guards)
-        if known is None:
-            known = Value(f"{owner.key}{name}", [owner, index])
-            owner.attrs.write(name, NO_GUARDS, known)
-        return known
 
     def _read_Slice(self, node: ast.Slice) -> Value:
         parts = [self.evaluate(part) for part in (node.lower, node.upper, node.step) if part]
@@ -311,11 +176,11 @@ class Expressions:
         true: list[Guards] = []
         false: list[Guards] = []
         for condition, one in alternatives(left, self.guards):
-            equal, different = _equality(one, right)
+            equal, different = equality(one, right)
             true += [condition | equal] if equal is not None else []
             false += [condition | different] if different is not None else []
         unclear = opaque(left.key, right.key)
-        truth = _one_of(true, unclear[0]), _one_of(false, unclear[1])
+        truth = one_of(true, unclear[0]), one_of(false, unclear[1])
         return truth if isinstance(op, ast.Is | ast.Eq) else (truth[1], truth[0])
 
     def _read_BinOp(self, node: ast.BinOp) -> Value:
@@ -389,68 +254,3 @@ class Expressions:
         return Value(parts=[value])
 
     _read_YieldFrom = _read_Yield
-
-    # --- assignment ---
-
-    def assign(self, target: ast.expr, value: Value) -> None:
-        """Bind what stands left of ``=``."""
-        if isinstance(target, ast.Name):
-            self.scope.write(target.id, self.guards, value)
-        elif isinstance(target, ast.Tuple | ast.List):
-            self._unpack(target.elts, value)
-        elif isinstance(target, ast.Starred):
-            self.assign(target.value, value)
-        elif isinstance(target, ast.Attribute):
-            owner = self.evaluate(target.value)
-            self.note(f"={target.attr}", target, Arguments([value]), owner)
-            for condition, one in alternatives(owner, self.guards):
-                one.attrs.write(target.attr, self.guards | condition, value)
-        elif isinstance(target, ast.Subscript):
-            self._assign_item(self.evaluate(target.value), self.evaluate(target.slice), value)
-
-    def _assign_item(self, owner: Value, index: Value, value: Value) -> None:
-        for _, one in alternatives(owner, self.guards):
-            if isinstance(one, Table):
-                one.entries[index.key] = value
-            else:
-                one.attrs.write(f"[{index.key}]", self.guards, value)
-
-    def _unpack(self, targets: list[ast.expr], value: Value) -> None:
-        if isinstance(value, Choice):
-            parts = [(g, one) for g, one in alternatives(value, self.guards)]
-            for condition, one in parts:
-                before = self.guards
-                self.guards = before | condition
-                self._unpack(targets, one)
-                self.guards = before
-            return
-        items = self.elements(value)
-        starred = any(isinstance(target, ast.Starred) for target in targets)
-        for number, target in enumerate(targets):
-            if items is not None and not starred and number < len(items):
-                self.assign(target, items[number])
-            else:
-                self.assign(target, self.item(value, Const(number)) if not starred else value)
-
-
-def _equality(value: Value, constant: Const) -> Truth:
-    """Return when a value equals a literal and when not."""
-    if isinstance(value, Const):
-        return (NO_GUARDS, None) if value.value == constant.value else (None, NO_GUARDS)
-    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper | Items | Table):
-        return None, NO_GUARDS
-    return opaque(value.key, constant.key)
-
-
-def _one_of(found: list[Guards], otherwise: Guards | None) -> Guards | None:
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else otherwise
-
-
-def _is_literal(text: str) -> bool:
-    try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return False
-    return True

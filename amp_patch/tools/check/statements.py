@@ -5,31 +5,30 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from . import names
-from .calls import MOST_CALLS_ELSEWHERE, Calls
-from .expressions import MOST_ELEMENTS
+from .calls import MOST_CALLS_ELSEWHERE
+from .contexts import Contexts
 from .guards import NO_GUARDS, Guard, Guards, contradict
-from .trace import Block, Trace
+from .reader import MOST_ELEMENTS
+from .trace import Trace
+from .truth import truth_of
 from .values import (
     Arguments,
-    Choice,
     Class,
     Const,
     Function,
     Imported,
-    Made,
     Scope,
     Value,
-    truth_of,
 )
 
 _ENDINGS = {"sys.exit", "builtins.exit", "builtins.quit", "os._exit"}
 _NUMBERS = itertools.count()
 
 
-class Statements(Calls):
+class Statements(Contexts):
     """A reading of one script."""
 
     def __init__(self) -> None:
@@ -37,8 +36,6 @@ class Statements(Calls):
         self._defined: list[Function] = []
         self._methods: list[tuple[Class, Function]] = []
         self._objects: dict[Class, Value] = {}
-        self._stacks: dict[Value, list[Block]] = {}
-        self._on_yield: list[Callable[[Value], None]] = []
 
     def read(self, tree: ast.Module) -> Trace:
         """Read a script as it runs, then the functions that nothing in it has called."""
@@ -273,93 +270,6 @@ class Statements(Calls):
             self.read_body(node.body)
             self.guards, self.loops = before, outer
 
-    # --- context managers ---
-
-    def _do_With(self, node: ast.With | ast.AsyncWith) -> bool:
-        return self._enter(node.items, node.body)
-
-    _do_AsyncWith = _do_With
-
-    def _enter(self, items: list[ast.withitem], body: list[ast.stmt]) -> bool:
-        if not items:
-            return self.read_body(body)
-        first, *others = items
-        if isinstance(first.context_expr, ast.Call):
-            function = self.evaluate(first.context_expr.func)
-            if isinstance(function, Function) and _is_manager(function):
-                arguments = self.arguments(first.context_expr)
-                return self._enter_function(function, arguments, first, others, body)
-        value = self.evaluate(first.context_expr)
-        blocks, regions = self.blocks, self.regions
-        given = self.open(value)
-        if first.optional_vars is not None:
-            self.assign(first.optional_vars, given)
-        ended = self._enter(others, body)
-        for block in (*self.blocks[len(blocks) :], *self._stacks.pop(value, ())):
-            block.end = len(self.trace.calls)
-        self.blocks, self.regions = blocks, regions
-        return ended
-
-    def open(self, value: Value) -> Value:
-        """Enter a context manager; return what it gives."""
-        if isinstance(value, Choice):
-            return self.for_each(value, self.open)
-        dotted = value.dotted if isinstance(value, Made) else ""
-        name = names.canonical(dotted)
-        if name == "amp.scale_loss" and isinstance(value, Made) and value.source is not None:
-            scaled = Value(parts=value.source.arguments.values())
-            block = Block(value.source, scaled)
-            self.trace.blocks.append(block)
-            self.blocks = (*self.blocks, block)
-            return scaled
-        if name == "contextlib.nullcontext" and value.source is not None:
-            return value.source.arguments.get("enter_result", 0) or Const(None)
-        if name == "contextlib.ExitStack":
-            self._stacks[value] = []
-            return value
-        self.regions = (*self.regions, _region(name, value))
-        return value
-
-    def _call_method(self, owner: Value, name: str, arguments: Arguments, node: ast.AST) -> Value:
-        if name == "enter_context" and owner in self._stacks and arguments.positional:
-            opened = len(self.blocks)
-            given = self.open(arguments.positional[0])
-            self._stacks[owner] += self.blocks[opened:]
-            return given
-        return super()._call_method(owner, name, arguments, node)
-
-    def _enter_function(
-        self,
-        function: Function,
-        arguments: Arguments,
-        item: ast.withitem,
-        others: list[ast.withitem],
-        body: list[ast.stmt],
-    ) -> bool:
-        """Read a function made a context manager, and the block where it yields."""
-        outer = self.scope
-
-        def on_yield(value: Value) -> None:
-            inner, self.scope = self.scope, outer
-            self._on_yield.append(_nothing)
-            if item.optional_vars is not None:
-                self.assign(item.optional_vars, value)
-            self._enter(others, body)
-            self._on_yield.pop()
-            self.scope = inner
-
-        self._on_yield.append(on_yield)
-        try:
-            self.call_function(function, arguments)
-        finally:
-            self._on_yield.pop()
-        return False
-
-    def yielded(self, value: Value) -> None:
-        """Read the block of a ``with`` statement, where a function made for that yields."""
-        if self._on_yield:
-            self._on_yield[-1](value)
-
 
 def _names_in(tree: ast.Module) -> set[str]:
     """Return the functions and methods that a script may call itself, and much else."""
@@ -374,23 +284,6 @@ def _names_in(tree: ast.Module) -> set[str]:
 
 def _name_of(function: Function) -> str:
     return getattr(function.node, "name", "")
-
-
-def _nothing(value: Value) -> None:
-    """A generator inside of a block yields to nobody that matters."""
-
-
-def _is_manager(function: Function) -> bool:
-    return function.is_decorated_by("contextlib.contextmanager")
-
-
-def _region(name: str, value: Value) -> str:
-    """Return the name of what a context manager does; casts may be off in it."""
-    call = value.source
-    enabled = call.arguments.keywords.get("enabled") if call is not None else None
-    if name == "autocast" and isinstance(enabled, Const) and enabled.value is False:
-        return "amp.disable_casts"
-    return name
 
 
 def _loaded(target: ast.expr) -> ast.expr:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .guards import NO_GUARDS, Guards, Truth, contradict, negated, opaque
+from .guards import NO_GUARDS, Guards, Truth, contradict, negated
 
 
 class Value:
@@ -296,38 +296,6 @@ def flat(value: Value | None, guards: Guards = NO_GUARDS) -> Iterator[Value]:
                 yield from flat(item, guards)
         else:
             yield one
-
-
-def truth_of(value: Value, guards: Guards) -> Truth:
-    """Return when a value is true and when it is false, beyond guards that hold."""
-    if isinstance(value, Choice):
-        return _truth_of_choice(value, guards)
-    if value.truth is not None:
-        return value.truth
-    if isinstance(value, Const):
-        return (NO_GUARDS, None) if value.value else (None, NO_GUARDS)
-    if isinstance(value, Items):
-        return (NO_GUARDS, None) if value.items else opaque(value.key)
-    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper):
-        return NO_GUARDS, None
-    return opaque(value.key)
-
-
-def _truth_of_choice(value: Choice, guards: Guards) -> Truth:
-    true: list[Guards] = []
-    false: list[Guards] = []
-    for condition, one in alternatives(value, guards):
-        when_true, when_false = truth_of(one, guards)
-        true += [condition | when_true] if when_true is not None else []
-        false += [condition | when_false] if when_false is not None else []
-    unclear = opaque(value.key)
-    return _only(true, unclear[0]), _only(false, unclear[1])
-
-
-def _only(found: list[Guards], otherwise: Guards | None) -> Guards | None:
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else otherwise
 
 
 class Scope:

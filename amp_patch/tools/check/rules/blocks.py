@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer
-from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root, truth_of
+from amp_patch.tools.check.truth import truth_of
+from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root
 
 from .registry import rule
 from .steps import backwards, steps_of, zeroed

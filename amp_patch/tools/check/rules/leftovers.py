@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import Guards
 from amp_patch.tools.check.trace import Call, Trace, is_constant
-from amp_patch.tools.check.values import Made, root, truth_of
+from amp_patch.tools.check.truth import truth_of
+from amp_patch.tools.check.values import Made, root
 
 from .registry import line_of, rule
 

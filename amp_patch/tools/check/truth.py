@@ -1,0 +1,61 @@
+"""When a value of a script is true, and when it equals a literal."""
+
+from __future__ import annotations
+
+from .guards import NO_GUARDS, Guards, Truth, opaque
+from .values import (
+    Choice,
+    Class,
+    Const,
+    Function,
+    Instance,
+    Items,
+    Made,
+    Params,
+    Table,
+    Value,
+    Wrapper,
+    alternatives,
+)
+
+
+def truth_of(value: Value, guards: Guards) -> Truth:
+    """Return when a value is true and when it is false, beyond guards that hold."""
+    if isinstance(value, Choice):
+        return _truth_of_choice(value, guards)
+    if value.truth is not None:
+        return value.truth
+    if isinstance(value, Const):
+        return (NO_GUARDS, None) if value.value else (None, NO_GUARDS)
+    if isinstance(value, Items):
+        return (NO_GUARDS, None) if value.items else opaque(value.key)
+    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper):
+        return NO_GUARDS, None
+    return opaque(value.key)
+
+
+def _truth_of_choice(value: Choice, guards: Guards) -> Truth:
+    true: list[Guards] = []
+    false: list[Guards] = []
+    for condition, one in alternatives(value, guards):
+        when_true, when_false = truth_of(one, guards)
+        true += [condition | when_true] if when_true is not None else []
+        false += [condition | when_false] if when_false is not None else []
+    unclear = opaque(value.key)
+    return one_of(true, unclear[0]), one_of(false, unclear[1])
+
+
+def equality(value: Value, constant: Const) -> Truth:
+    """Return when a value equals a literal and when not."""
+    if isinstance(value, Const):
+        return (NO_GUARDS, None) if value.value == constant.value else (None, NO_GUARDS)
+    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper | Items | Table):
+        return None, NO_GUARDS
+    return opaque(value.key, constant.key)
+
+
+def one_of(found: list[Guards], otherwise: Guards | None) -> Guards | None:
+    """Return the only set of guards; None for none, and ``otherwise`` for several."""
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else otherwise
