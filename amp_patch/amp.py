@@ -6,6 +6,7 @@ Signatures, defaults and order of apex.amp (NVIDIA); what is new is keyword-only
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, kernels, levels
+from . import arguments, kernels, levels, rules_file
 from .casting import patched_functions, regions
 from .scaling import loss_scaler
 from .session import initialize_at, session
@@ -74,7 +75,7 @@ def initialize(
     backoff_factor: float | None = None,
     growth_interval: int | None = None,
     hysteresis: int | None = None,
-    rules: Mapping[str, str] | None = None,
+    rules: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     fused_step: bool = False,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
@@ -101,7 +102,10 @@ def initialize(
         growth_interval: finite backward passes in a row until the scale grows (2000).
         hysteresis: overflows tolerated before the scale backs off, itself included (1).
         rules: function -> "half", "float", "promote", "bfloat16" or "off", for O1 and O4: the bare
-            name of a torch function ("softmax"), or a dotted path.
+            name of a torch function ("softmax"), or a dotted path. Or a rules file, by its path,
+            or what it holds, ``{"opt_level": ..., "functions": ..., "modules": ...}``: its level
+            takes the place of ``opt_level``, and ``modules`` maps paths in the model, or patterns
+            ("blocks.*.norm"), to "float" or "half" at every level (docs/tune.md).
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.
@@ -115,14 +119,17 @@ def initialize(
             wrong type; LBFGS; an optimizer that ``fused_step`` does not know.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
-        ValueError: a scale, factor, count or rule out of range.
+        ValueError: a scale, factor, count or rule out of range; a rule of no function or module.
+        FileNotFoundError: no such rules file.
     """
     result = models if optimizers is None else (models, optimizers)
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
+    given = rules_file.rules_of(rules, levels.OPT_LEVELS)
     resolved = levels.resolve_forced(
         opt_level,
+        given.opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -131,15 +138,20 @@ def initialize(
         cast_model_outputs=cast_model_outputs,
     )
     level = resolved.level
-    if resolved.message is not None:  # what a forced level has no use for is dropped as well
-        rules = rules if level.casts_functions else None
+    # What the script asks of its own level, and another one has no use for, is dropped.
+    functions = given.functions if level.casts_functions or not levels.is_forced() else {}
+    if resolved.message is not None:
         fused_step = fused_step and bool(level.master_weights)
-    rules = arguments.rules_of(rules, level.name, level.casts_functions)
+    with given.told():
+        functions = patched_functions.expand(
+            arguments.function_rules_of(functions, level.name, level.casts_functions)
+        )
     initialize_at(
         resolved,
         models,
         optimizers,
-        rules=patched_functions.expand(rules),
+        rules=functions,
+        module_rules=given,
         num_losses=num_losses,
         verbosity=verbosity,
         fused_step=fused_step,

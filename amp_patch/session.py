@@ -31,6 +31,7 @@ from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, print_level
 from .patching import Patches
+from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass
@@ -39,6 +40,7 @@ from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
+from .weights import module_rules as rules_of_modules
 from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, PreparedModels
 from .weights.rollback import Snapshot
@@ -91,6 +93,7 @@ class Session:
         scale_rule: ScaleRule,
         num_losses: int,
         rules: Mapping[str, str],
+        precisions: Sequence[Mapping[str, str]],
         fused_step: bool,
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before.
@@ -100,11 +103,13 @@ class Session:
             level, scale_rule: resolved.
             num_losses: how many loss_ids the optimizers get.
             rules: dotted path -> rule of a function, at levels that cast functions.
+            precisions: for each model, path of a module -> "float" or "half".
             fused_step: at levels with masters only.
         """
         arguments.refuse_twice(optimizers, self.optimizers.steps)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
+        rules_of_modules.leave_all()
         mode.leave_all_models()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         with contextlib.ExitStack() as on_error:
@@ -112,7 +117,7 @@ class Session:
             on_error.callback(Snapshot(models, optimizers).restore)
             self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
-            self.models.set_up(models, level, stepped, on_error)
+            self.models.set_up(models, level, stepped, precisions, on_error)
             self.optimizers.set_up(
                 optimizers, level, self.store, scale_rule, num_losses, fused_step, on_error
             )
@@ -159,6 +164,7 @@ class Session:
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
         self.settle()
+        rules_of_modules.leave_all()
         mode.leave_all_models()
         self.optimizers.release()
         if self.models.release():
@@ -250,6 +256,8 @@ class Session:
         Raises:
             TypeError, IndexError: no such loss.
         """
+        if mode.modules:  # an interrupt ended a forward, and training goes on
+            rules_of_modules.leave_all()
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
         for step in steps:
             step.skip.settle()
@@ -350,6 +358,7 @@ def initialize_at(
     rules: Mapping[str, str],
     num_losses: int,
     verbosity: int,
+    module_rules: Rules | None = None,
     fused_step: bool = False,
     allow_half: bool = False,
     **scale_options: Any,
@@ -360,6 +369,7 @@ def initialize_at(
         resolved: the level, and what is to be said of it.
         models, optimizers, num_losses, verbosity, fused_step: as `amp.initialize` takes them.
         rules: dotted path -> rule of a function, at levels that cast functions.
+        module_rules: those of modules are taken from it.
         allow_half: take models with half parameters, too.
         scale_options: of `ScaleRule.resolve`.
 
@@ -369,14 +379,19 @@ def initialize_at(
     level, message = resolved
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
+    checked = arguments.models_of(models, allow_half)
+    module_rules = module_rules or Rules()
+    with module_rules.told():
+        precisions = session.models.precisions(checked, module_rules.modules)
     session.tell_of_casts(verbosity > 1)
     session.initialize(
-        arguments.models_of(models, allow_half),
+        checked,
         arguments.optimizers_of(optimizers),
         level,
         scale_rule,
         arguments.count_of(num_losses),
         rules,
+        precisions,
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
     )
     session.verbosity = verbosity

@@ -92,15 +92,11 @@ class CastContext:
         self._begin()
 
     def __exit__(self, *error: object) -> None:
-        if not mode.around:
-            raise RuntimeError(
-                "a region ends where it began, in the same thread; got an end without a beginning; "
-                "call 'with amp.half_region():' (or the like), which does both."
-            )
-        saved = mode.around.pop()
-        if mode.region is not None and mode.region is not saved.region:
-            mode.region.__exit__(*error)
-        mode.restore(saved)
+        # A module inside, in a region by a rule, that an interrupt ended without a word.
+        while mode.modules and mode.modules[-1][1] == len(mode.around):
+            mode.modules.pop()
+            _end_block(*error)
+        _end_block(*error)
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -163,6 +159,18 @@ def _begin_region(half: bool) -> None:
         region = Region(half_dtype if half else torch.float32)
         mode.switch_off(region)
         region.__enter__()
+
+
+def _end_block(*error: object) -> None:
+    if not mode.around:
+        raise RuntimeError(
+            "a region ends where it began, in the same thread; got an end without a beginning; "
+            "call 'with amp.half_region():' (or the like), which does both."
+        )
+    saved = mode.around.pop()
+    if mode.region is not None and mode.region is not saved.region:
+        mode.region.__exit__(*error)
+    mode.restore(saved)
 
 
 def _is_users(function: Any) -> bool:
