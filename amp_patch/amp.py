@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import arguments, kernels, levels, rules_file
-from .casting import patched_functions, regions
+from .casting import regions
 from .scaling import loss_scaler
 from .session import initialize_at, session
 from .step.scaled_loss import ScaledLoss
@@ -137,21 +137,13 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    level = resolved.level
-    # What the script asks of its own level, and another one has no use for, is dropped.
-    functions = given.functions if level.casts_functions or not levels.is_forced() else {}
-    if resolved.message is not None:
-        fused_step = fused_step and bool(level.master_weights)
-    with given.told():
-        functions = patched_functions.expand(
-            arguments.function_rules_of(functions, level.name, level.casts_functions)
-        )
+    if resolved.message is not None:  # what another level has no use for is dropped
+        fused_step = fused_step and bool(resolved.level.master_weights)
     initialize_at(
         resolved,
         models,
         optimizers,
-        rules=functions,
-        module_rules=given,
+        rules=given,
         num_losses=num_losses,
         verbosity=verbosity,
         fused_step=fused_step,

@@ -26,10 +26,10 @@ from . import arguments, kernels
 from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
-from .casting.patched_functions import PatchedFunctions
+from .casting.patched_functions import PatchedFunctions, expand
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
-from .levels import OptLevel, Resolved, print_level
+from .levels import OptLevel, Resolved, is_forced, print_level
 from .patching import Patches
 from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
@@ -355,10 +355,10 @@ def initialize_at(
     models: Any,
     optimizers: Any,
     *,
-    rules: Mapping[str, str],
     num_losses: int,
     verbosity: int,
-    module_rules: Rules | None = None,
+    rules: Rules | None = None,
+    lists: Mapping[str, str] | None = None,
     fused_step: bool = False,
     allow_half: bool = False,
     **scale_options: Any,
@@ -368,8 +368,8 @@ def initialize_at(
     Args:
         resolved: the level, and what is to be said of it.
         models, optimizers, num_losses, verbosity, fused_step: as `amp.initialize` takes them.
-        rules: dotted path -> rule of a function, at levels that cast functions.
-        module_rules: those of modules are taken from it.
+        rules: of functions and modules.
+        lists: dotted path -> rule of a function, below these, at levels that cast functions.
         allow_half: take models with half parameters, too.
         scale_options: of `ScaleRule.resolve`.
 
@@ -380,9 +380,10 @@ def initialize_at(
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
     checked = arguments.models_of(models, allow_half)
-    module_rules = module_rules or Rules()
-    with module_rules.told():
-        precisions = session.models.precisions(checked, module_rules.modules)
+    rules = rules or Rules()
+    with rules.told():
+        functions = _rules_of_functions(rules.functions, level)
+        precisions = session.models.precisions(checked, rules.modules)
     session.tell_of_casts(verbosity > 1)
     session.initialize(
         checked,
@@ -390,10 +391,17 @@ def initialize_at(
         level,
         scale_rule,
         arguments.count_of(num_losses),
-        rules,
+        {**(lists or {}), **functions} if level.casts_functions else {},
         precisions,
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
     )
     session.verbosity = verbosity
     if verbosity > 0:
         print_level(level, message)
+
+
+def _rules_of_functions(given: Mapping[Any, Any], level: OptLevel) -> dict[str, str]:
+    """Return dotted path -> rule; a level that the environment says may have no use for them."""
+    if is_forced() and not level.casts_functions:
+        return {}
+    return expand(arguments.function_rules_of(given, level.name, level.casts_functions))

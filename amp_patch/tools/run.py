@@ -42,8 +42,8 @@ def command(
     place = None if force else real_amp()
     if place is not None:
         click.echo(
-            f"amp-patch: the script uses the apex.amp in {place}, which --opt-level and --rules do not reach;"
-            " call amp-patch run --force to put amp_patch in its place.",
+            f"amp-patch: the script uses the apex.amp in {place}, which --opt-level and --rules do"
+            " not reach; call amp-patch run --force to put amp_patch in its place.",
             err=True,
         )
     try:

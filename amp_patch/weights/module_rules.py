@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
-from amp_patch.casting.mode import HALVES, mode
-from amp_patch.casting.regions import FloatRegion, HalfRegion
+from amp_patch.casting.mode import mode
+from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 
 from .half_model import cast_floats, remove_hooks
 
@@ -47,45 +48,54 @@ class ModuleRegion:
 
 
 @dataclasses.dataclass(frozen=True)
-class TakesItsDtype:
-    """The hook of a module with half weights, in a model where others hand on fp32."""
+class TakesDtype:
+    """The hook of a module that meets inputs of another dtype than its weights.
+
+    Args:
+        dtype: of its weights.
+    """
+
+    dtype: torch.dtype
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook: cast floating inputs to the weights' dtype, but in a region."""
-        dtype = _half_dtype(module)
-        if dtype is None or mode.region is not None:
+        """Forward pre-hook: cast floating inputs, but in a region, which casts by itself."""
+        if mode.region is not None:
             return None
-        args = tuple([cast_floats(value, dtype) for value in args])
-        return args, {key: cast_floats(value, dtype) for key, value in kwargs.items()}
+        args = tuple([cast_floats(value, self.dtype) for value in args])
+        return args, {key: cast_floats(value, self.dtype) for key, value in kwargs.items()}
 
     def attach(self, module: nn.Module) -> None:
         """Put the hook on a module."""
         module.register_forward_pre_hook(self.enter, with_kwargs=True)
 
 
-def attach(model: nn.Module, precisions: Mapping[str, str]) -> None:
+def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype | None) -> None:
     """Put the hooks on the modules of a model, in place of earlier ones.
 
     Args:
-        model: where it is stored in half, its modules then take what those in fp32 hand on.
+        model: as the level stores it.
         precisions: path of a module -> "float" or "half".
+        stored: dtype of most of its weights, where no function casts: its other modules then cast
+            what those with a rule hand on. None where functions cast.
     """
     detach(model)
-    ruled = {}
-    for path, precision in precisions.items():
-        module = model.get_submodule(path)
-        ruled[module] = ModuleRegion(precision)  # one module may have two paths
+    # One module may have two paths.
+    ruled = {
+        model.get_submodule(path): ModuleRegion(precision) for path, precision in precisions.items()
+    }
     for module, region in ruled.items():
         region.attach(module)
-    for module in model.modules() if ruled else ():
-        if module not in ruled and _half_dtype(module) is not None:
-            TakesItsDtype().attach(module)
+    if stored is None or not ruled:
+        return
+    for module in model.modules():
+        if module not in ruled and _has_weights_in(module, stored):
+            TakesDtype(stored).attach(module)
 
 
 def detach(model: nn.Module) -> None:
     """Remove the hooks that `attach` put on the modules of a model, or of what it is a copy of."""
     for module in model.modules():
-        remove_hooks(module, (ModuleRegion, TakesItsDtype))
+        remove_hooks(module, (ModuleRegion, TakesDtype))
 
 
 def leave_all() -> None:
@@ -129,13 +139,12 @@ def _end_innermost() -> None:
     _, depth = mode.modules.pop()
     # Blocks inside of the forward that an interrupt left open end with it.
     while len(mode.around) >= depth:
-        FloatRegion().__exit__()
+        end_block()
 
 
-def _half_dtype(module: nn.Module) -> Any:
-    """Return the half dtype of a module's own parameters; None where none is in half."""
-    dtypes = [param.dtype for param in module._parameters.values() if param is not None]
-    return next((dtype for dtype in dtypes if dtype in HALVES), None)
+def _has_weights_in(module: nn.Module, dtype: torch.dtype) -> bool:
+    params = module._parameters.values()
+    return any(param is not None and param.dtype is dtype for param in params)
 
 
 def _split(rule: str) -> tuple[int | None, str]:

@@ -185,7 +185,7 @@ class PreparedModels:
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
         ).attach(model)
-        module_rules.attach(model, precisions)
+        module_rules.attach(model, precisions, level.cast_model_type)
         self.levels[model] = level
         if level.cast_model_type in HALVES:
             self._state_hooks[model] = [

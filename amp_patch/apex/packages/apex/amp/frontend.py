@@ -9,10 +9,9 @@ import torch
 
 from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
-from amp_patch.arguments import enabled_of, function_rules_of, models_of, optimizers_of
-from amp_patch.casting.patched_functions import expand
-from amp_patch.levels import OptLevel, Resolved, is_forced, resolve_forced
-from amp_patch.rules_file import Rules, rules_of
+from amp_patch.arguments import enabled_of, models_of, optimizers_of
+from amp_patch.levels import OptLevel, Resolved, resolve_forced
+from amp_patch.rules_file import rules_of
 from amp_patch.session import initialize_at, session
 
 from ._amp_state import _amp_state, warn_or_err
@@ -142,8 +141,8 @@ def initialize(
         resolved,
         models,
         optimizers,
-        rules=_rules(given, level),
-        module_rules=given,
+        rules=given,
+        lists=rules_of_lists(),
         num_losses=num_losses,
         verbosity=verbosity,
         allow_half=_amp_state.allow_incoming_model_not_fp32,
@@ -152,6 +151,12 @@ def initialize(
     )
     _amp_state.opt_properties = Properties(level.options())
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    _publish(level, models, optimizers)
+    return result
+
+
+def _publish(level: OptLevel, models: Any, optimizers: Any) -> None:
+    """Let scripts find under apex's names what `initialize` made."""
     if level.casts_functions:
         _amp_state.handle = AmpHandle("dynamic")
     if level.cast_model_type or level.cast_model_outputs:
@@ -162,15 +167,6 @@ def initialize(
         attach(optimizer)
     if prepared:
         renew_scalers(prepared[0])
-    return result
-
-
-def _rules(given: Rules, level: OptLevel) -> dict[str, str]:
-    """Return apex's lists as rules, and over them those of ``amp-patch run --rules``."""
-    functions = given.functions if level.casts_functions or not is_forced() else {}
-    with given.told():
-        ruled = expand(function_rules_of(functions, level.name, level.casts_functions))
-    return {**rules_of_lists(), **ruled} if level.casts_functions else {}
 
 
 def _resolve(opt_level: str, by_rules: str | None, **overrides: Any) -> Resolved:
