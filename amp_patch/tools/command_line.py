@@ -17,6 +17,7 @@ from amp_patch import __version__
 #: name -> the module that has it, and the line that ``amp-patch --help`` shows
 COMMANDS = {
     "run": ("run", "Run a script that imports apex, with apex in place."),
+    "compare": ("compare.command", "Compare levels with fp32, output by output."),
 }
 
 

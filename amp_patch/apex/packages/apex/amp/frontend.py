@@ -142,7 +142,7 @@ def initialize(
         models,
         optimizers,
         rules=given,
-        lists=rules_of_lists(),
+        lists=rules_of_lists() if level.casts_functions else None,
         num_losses=num_losses,
         verbosity=verbosity,
         allow_half=_amp_state.allow_incoming_model_not_fp32,
