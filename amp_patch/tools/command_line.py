@@ -18,6 +18,7 @@ from amp_patch import __version__
 COMMANDS = {
     "run": ("run", "Run a script that imports apex, with apex in place."),
     "compare": ("compare.command", "Compare levels with fp32, output by output."),
+    "tune": ("tune.command", "Tune levels, rules and regions to a script."),
 }
 
 
