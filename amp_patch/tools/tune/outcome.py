@@ -13,6 +13,8 @@ from typing import Any
 
 #: The share of a run's second half that may be skipped; in the first the loss scale settles.
 SKIPPED = 0.1
+#: Characters of an error that are told.
+WORDS = 100
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> 
         error: why the run failed; None where it did not.
     """
     if error is not None:
-        return Outcome(failure=error)
+        return Outcome(failure=shortened(error))
     half = steps[len(steps) // 2 :]
     skipped = sum(bool(step["skipped"]) for step in half)
     values = [_last_tenth(steps, number) for number in sorted({one["optimizer"] for one in steps})]
@@ -70,7 +72,7 @@ def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) ->
         error: why the run failed; None where it did not.
     """
     if error is not None:
-        return Outcome(failure=error)
+        return Outcome(failure=shortened(error))
     found = [match[1] if pattern.groups else match[0] for match in pattern.finditer(text)]
     if not found:
         return Outcome(failure=f"it printed nothing that matches {pattern.pattern!r}")
@@ -79,6 +81,11 @@ def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) ->
     except ValueError:
         return Outcome(failure=f"{pattern.pattern!r} matches {found[-1]!r}, which is no number")
     return Outcome((value,)) if math.isfinite(value) else Outcome(failure="it is not finite")
+
+
+def shortened(error: str) -> str:
+    """Return the beginning of an error's message, up to where it lists or advises."""
+    return error if len(error) <= WORDS else f"{error[:WORDS].rsplit(' ', 1)[0]} ..."
 
 
 def progress(steps: Sequence[Mapping[str, Any]]) -> float:

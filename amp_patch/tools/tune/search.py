@@ -125,10 +125,11 @@ class Search:
             found.reasons[LEVEL] = [
                 "No other setting was found that keeps the metric and is faster."
             ]
-        if LEVEL not in found.reasons and "O0" in self._levels and "O0" in self.seconds:
-            if found.seconds > self.seconds["O0"]:
-                found = Found(FP32, self.reference, self.seconds["O0"])
-                found.reasons[LEVEL] = ["Nothing that was tried is faster than fp32."]
+        fp32 = self.seconds.get("O0")
+        is_open = LEVEL not in found.reasons and "O0" in self._levels
+        if is_open and fp32 is not None and found.seconds > fp32:
+            found = Found(FP32, self.reference, fp32)
+            found.reasons[LEVEL] = ["Nothing that was tried is faster than fp32."]
         return found
 
     def within(self, outcome: Outcome) -> bool:
@@ -157,11 +158,10 @@ class Search:
             seconds = self._trials.seconds(Setting(level))
             if seconds is None and level == "O0":
                 raise TooFar("fp32 makes too few optimizer steps to be timed; 5 are the least")
-            if seconds is None:
-                self._reject(level, self._trials.metric(Setting(level)).failure or "too few steps")
-            else:
-                self.seconds[level] = seconds
-                self._say(f"{level}: {1e3 * seconds:.3g} ms a step")
+            # A level that fails may be mended, and then has a time of its own.
+            self.seconds[level] = self.seconds["O0"] if seconds is None else seconds
+            known = "fails as it is" if seconds is None else f"{1e3 * seconds:.3g} ms a step"
+            self._say(f"{level}: {known}")
 
     def _try_level(self, level: str) -> None:
         seconds = self.seconds[level]

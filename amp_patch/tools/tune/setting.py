@@ -47,13 +47,21 @@ class Setting:
         ):
             lines += ["", f"[{title}]"] if table else []
             for name, rule in table.items():
-                lines += [*_comments(reasons.get(name, ())), f"{_key(name)} = {json.dumps(rule)}"]
+                lines += [*_comments(reasons.get(name, ())), f"{_key(name)} = {_string(rule)}"]
         return "\n".join(lines) + "\n"
 
 
-def _comments(lines: Iterable[str]) -> list[str]:
-    return [f"# {line}".rstrip() for text in lines for line in (text.splitlines() or [""])]
+def _comments(texts: Iterable[str]) -> list[str]:
+    """Return comment lines; what a script printed may hold characters that TOML does not allow."""
+    lines = [line for text in texts for line in (text.splitlines() or [""])]
+    printable = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+    return [f"# {line}".rstrip() for line in printable]
 
 
 def _key(name: str) -> str:
-    return name if name.isidentifier() and name.isascii() else json.dumps(name)
+    return name if name.isidentifier() and name.isascii() else _string(name)
+
+
+def _string(text: str) -> str:
+    """Return a TOML string: JSON's, but for characters beyond 16 bits and DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
