@@ -179,3 +179,14 @@ def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch, arguments: list
     assert code == 2
     assert output.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_shows_what_is_so(amp, tmp_path: Path, monkeypatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "docs/tune.md", "exec"), {})
+    (file,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "shown.toml"
+    path.write_text(file)
+    assert rules_file.read(path, OPT_LEVELS).modules == {"blocks.2.proj": "float"}

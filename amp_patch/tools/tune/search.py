@@ -21,7 +21,7 @@ from .speed import Race, race
 FP32 = Setting("O0")
 #: Levels that cast functions, so that rules of functions mean something.
 CASTING = ("O1", "O4")
-#: A level that one run shows so much slower than what is found already is not looked at further.
+#: A level that single runs show so much slower than what is found already is not looked at further.
 CLEARLY_SLOWER = 1.1
 #: Steps that are compared to find the modules that make an error.
 COMPARED = 3
@@ -80,7 +80,7 @@ class Search:
     Attributes:
         best: what is found so far; None while nothing is.
         reference: fp32's metric; the empty outcome before it is known.
-        seconds: of a step, by level, by one run of each.
+        seconds: of a step, by level, the shorter of two runs.
         progress: by which share fp32's own loss changed; None where that is not the metric.
         rejected: level or setting -> why it was not taken, in words.
     """
@@ -154,14 +154,20 @@ class Search:
             self._say(f"so tolerance is {self.tolerance:.2%}: the script repeats no better")
 
     def _time_levels(self) -> None:
-        for level in dict.fromkeys(["O0", *self._levels]):
-            seconds = self._trials.seconds(Setting(level))
-            if seconds is None and level == "O0":
-                raise TooFar("fp32 makes too few optimizer steps to be timed; 5 are the least")
+        """Take the shorter of two times of each level: what else the machine does only adds."""
+        levels = dict.fromkeys(["O0", *self._levels])
+        times: dict[str, list[float]] = {level: [] for level in levels}
+        for _ in range(2):
+            for level in levels:
+                seconds = self._trials.seconds(Setting(level))
+                if seconds is None and level == "O0":
+                    raise TooFar("fp32 makes too few optimizer steps to be timed; 5 are the least")
+                times[level] += [] if seconds is None else [seconds]
+        for level, known in times.items():
             # A level that fails may be mended, and then has a time of its own.
-            self.seconds[level] = self.seconds["O0"] if seconds is None else seconds
-            known = "fails as it is" if seconds is None else f"{1e3 * seconds:.3g} ms a step"
-            self._say(f"{level}: {known}")
+            self.seconds[level] = min(known, default=min(times["O0"]))
+            words = f"{1e3 * self.seconds[level]:.3g} ms a step" if known else "fails as it is"
+            self._say(f"{level}: {words}")
 
     def _try_level(self, level: str) -> None:
         seconds = self.seconds[level]
@@ -281,6 +287,14 @@ class Search:
         between = race(lambda: run(first), lambda: run(second))
         self._say(f"{second} against {first}: {between.words()}")
         return between
+
+    def _is_clearly_slower(self, level: str, best: Found) -> bool:
+        """Return whether a level is, by the first times and by a pair of runs in turns."""
+        if self.seconds[level] <= CLEARLY_SLOWER * best.seconds:
+            return False
+        best_now = self._trials.seconds(best.setting)
+        now = self._trials.seconds(Setting(level))
+        return best_now is not None and now is not None and now > CLEARLY_SLOWER * best_now
 
     def _loses_to_fp32_clearly(self, seconds: float) -> bool:
         fp32 = self.seconds.get("O0")
