@@ -87,14 +87,14 @@ def read(path: Path, levels: Collection[str]) -> Rules:
     """Read a rules file; see `rules_of`."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"rules must name a file that there is; got {str(path)!r}, looked for in "
-            f"{Path.cwd()}; write one by hand, or by amp-patch tune --out {path} -- train.py."
-        ) from None
-    try:
         found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise type(error)(
+            f"rules must name a file that can be read; got {str(path)!r}, looked for in "
+            f"{Path.cwd()}: {error.strerror}; write one by hand, or by amp-patch tune --out "
+            f"{path} -- train.py."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"a rules file must be TOML; got {path}, which is not: {error}. Write keys with "
             'dots or stars in quotes: "blocks.2.proj" = "float".'

@@ -103,6 +103,15 @@ def test_what_a_file_cannot_say_is_refused(written, text: str, message: str) -> 
     assert str(path) in str(raised.value)
 
 
+def test_a_folder_and_bytes_are_no_file_of_rules(tmp_path: Path, written) -> None:
+    with pytest.raises(IsADirectoryError, match="must name a file that can be read"):
+        read(tmp_path)
+    path = written("")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="must be TOML"):
+        read(path)
+
+
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="got '.*none.toml'.*amp-patch tune --out"):
         read(tmp_path / "none.toml")

@@ -144,7 +144,7 @@ def test_an_overflow_while_the_scale_settles_hides_no_gradient() -> None:
     overflow = {"step": 0, "parameter": "w", "overflow": "inf"}
     level = record(gradients=[overflow, *lines], skipped=[[0, 0]])
     found = compare("O1", level, record(gradients=lines, skipped=[[0, 0]]), None)
-    assert [(one.step, one.error) for one in found.gradients] == [(2, 0.0)]
+    assert [(one.at_step, one.error) for one in found.gradients] == [(2, 0.0)]
     assert "1 step was skipped" in found.notes[0]
 
 

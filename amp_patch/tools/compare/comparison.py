@@ -24,7 +24,7 @@ class ModuleError:
 
     Attributes:
         module: its path, with the number of its model where there are several.
-        step, call: which call of it; steps count from 1, calls within a step too.
+        at_step, call: which call of it; steps count from 1, calls within a step too.
         error: of its outputs, relative; inf where only the level's are not finite.
         came_with: the largest error among its inputs and the outputs of the modules inside of it.
         amplification: the first over the second, which is taken to be a rounding at least.
@@ -32,7 +32,7 @@ class ModuleError:
     """
 
     module: str
-    step: int
+    at_step: int
     call: int
     error: float
     came_with: float
@@ -52,7 +52,7 @@ class GradientError:
     """How far the true gradient of a parameter is from the reference's, at one step."""
 
     parameter: str
-    step: int
+    at_step: int
     error: float
     noise: float = 0.0
 
@@ -97,10 +97,10 @@ def compare(level: str, record: Record, reference: Record, again: Record | None)
     modules = _modules(level, record, reference, notes)
     gradients = _gradients(record, reference, notes)
     if again is not None:
-        own = {(e.module, e.step, e.call): e.error for e in _modules("O0", again, reference, [])}
-        modules = [replace(e, noise=own.get((e.module, e.step, e.call), 0.0)) for e in modules]
-        noise = {(e.parameter, e.step): e.error for e in _gradients(again, reference, [])}
-        gradients = [replace(e, noise=noise.get((e.parameter, e.step), 0.0)) for e in gradients]
+        own = {(e.module, e.at_step, e.call): e.error for e in _modules("O0", again, reference, [])}
+        modules = [replace(e, noise=own.get((e.module, e.at_step, e.call), 0.0)) for e in modules]
+        noise = {(e.parameter, e.at_step): e.error for e in _gradients(again, reference, [])}
+        gradients = [replace(e, noise=noise.get((e.parameter, e.at_step), 0.0)) for e in gradients]
     known = {tuple(one) for one in reference["nonfinite"]}
     return Comparison(
         level,
@@ -135,7 +135,7 @@ def _modules(level: str, record: Record, reference: Record, notes: list[str]) ->
         found.append(
             ModuleError(*_key(line), error, came_with=came_with, amplification=amplification)
         )
-    return [replace(one, step=one.step + 1) for one in found]
+    return [replace(one, step=one.at_step + 1) for one in found]
 
 
 def _badness(one: ModuleError) -> tuple[bool, float, float]:

@@ -66,7 +66,7 @@ def _level(comparison: Comparison) -> dict[str, Any]:
         "modules": [
             {
                 "module": one.module,
-                "step": one.step,
+                "step": one.at_step,
                 "call": one.call,
                 "error": _number(one.error),
                 "came_with": _number(one.came_with),
@@ -78,7 +78,7 @@ def _level(comparison: Comparison) -> dict[str, Any]:
         "gradients": [
             {
                 "parameter": one.parameter,
-                "step": one.step,
+                "step": one.at_step,
                 "error": _number(one.error),
                 "noise": _number(one.noise),
             }
@@ -96,7 +96,7 @@ def _module_row(one: ModuleError) -> tuple[str, ...]:
     mark = " noise" if one.error <= 2 * one.noise and one.noise > 0 else ""
     return (
         _shown(one.module) + mark,
-        f"{one.step}.{one.call}",
+        f"{one.at_step}.{one.call}",
         _error(one.error),
         _error(one.came_with),
         "" if math.isinf(one.amplification) else f"{one.amplification:.3g}",
@@ -104,7 +104,7 @@ def _module_row(one: ModuleError) -> tuple[str, ...]:
 
 
 def _gradient_row(one: GradientError) -> tuple[str, ...]:
-    return one.parameter, str(one.step), _error(one.error), _error(one.noise)
+    return one.parameter, str(one.at_step), _error(one.error), _error(one.noise)
 
 
 def _worst_gradients(gradients: Iterable[GradientError]) -> list[GradientError]:
