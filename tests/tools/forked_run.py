@@ -58,7 +58,7 @@ SCRIPT = """
         def forward(self, x):
             return self.up(x) * 1e6 * 1e-6
 
-    layers = nn.Linear(4, 8), nn.Dropout(0.5), Scaled(), nn.Tanh(), nn.Linear(8, 2)
+    layers = nn.Linear(4, 8), nn.Dropout(0.5), Scaled(), nn.ReLU(), nn.Linear(8, 2)
     model = nn.Sequential(*layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)

@@ -175,23 +175,23 @@ def script(tmp_path: Path, monkeypatch):
     return lambda amp="amp_patch": write_script(tmp_path, amp)
 
 
-@pytest.mark.parametrize("amp", ["amp_patch", "apex"])
-def test_a_script_is_compared(script, tmp_path: Path, amp: str) -> None:
+@pytest.mark.parametrize(("amp", "level"), [("amp_patch", "O2"), ("apex", "O1")])
+def test_a_script_is_compared(script, tmp_path: Path, amp: str, level: str) -> None:
     out = tmp_path / "out"
-    arguments = ["compare", "--levels", "O0,O1,O2", "--out", str(out), "--", script(amp)]
+    arguments = ["compare", "--levels", f"O0,{level}", "--out", str(out), "--", script(amp)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert "2: mul makes inf or NaN of finite values." in result.output
     found = json.loads((out / "compare.json").read_text())
     assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.txt"]
-    for level in ("O1", "O2"):
-        modules = found["levels"][level]["modules"]
-        assert (modules[0]["module"], modules[0]["error"]) == ("2", None)
-        assert found["levels"][level]["nonfinite"][0] == {"module": "2", "function": "mul"}
-        healthy = {one["module"]: one for one in modules}["1"]
-        # the same values are dropped out: what is left is rounding
-        assert 0 < healthy["error"] < 1e-3
-        assert healthy["noise"] == 0
+    modules = found["levels"][level]["modules"]
+    assert (modules[0]["module"], modules[0]["error"]) == ("2", None)
+    assert found["levels"][level]["nonfinite"][0] == {"module": "2", "function": "mul"}
+    healthy = [one for one in modules if one["module"] in ("0", "1")]
+    # The same values are dropped out and the same steps skipped: what is left is rounding.
+    assert len(healthy) > 10
+    assert 0 < max(one["error"] for one in healthy) < 1e-3
+    assert {one["noise"] for one in healthy} == {0}
 
 
 def test_a_script_without_a_model_says_so(script, tmp_path: Path) -> None:

@@ -135,6 +135,22 @@ def test_the_best_so_far_is_kept_when_the_time_is_over(times, culprits, budget) 
     assert played.keeps(search.result().setting)
 
 
+def test_a_set_that_works_is_kept_while_a_smaller_one_is_looked_for() -> None:
+    times, culprits = {"O0": 1.0, "O1": 3.0}, {"O1": frozenset({MODULES[-1]})}
+    played = Played(times, culprits)
+    searched(played, ("O1",))
+    found = []
+    for budget in range(played.trials):
+        search = Search(Played(times, culprits, budget=budget), ("O1",), 0.01)
+        with pytest.raises(OutOfBudget):
+            search.run()
+        found.append(len(search.result().setting.floats))
+    sizes = list(dict.fromkeys(found))
+    assert sizes[0] == 0  # fp32: nothing is found yet
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert len(sizes) > 3
+
+
 def test_noise_is_seldom_taken_for_a_gain() -> None:
     """A level as fast as fp32 wins about as often as the test allows by chance, and no more."""
     wins = 0

@@ -124,6 +124,9 @@ def test_the_whole_model_may_be_named(amp, level: str) -> None:
 def test_an_exception_inside_leaves_the_mode_as_it_was(amp, level: str) -> None:
     model, _ = prepared(amp, level, {"blocks.1": "float"})
     model.blocks[1].fails = True
+    with pytest.raises(ArithmeticError):
+        model(X)
+    assert no_region_is_left()
     with pytest.raises(ArithmeticError), amp.half_region():
         model(X)
     assert no_region_is_left()
@@ -203,9 +206,9 @@ def test_deactivate_takes_the_hooks_off(amp, level: str) -> None:
 
 def test_a_failing_initialize_puts_the_earlier_rules_back(amp) -> None:
     model, _ = prepared(amp, "O1", {"blocks.1": "float"})
-    other = torch.optim.SGD(nn.Linear(2, 2).half().parameters(), lr=0.1)
-    with pytest.raises(RuntimeError):
-        amp.initialize([Net(), model], [other, other], opt_level="O1", verbosity=0)
+    unknown = torch.optim.Rprop(model.parameters())
+    with pytest.raises(TypeError, match="fused_step"):
+        amp.initialize([Net(), model], unknown, opt_level="O2", fused_step=True, verbosity=0)
     model(X)
     assert model.blocks[1].dtypes == [torch.float32]
     amp.initialize(Net(), opt_level="O1", rules={"modules": {"1:blocks.1": "float"}}, verbosity=0)
@@ -243,9 +246,35 @@ def test_nearest_names_are_told() -> None:
         module_rules.find([Net()], [0], {"block.1.proj": "float"})
 
 
-def test_a_module_with_two_paths_goes_by_the_last_rule(amp) -> None:
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        ({"0": "half", "1": "float"}, torch.float32),
+        ({"0": "half", "1": "float", "[0]": "half"}, torch.float16),
+    ],
+)
+def test_a_module_with_two_paths_goes_by_the_last_rule(amp, rules, dtype: torch.dtype) -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, shared)
-    rules = {"modules": {"0": "half", "1": "float"}}
-    amp.initialize(model, opt_level="O1", rules=rules, verbosity=0)
-    assert model(X).dtype is torch.float32
+    amp.initialize(model, opt_level="O1", rules={"modules": rules}, verbosity=0)
+    assert model(X).dtype is dtype
+
+
+class Outer(nn.Module):
+    """Gives a module inside of it what only float32 can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 1e6) * 1e-6
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_what_is_inside_of_a_module_in_fp32_takes_fp32(amp, level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Outer(), nn.Linear(4, 4))
+    expected = model(X).detach()
+    amp.initialize(model, opt_level=level, rules={"modules": {"1": "float"}}, verbosity=0)
+    torch.testing.assert_close(model(X).float(), expected, rtol=0.05, atol=0.05)

@@ -135,7 +135,7 @@ def _modules(level: str, record: Record, reference: Record, notes: list[str]) ->
         found.append(
             ModuleError(*_key(line), error, came_with=came_with, amplification=amplification)
         )
-    return [replace(one, step=one.at_step + 1) for one in found]
+    return [replace(one, at_step=one.at_step + 1) for one in found]
 
 
 def _badness(one: ModuleError) -> tuple[bool, float, float]:
