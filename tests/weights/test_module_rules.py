@@ -211,7 +211,10 @@ def test_a_failing_initialize_puts_the_earlier_rules_back(amp) -> None:
         amp.initialize([Net(), model], unknown, opt_level="O2", fused_step=True, verbosity=0)
     model(X)
     assert model.blocks[1].dtypes == [torch.float32]
-    amp.initialize(Net(), opt_level="O1", rules={"modules": {"1:blocks.1": "float"}}, verbosity=0)
+    second = Net()  # what failed has taken no number
+    amp.initialize(second, opt_level="O1", rules={"modules": {"1:blocks.1": "float"}}, verbosity=0)
+    second(X)
+    assert second.blocks[1].dtypes == [torch.float32]
 
 
 def test_a_new_level_comes_without_the_rules_of_the_old_one(amp) -> None:
