@@ -48,7 +48,12 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    install_requires=["click>=8.1", "torch>=2.6", "wrapt>=1.16"],
+    install_requires=[
+        "click>=8.1",
+        "tomli>=2; python_version < '3.11'",
+        "torch>=2.6",
+        "wrapt>=1.16",
+    ],
     entry_points={"console_scripts": ["amp-patch=amp_patch.tools.command_line:main"]},
     extras_require=EXTRAS,
     # csrc/ stands at the top of the repository and inside the package once installed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, kernels, levels
-from .casting import patched_functions, regions
+from . import arguments, kernels, levels, rules_file
+from .casting import regions
 from .debug.logs import logs
 from .scaling import loss_scaler
 from .session import initialize_at, session
@@ -76,7 +77,7 @@ def initialize(
     backoff_factor: float | None = None,
     growth_interval: int | None = None,
     hysteresis: int | None = None,
-    rules: Mapping[str, str] | None = None,
+    rules: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     fused_step: bool = False,
     tensorboard: Any = None,
     wandb: Any = None,
@@ -106,7 +107,10 @@ def initialize(
         growth_interval: finite backward passes in a row until the scale grows (2000).
         hysteresis: overflows tolerated before the scale backs off, itself included (1).
         rules: function -> "half", "float", "promote", "bfloat16" or "off", for O1 and O4: the bare
-            name of a torch function ("softmax"), or a dotted path.
+            name of a torch function ("softmax"), or a dotted path. Or a rules file, by its path,
+            or what it holds, ``{"opt_level": ..., "functions": ..., "modules": ...}``: its level
+            takes the place of ``opt_level``, and ``modules`` maps paths in the model, or patterns
+            ("blocks.*.norm"), to "float" or "half" at every level (docs/tune.md).
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.
@@ -125,14 +129,18 @@ def initialize(
         ImportError: the package of a logger is missing.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
-        ValueError: a scale, factor, count or rule out of range; a file for a folder.
+        ValueError: a scale, factor, count or rule out of range; a rule of no function or module; a
+            file for a folder.
+        FileNotFoundError: no such rules file.
     """
     result = models if optimizers is None else (models, optimizers)
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
+    given = rules_file.rules_of(rules, levels.OPT_LEVELS)
     resolved = levels.resolve_forced(
         opt_level,
+        given.opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -140,13 +148,14 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    rules, fused_step = _taken(resolved, rules, fused_step)
+    if resolved.message is not None:  # what another level has no use for is dropped
+        fused_step = fused_step and bool(resolved.level.master_weights)
     sinks = logs.prepare(tensorboard=tensorboard, wandb=wandb, logger=logger)
     initialize_at(
         resolved,
         models,
         optimizers,
-        rules=rules,
+        rules=given,
         num_losses=num_losses,
         verbosity=verbosity,
         fused_step=fused_step,
@@ -159,18 +168,6 @@ def initialize(
     )
     logs.attach(sinks)
     return result
-
-
-def _taken(
-    resolved: levels.Resolved, rules: Mapping[str, str] | None, fused_step: bool
-) -> tuple[Mapping[str, str], bool]:
-    """Return rules by dotted paths and fused_step; a forced level drops what it has no use for."""
-    level = resolved.level
-    if resolved.message is not None:
-        rules = rules if level.casts_functions else None
-        fused_step = fused_step and bool(level.master_weights)
-    checked = arguments.rules_of(rules, level.name, level.casts_functions)
-    return patched_functions.expand(checked), fused_step
 
 
 def deactivate() -> None:

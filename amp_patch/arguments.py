@@ -282,20 +282,15 @@ def fused_step_of(fused_step: Any, level: str, has_masters: bool) -> bool:
     return fused_step
 
 
-def rules_of(rules: Any, level: str, casts_functions: bool) -> dict[str, str]:
-    """Return ``rules`` as a dict, empty for None.
+def function_rules_of(
+    rules: Mapping[Any, Any], level: str, casts_functions: bool
+) -> dict[str, str]:
+    """Return the rules of functions as a dict.
 
     Raises:
-        TypeError: not a mapping.
+        TypeError: a function that is not named by a string.
         RuntimeError: given at a level that casts no functions.
     """
-    if rules is None:
-        return {}
-    if not isinstance(rules, Mapping):
-        raise TypeError(
-            f"rules must map functions to rules; got {type(rules).__name__}; call "
-            "amp.initialize(..., rules={'softmax': 'half'})."
-        )
     for name in rules:
         if not isinstance(name, str):
             raise TypeError(

@@ -194,11 +194,17 @@ class Resolved(NamedTuple):
     message: str | None
 
 
-def resolve_forced(opt_level: str, **overrides: Any) -> Resolved:
-    """Return the level that the environment forces, else the one named; see `resolve`.
+def is_forced() -> bool:
+    """Return whether the environment says the level."""
+    return bool(os.environ.get(FORCED_BY))
+
+
+def resolve_forced(opt_level: str, by_rules: str | None = None, **overrides: Any) -> Resolved:
+    """Return the level that the environment forces, else that of the rules, else the one named.
 
     Args:
-        opt_level: what the script asks for.
+        opt_level: what the script asks for, see `resolve`.
+        by_rules: what a rules file says; None where it says nothing.
         overrides: of the script. Those that its own level takes and the forced one refuses are
             dropped.
 
@@ -207,7 +213,7 @@ def resolve_forced(opt_level: str, **overrides: Any) -> Resolved:
             and overrides, and of a forced level that there is not.
     """
     asked = resolve(opt_level, **overrides)
-    forced = os.environ.get(FORCED_BY)
+    forced = os.environ.get(FORCED_BY) or by_rules
     if not forced:
         return Resolved(asked, None)
     if forced not in OPT_LEVELS:

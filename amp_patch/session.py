@@ -26,11 +26,12 @@ from . import arguments, kernels
 from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
-from .casting.patched_functions import PatchedFunctions
+from .casting.patched_functions import PatchedFunctions, expand
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
-from .levels import OptLevel, Resolved, print_level
+from .levels import OptLevel, Resolved, is_forced, print_level
 from .patching import Patches
+from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass
@@ -39,6 +40,7 @@ from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
+from .weights import module_rules as rules_of_modules
 from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, PreparedModels
 from .weights.rollback import Snapshot
@@ -91,6 +93,7 @@ class Session:
         scale_rule: ScaleRule,
         num_losses: int,
         rules: Mapping[str, str],
+        precisions: Sequence[Mapping[str, str]],
         fused_step: bool,
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before.
@@ -100,11 +103,13 @@ class Session:
             level, scale_rule: resolved.
             num_losses: how many loss_ids the optimizers get.
             rules: dotted path -> rule of a function, at levels that cast functions.
+            precisions: for each model, path of a module -> "float" or "half".
             fused_step: at levels with masters only.
         """
         arguments.refuse_twice(optimizers, self.optimizers.steps)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
+        rules_of_modules.leave_all()
         mode.leave_all_models()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         with contextlib.ExitStack() as on_error:
@@ -112,7 +117,7 @@ class Session:
             on_error.callback(Snapshot(models, optimizers).restore)
             self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
-            self.models.set_up(models, level, stepped, on_error)
+            self.models.set_up(models, level, stepped, precisions, on_error)
             self.optimizers.set_up(
                 optimizers, level, self.store, scale_rule, num_losses, fused_step, on_error
             )
@@ -159,6 +164,7 @@ class Session:
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
         self.settle()
+        rules_of_modules.leave_all()
         mode.leave_all_models()
         self.optimizers.release()
         if self.models.release():
@@ -250,6 +256,8 @@ class Session:
         Raises:
             TypeError, IndexError: no such loss.
         """
+        if mode.modules:  # an interrupt ended a forward, and training goes on
+            rules_of_modules.leave_all()
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
         for step in steps:
             step.skip.settle()
@@ -347,9 +355,10 @@ def initialize_at(
     models: Any,
     optimizers: Any,
     *,
-    rules: Mapping[str, str],
     num_losses: int,
     verbosity: int,
+    rules: Rules | None = None,
+    lists: Mapping[str, str] | None = None,
     fused_step: bool = False,
     allow_half: bool = False,
     **scale_options: Any,
@@ -359,7 +368,8 @@ def initialize_at(
     Args:
         resolved: the level, and what is to be said of it.
         models, optimizers, num_losses, verbosity, fused_step: as `amp.initialize` takes them.
-        rules: dotted path -> rule of a function, at levels that cast functions.
+        rules: of functions and modules.
+        lists: dotted path -> rule of a function, below these, at levels that cast functions.
         allow_half: take models with half parameters, too.
         scale_options: of `ScaleRule.resolve`.
 
@@ -369,16 +379,29 @@ def initialize_at(
     level, message = resolved
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
+    checked = arguments.models_of(models, allow_half)
+    rules = rules or Rules()
+    with rules.told():
+        functions = _rules_of_functions(rules.functions, level)
+        precisions = session.models.precisions(checked, rules.modules)
     session.tell_of_casts(verbosity > 1)
     session.initialize(
-        arguments.models_of(models, allow_half),
+        checked,
         arguments.optimizers_of(optimizers),
         level,
         scale_rule,
         arguments.count_of(num_losses),
-        rules,
+        {**(lists or {}), **functions} if level.casts_functions else {},
+        precisions,
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
     )
     session.verbosity = verbosity
     if verbosity > 0:
         print_level(level, message)
+
+
+def _rules_of_functions(given: Mapping[Any, Any], level: OptLevel) -> dict[str, str]:
+    """Return dotted path -> rule; a level that the environment says may have no use for them."""
+    if is_forced() and not level.casts_functions:
+        return {}
+    return expand(arguments.function_rules_of(given, level.name, level.casts_functions))

@@ -36,7 +36,7 @@ FLOORS = (
     {"weights"},
     {"casting"},
     {"kernels"},
-    {"levels", "arguments", "patching", "warn_once", "__init__"},
+    {"levels", "arguments", "patching", "rules_file", "warn_once", "__init__"},
 )
 MAX_FUNCTION_LINES = 60
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")

@@ -225,21 +225,15 @@ def test_a_number_of_losses_is_taken() -> None:
 
 def test_rules_are_copied() -> None:
     rules = {"softmax": "half"}
-    taken = arguments.rules_of(rules, "O1", True)
+    taken = arguments.function_rules_of(rules, "O1", True)
     assert taken == rules
     assert taken is not rules
-    assert arguments.rules_of(None, "O2", False) == arguments.rules_of({}, "O2", False) == {}
+    assert arguments.function_rules_of({}, "O2", False) == {}
 
 
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        (
-            ["softmax"],
-            TypeError,
-            "rules must map functions to rules; got list; call amp.initialize(..., "
-            "rules={'softmax': 'half'}).",
-        ),
         (
             {torch.softmax: "half"},
             TypeError,
@@ -256,7 +250,7 @@ def test_rules_are_copied() -> None:
 )
 def test_wrong_rules_are_refused(rules: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=exactly(message)):
-        arguments.rules_of(rules, "O2", False)
+        arguments.function_rules_of(rules, "O2", False)
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear(1, 1), [optimizer()], iter([]), "SGD", SGD])

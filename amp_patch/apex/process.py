@@ -16,7 +16,12 @@ from pathlib import Path
 _STARTUP = str(Path(__file__).parent / "startup")
 
 
-def run_python(command: Sequence[str], opt_level: str | None, force: bool = False) -> None:
+def run_python(
+    command: Sequence[str],
+    opt_level: str | None,
+    force: bool = False,
+    rules: str | None = None,
+) -> None:
     """Become ``python COMMAND``, with the options that this Python was started with.
 
     It is the very interpreter that runs the script, so arguments, paths, tracebacks, signals and
@@ -26,6 +31,7 @@ def run_python(command: Sequence[str], opt_level: str | None, force: bool = Fals
         command: ``["script.py", "arg", ...]`` or ``["-m", "module", "arg", ...]``.
         opt_level: takes the place of what the script gives `initialize`; None leaves it.
         force: put the drop-in in the place of a real apex, too.
+        rules: path of a rules file, in the place of what the script gives `initialize`.
 
     Raises:
         RuntimeError: Python was started with -I, -E or -S, which keep the children from finding
@@ -37,7 +43,7 @@ def run_python(command: Sequence[str], opt_level: str | None, force: bool = Fals
             "-I, -E or -S, which ignores one of them. Run python -m amp_patch run without it."
         )
     argv = [sys.executable, *_options_of_python(), *command]
-    environment = environment_of_run(os.environ, opt_level, force)
+    environment = environment_of_run(os.environ, opt_level, force, rules)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # where exec starts another process and ends this one at once
@@ -53,13 +59,16 @@ def real_amp() -> str | None:
 
 
 def environment_of_run(
-    environment: Mapping[str, str], opt_level: str | None, force: bool = False
+    environment: Mapping[str, str],
+    opt_level: str | None,
+    force: bool = False,
+    rules: str | None = None,
 ) -> dict[str, str]:
     """Return the environment in which Python installs the drop-in when it starts.
 
     Args:
         environment: what there is now.
-        opt_level, force: as `run_python`.
+        opt_level, force, rules: as `run_python`.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     others = [path for path in paths if path != _STARTUP]
@@ -70,6 +79,8 @@ def environment_of_run(
     }
     if opt_level is not None:
         changed["AMP_PATCH_OPT_LEVEL"] = opt_level
+    if rules is not None:  # the script may change the folder before it needs the file
+        changed["AMP_PATCH_RULES"] = os.path.abspath(rules)
     if force:
         changed["AMP_PATCH_FORCE"] = "1"
     return {**environment, **changed}

@@ -72,6 +72,8 @@ class CastMode(threading.local):
         region_dtype: half dtype of a region in the running model's forward, None outside.
         in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
         models: models whose forward runs, innermost last, with the mode around them.
+        modules: modules whose forward runs in a region by a rule, innermost last, each with how
+            many entries ``around`` has had with it.
         around: the modes around the blocks (regions, ``disable_casts``) that are open.
         autocasts: blocks of ``torch.autocast`` that switched casts off, with the modes around them.
     """
@@ -84,6 +86,7 @@ class CastMode(threading.local):
         self.region_dtype: torch.dtype | None = None
         self.in_checkpoint = False
         self.models: list[tuple[int, torch.dtype | None, torch.dtype | None]] = []
+        self.modules: list[tuple[int, int]] = []
         self.around: list[Saved] = []
         self.autocasts: list[tuple[int, Saved]] = []
 

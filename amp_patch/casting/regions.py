@@ -92,15 +92,11 @@ class CastContext:
         self._begin()
 
     def __exit__(self, *error: object) -> None:
-        if not mode.around:
-            raise RuntimeError(
-                "a region ends where it began, in the same thread; got an end without a beginning; "
-                "call 'with amp.half_region():' (or the like), which does both."
-            )
-        saved = mode.around.pop()
-        if mode.region is not None and mode.region is not saved.region:
-            mode.region.__exit__(*error)
-        mode.restore(saved)
+        # A module inside, in a region by a rule, that an interrupt ended without a word.
+        while mode.modules and mode.modules[-1][1] == len(mode.around):
+            mode.modules.pop()
+            end_block(*error)
+        end_block(*error)
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -125,6 +121,23 @@ class FloatRegion(CastContext):
 
     def _begin(self) -> None:
         _begin_region(half=False)
+
+
+def end_block(*error: Any) -> None:
+    """End the innermost open block of this thread, with what it raised if it did.
+
+    Raises:
+        RuntimeError: none is open.
+    """
+    if not mode.around:
+        raise RuntimeError(
+            "a region ends where it began, in the same thread; got an end without a beginning; "
+            "call 'with amp.half_region():' (or the like), which does both."
+        )
+    saved = mode.around.pop()
+    if mode.region is not None and mode.region is not saved.region:
+        mode.region.__exit__(*(error or (None, None, None)))
+    mode.restore(saved)
 
 
 def without_arguments(make: Callable[[], C]) -> Callable[[], C]:

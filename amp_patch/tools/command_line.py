@@ -19,6 +19,8 @@ COMMANDS = {
     "run": ("run", "Run a script that imports apex, with apex in place."),
     "doctor": ("doctor", "Say whether mixed precision works here, and is fast."),
     "check": ("check", "Name mistakes in training scripts without running them."),
+    "compare": ("compare.command", "Compare levels with fp32, output by output."),
+    "tune": ("tune.command", "Tune levels, rules and regions to a script."),
 }
 
 

@@ -17,12 +17,23 @@ from .options import known_level
     callback=known_level,
     help="In place of the script's own level.",
 )
+@click.option(
+    "--rules",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A rules file, as amp-patch tune writes it, in place of the script's own rules.",
+)
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option("--force", is_flag=True, help="Put amp_patch in the place of a real apex, too.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
-    opt_level: str | None, is_module: bool, force: bool, script: str, args: tuple[str, ...]
+    opt_level: str | None,
+    rules: str | None,
+    is_module: bool,
+    force: bool,
+    script: str,
+    args: tuple[str, ...],
 ) -> None:
     """Run a script that imports apex, as `python SCRIPT ARGS` would, with apex in place.
 
@@ -31,11 +42,11 @@ def command(
     place = None if force else real_amp()
     if place is not None:
         click.echo(
-            f"amp-patch: the script uses the apex.amp in {place}, which --opt-level does not reach;"
-            " call amp-patch run --force to put amp_patch in its place.",
+            f"amp-patch: the script uses the apex.amp in {place}, which --opt-level and --rules do"
+            " not reach; call amp-patch run --force to put amp_patch in its place.",
             err=True,
         )
     try:
-        run_python([*(["-m"] if is_module else []), script, *args], opt_level, force)
+        run_python([*(["-m"] if is_module else []), script, *args], opt_level, force, rules)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error

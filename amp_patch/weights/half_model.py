@@ -112,15 +112,23 @@ def _cast_on(device_type: str) -> None:
 
 def detach(model: nn.Module) -> None:
     """Remove the hooks that `ForwardCasts.attach` put on ``model``."""
+    remove_hooks(model, ForwardCasts)
+
+
+def remove_hooks(module: nn.Module, owner: type | tuple[type, ...]) -> None:
+    """Remove the forward hooks of a module that are methods of such objects.
+
+    A copy of a model has the hooks of the model, and no handle to remove them by.
+    """
     for hooks, flags in (
-        (model._forward_pre_hooks, (model._forward_pre_hooks_with_kwargs,)),
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (
-            model._forward_hooks,
-            (model._forward_hooks_with_kwargs, model._forward_hooks_always_called),
+            module._forward_hooks,
+            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
         ),
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), ForwardCasts):
+            if isinstance(getattr(hook, "__self__", None), owner):
                 del hooks[key]
                 for flag in flags:
                     flag.pop(key, None)

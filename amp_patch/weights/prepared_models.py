@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from amp_patch.casting.mode import HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.levels import OptLevel
 
-from . import half_model
+from . import half_model, module_rules
 from .fp32_values import FP32Values
 from .half_model import ForwardCasts
 
@@ -46,6 +46,7 @@ class PreparedModels:
 
     Attributes:
         levels: what each model was initialized at.
+        numbers: of each model, in the order in which they came.
     """
 
     def __init__(self, store: FP32Values, cache: WeightCache, hooks: ModelHooks) -> None:
@@ -53,6 +54,11 @@ class PreparedModels:
         self._cache = cache
         self._hooks = hooks
         self.levels: weakref.WeakKeyDictionary[nn.Module, OptLevel] = weakref.WeakKeyDictionary()
+        self.numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._precisions: weakref.WeakKeyDictionary[nn.Module, Mapping[str, str]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -60,11 +66,28 @@ class PreparedModels:
             weakref.WeakKeyDictionary()
         )
 
+    def precisions(
+        self, models: Sequence[nn.Module], rules: Mapping[str, str]
+    ) -> list[dict[str, str]]:
+        """Return, for each model that comes, path of a module -> "float" or "half".
+
+        Args:
+            models: changed by nothing here.
+            rules: see `module_rules.find`.
+
+        Raises:
+            ValueError: a rule that names no module of them.
+        """
+        new = [model for model in models if model not in self.numbers]
+        numbers = {**self.numbers, **{one: self._count + i for i, one in enumerate(new)}}
+        return module_rules.find(models, [numbers[model] for model in models], rules)
+
     def set_up(
         self,
         models: Sequence[nn.Module],
         level: OptLevel,
         stepped: set[int],
+        precisions: Sequence[Mapping[str, str]],
         on_error: contextlib.ExitStack,
     ) -> None:
         """Set models up at ``level``, in place of an earlier one.
@@ -73,14 +96,20 @@ class PreparedModels:
             models: in fp32.
             level: says whether they are stored in half, and what their forward casts.
             stepped: ids of the parameters that an optimizer of the same call steps.
+            precisions: for each model, see `precisions`.
             on_error: gets what undoes it; the models' tensors are somebody else's to restore.
         """
-        for model in models:
-            on_error.callback(self._put_back, model, self.levels.get(model))
+        on_error.callback(self._forget_numbers, self._count)
+        for model, rules in zip(models, precisions, strict=True):
+            if model not in self.numbers:
+                self.numbers[model] = self._count
+                self._count += 1
+            earlier = self.levels.get(model), self._precisions.get(model, {})
+            on_error.callback(self._put_back, model, *earlier)
             if level.cast_model_type in HALVES:
                 originals = self._store_in_half(model, level, stepped)
                 on_error.callback(self._store.forget, originals)
-            self._attach(model, level)
+            self._attach(model, level, rules)
             self.follow_device(model)
             if level.casts_functions:
                 self._cache.add_model(model)
@@ -89,7 +118,8 @@ class PreparedModels:
         """Cast in the functions that models in half call, too (O2, O3, O5)."""
         for model, level in list(self.levels.items()):
             if level.cast_model_type in HALVES:
-                self._attach(model, replace(level, patch_torch_functions=True))
+                casting = replace(level, patch_torch_functions=True)
+                self._attach(model, casting, self._precisions[model])
 
     def release(self) -> bool:
         """Take every hook off; parameters in half hold their fp32 values again.
@@ -143,9 +173,10 @@ class PreparedModels:
                 param.grad = original.grad.to(dtype)
         return originals
 
-    def _attach(self, model: nn.Module, level: OptLevel) -> None:
+    def _attach(self, model: nn.Module, level: OptLevel, precisions: Mapping[str, str]) -> None:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
         self._detach(model)
+        self._precisions[model] = precisions
         hooks = self._hooks
         ForwardCasts(
             level=level.half_dtype if level.casts_functions else OFF,
@@ -154,6 +185,7 @@ class PreparedModels:
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
         ).attach(model)
+        module_rules.attach(model, precisions, level.cast_model_type)
         self.levels[model] = level
         if level.cast_model_type in HALVES:
             self._state_hooks[model] = [
@@ -167,15 +199,26 @@ class PreparedModels:
 
     def _detach(self, model: nn.Module) -> None:
         half_model.detach(model)
+        module_rules.detach(model)
+        self._precisions.pop(model, None)
         for handle in self._state_hooks.pop(model, ()):
             handle.remove()
         self.levels.pop(model, None)
 
-    def _put_back(self, model: nn.Module, level: OptLevel | None) -> None:
+    def _put_back(
+        self, model: nn.Module, level: OptLevel | None, precisions: Mapping[str, str]
+    ) -> None:
         """Undo `_attach`: the hooks are again those of ``level``, or none."""
         self._detach(model)
         if level is not None:
-            self._attach(model, level)
+            self._attach(model, level, precisions)
+
+    def _forget_numbers(self, count: int) -> None:
+        """The models that got a number from ``count`` on never came."""
+        for model, number in list(self.numbers.items()):
+            if number >= count:
+                del self.numbers[model]
+        self._count = count
 
 
 def _nothing() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from running import ROOT, RUN, run
 
@@ -192,3 +194,43 @@ def test_a_real_apex_with_amp_is_used_and_said_to_be_and_force_takes_its_place(
     forced = run([*RUN, "--force", script], PYTHONPATH=paths)
     assert (forced.stdout, forced.stderr) == ("apex.amp\n", "")
     assert run([*RUN, script]).stderr == ""
+
+
+def test_a_rules_file_is_found_from_wherever_the_script_goes(tmp_path: Path) -> None:
+    rules, elsewhere = tmp_path / "rules.toml", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    rules.write_text("")
+    path = tmp_path / "train.py"
+    path.write_text("import os; os.chdir('elsewhere'); print(os.environ['AMP_PATCH_RULES'])")
+    found = run([*RUN, "--rules", "rules.toml", path], cwd=tmp_path)
+    assert found.stdout == f"{rules}\n", found.stderr
+
+
+def test_a_rules_file_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
+    found = run([*RUN, "--rules", "none.toml", "train.py"], cwd=tmp_path)
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
+
+
+APEX = """
+import torch
+from apex import amp
+from torch.nn import functional as F
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32=True)
+x = torch.ones(2, 4)
+print(model[0](x).dtype, model(x).dtype, F.softmax(x.bfloat16(), 0).dtype, F.relu(x).dtype)
+"""
+
+
+def test_a_script_of_apex_trains_by_a_rules_file(tmp_path: Path) -> None:
+    path, rules = tmp_path / "train.py", tmp_path / "rules.toml"
+    path.write_text(APEX)
+    rules.write_text('opt_level = "O4"\n[functions]\nsoftmax = "half"\n[modules]\n"1" = "float"')
+    env = environment_of_run(os.environ, None, rules=str(rules))
+    found = processes.run([sys.executable, path], env=env)
+    lines = found.stdout.splitlines()
+    assert "opt_level O2 of the script is run as O4" in lines[0], found.stderr
+    dtypes = ["bfloat16", "float32", "bfloat16", "float32"]
+    assert lines[-1] == " ".join(f"torch.{dtype}" for dtype in dtypes)

@@ -38,7 +38,7 @@ class Prepared:
     def set_up(self, model: nn.Module, level: str, *stepped: nn.Parameter) -> contextlib.ExitStack:
         """Set a model up, and return what undoes it."""
         undo = contextlib.ExitStack()
-        self.models.set_up([model], OPT_LEVELS[level], set(map(id, stepped)), undo)
+        self.models.set_up([model], OPT_LEVELS[level], set(map(id, stepped)), [{}], undo)
         return undo
 
 

@@ -11,6 +11,7 @@ from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
 from amp_patch.levels import OptLevel, Resolved, resolve_forced
+from amp_patch.rules_file import rules_of
 from amp_patch.session import initialize_at, session
 
 from ._amp_state import _amp_state, warn_or_err
@@ -114,7 +115,8 @@ def initialize(
         patch_torch_functions_type: of ROCm's fork, where it tells O1 from O4; not used.
 
     Raises:
-        TypeError, RuntimeError, ValueError: as `amp_patch.amp.initialize`.
+        TypeError, RuntimeError, ValueError: as `amp_patch.amp.initialize`, also of the file that
+            ``amp-patch run --rules`` names.
     """
     result = models if optimizers is None else (models, optimizers)
     _forget_at_deactivate()
@@ -123,8 +125,10 @@ def initialize(
         session.disable(optimizers)
         return result
     _refuse_fp16_optimizers(optimizers)
+    given = rules_of(None, core_levels.OPT_LEVELS)
     resolved = _resolve(
         opt_level,
+        given.opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -137,7 +141,8 @@ def initialize(
         resolved,
         models,
         optimizers,
-        rules=rules_of_lists() if level.casts_functions else {},
+        rules=given,
+        lists=rules_of_lists() if level.casts_functions else None,
         num_losses=num_losses,
         verbosity=verbosity,
         allow_half=_amp_state.allow_incoming_model_not_fp32,
@@ -146,6 +151,12 @@ def initialize(
     )
     _amp_state.opt_properties = Properties(level.options())
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
+    _publish(level, models, optimizers)
+    return result
+
+
+def _publish(level: OptLevel, models: Any, optimizers: Any) -> None:
+    """Let scripts find under apex's names what `initialize` made."""
     if level.casts_functions:
         _amp_state.handle = AmpHandle("dynamic")
     if level.cast_model_type or level.cast_model_outputs:
@@ -156,21 +167,20 @@ def initialize(
         attach(optimizer)
     if prepared:
         renew_scalers(prepared[0])
-    return result
 
 
-def _resolve(opt_level: str, **overrides: Any) -> Resolved:
+def _resolve(opt_level: str, by_rules: str | None, **overrides: Any) -> Resolved:
     """Return the level; under ``hard_override`` it takes what it would refuse."""
     forced_values = {}
     if _amp_state.hard_override:
         for option, value in overrides.items():
             try:
-                resolve_forced(opt_level, **{option: value})
+                resolve_forced(opt_level, by_rules, **{option: value})
             except RuntimeError as error:
                 warn_or_err(str(error))
                 forced_values[option] = value
     taken = {option: value for option, value in overrides.items() if option not in forced_values}
-    level, message = resolve_forced(opt_level, **taken)
+    level, message = resolve_forced(opt_level, by_rules, **taken)
     return Resolved(replace(level, **forced_values), message)
 
 

@@ -68,9 +68,7 @@ class AmpHandle:
         """Set an optimizer up, which this handle's scripts do not give to `initialize`."""
         if optimizer not in session.optimizers.steps:
             level = resolve("O1", loss_scale=self._loss_scale)
-            initialize_at(
-                Resolved(level, None), [], optimizer, rules={}, num_losses=num_loss, verbosity=0
-            )
+            initialize_at(Resolved(level, None), [], optimizer, num_losses=num_loss, verbosity=0)
             session.verbosity = 1  # it is the level that init() does not print
             attach(optimizer)
 

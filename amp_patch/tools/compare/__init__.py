@@ -1,0 +1,1 @@
+"""``amp-patch compare``: what a level does to each output and gradient of a script."""

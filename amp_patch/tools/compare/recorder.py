@@ -1,0 +1,211 @@
+"""Records, in the script's process, the outputs of modules and the gradients of parameters.
+
+Knows the script's training and the file that is written; nothing of what it is compared with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from amp_patch.casting.argument_casts import tensors_in
+from amp_patch.step.loss_scaling import Found
+from amp_patch.step.observers import StepObserver
+from amp_patch.step.skip import Skip
+from amp_patch.tools import child
+from amp_patch.tools.same_random import SameRandomNumbers
+
+from .functions import FunctionWatch
+from .samples import sample
+
+#: Of a module that is called more often in one step (a cell of an RNN), the first calls count.
+CALLS = 8
+#: How many steps may be skipped, while the loss scale finds its place, beside those asked for.
+SKIPS = 20
+
+
+def start(module: ModuleType) -> None:
+    """Record this process; called with ``amp_patch.session``."""
+    options = child.options()
+    child.seed_everything(options["seed"])
+    recorder = Recorder(module.session, options["steps"], options["skipped"])
+    atexit.register(recorder.save, Path(options["out"]))
+    recorder.begin()
+
+
+class Recorder(StepObserver):
+    """Notes what happens in the forward of each module, and each step's gradients.
+
+    Args:
+        session: of this process.
+        steps: ends the script after so many that were made; None lets it end by itself.
+        skipped: ``[optimizer, step]``, counted from 0, of the steps to skip: a level whose loss
+            scale was too high at first has not made them, and the reference is to follow it.
+    """
+
+    def __init__(self, session: Any, steps: int | None, skipped: list[list[int]]) -> None:
+        self._session, self._steps = session, steps
+        self._skip = {(optimizer, step) for optimizer, step in skipped}
+        self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str] | None]
+        self._names, self._named = weakref.WeakKeyDictionary(), -1
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
+        self._optimizers = weakref.WeakKeyDictionary()
+        self._open: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._counts: dict[tuple[int, str], int] = {}
+        self._step = 0
+        self._calls: list[dict[str, Any]] = []
+        self._gradients: list[dict[str, Any]] = []
+        self._skipped: list[list[int]] = []
+        self._functions = FunctionWatch(self._place)
+
+    def begin(self) -> None:
+        """Listen, until the process ends."""
+        SameRandomNumbers().__enter__()
+        self._functions.__enter__()
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
+        register_optimizer_step_pre_hook(self._note_gradients)
+        self._session.observers.attach(self)
+
+    def scaled(
+        self, loss: Tensor, scale: float | Tensor, scaler_id: int, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Skip the step that comes, where the level has skipped it."""
+        for optimizer in optimizers:
+            if tuple(self._count_of(optimizer)) in self._skip:
+                reason = "amp-patch compare: this step is skipped, as at the level."
+                self._session.optimizers.steps[optimizer].skip.ask(reason)
+
+    def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
+        """Note which gradients made the loss scale back off."""
+        names = self._parameter_names()
+        for check, params in found:
+            for index, kind in check.nonfinite():
+                name = names.get(id(params[index]), "(a parameter of no model)")
+                line = {"step": self._step, "parameter": name, "overflow": kind}
+                self._gradients.append(line)
+
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """Count, and end the script when it has made enough steps."""
+        count = self._count_of(optimizer)
+        if skip.was_skipped:
+            self._skipped.append(list(count))
+        count[1] += 1
+        self._step += 1
+        self._counts.clear()
+        made = self._step - len(self._skipped)
+        if self._steps is not None and (made >= self._steps or self._step >= self._steps + SKIPS):
+            raise SystemExit(0)
+
+    def save(self, folder: Path) -> None:
+        """Write what was noted, if there was anything, to a file of this rank's."""
+        if not self._calls:
+            return
+        several = self._are_several()
+        for line in self._calls:
+            line["module"] = _name(line.pop("place"), several)
+        torch.save(
+            {
+                "calls": self._calls,
+                "gradients": self._gradients,
+                "skipped": self._skipped,
+                "functions": self._functions.table(several),
+                "nonfinite": self._functions.left_the_range(several),
+                "steps": self._step,
+            },
+            folder / f"record-rank{child.rank()}.pt",
+        )
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        place = self._place_of(module)
+        if place is None:
+            return
+        number = self._counts.get(place, 0) + 1
+        self._counts[place] = number
+        line = {
+            "place": place,
+            "step": self._step,
+            "call": number,
+            "inputs": _samples(args) if number <= CALLS else [],
+            "within": len(self._open),
+        }
+        self._open.append((module, line))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # One that raised in a pre-hook has no entry, one that an interrupt ended no end.
+        while self._open and any(one is module for one, _ in self._open):
+            one, line = self._open.pop()
+            if one is not module:
+                continue
+            if line["call"] <= CALLS:
+                line["outputs"] = _samples(output)
+                self._calls.append(line)
+            return
+
+    def _note_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        step = self._session.optimizers.steps.get(optimizer)
+        if step is not None and step.masters is not None:
+            step.backward.show_masters()
+        names = self._parameter_names()
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            name = names.get(id(param), f"(of no model, {tuple(param.shape)})")
+            line = {"step": self._step, "parameter": name}
+            if param.grad is not None:
+                grad = param.grad
+                line["gradient"] = sample(grad.to_dense() if grad.is_sparse else grad)
+            self._gradients.append(line)
+
+    def _parameter_names(self) -> dict[int, str]:
+        """Return the names of parameters, and of the masters of these, by their ids."""
+        names = {
+            id(param): _name((number, name), self._are_several())
+            for model, number in self._session.models.numbers.items()
+            for name, param in model.named_parameters()
+        }
+        for step in self._session.optimizers.steps.values():
+            for param, master in zip(*step.backward.pairs(), strict=True):
+                if id(param) in names:
+                    names[id(master)] = names[id(param)]
+        return names
+
+    def _are_several(self) -> bool:
+        return len(set(self._session.models.numbers.values())) > 1
+
+    def _count_of(self, optimizer: Optimizer) -> list[int]:
+        """Return ``[number of the optimizer, number of its next step]``, the latter to be moved."""
+        return self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
+
+    def _place(self) -> tuple[int, str] | None:
+        """Return the model and the path of the innermost module that runs."""
+        return self._open[-1][1]["place"] if self._open else None
+
+    def _place_of(self, module: nn.Module) -> tuple[int, str] | None:
+        numbers = self._session.models.numbers
+        if module not in self._names and self._named != len(numbers):
+            self._named = len(numbers)
+            for model, number in numbers.items():
+                for path, one in model.named_modules():
+                    self._names[one] = (number, path)
+        return self._names.get(module)
+
+
+def _name(place: tuple[int, str], several: bool) -> str:
+    number, path = place
+    return f"{number}:{path}" if several else path
+
+
+def _samples(value: Any) -> list[dict[str, object]]:
+    return [sample(one) for one in tensors_in(value) if one.is_floating_point() or one.is_complex()]

@@ -1,0 +1,155 @@
+"""``amp-patch tune``: searches, shows progress, and writes the rules file, whatever ends it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from amp_patch.tools.errors import BadArguments
+from amp_patch.tools.launch import python_command
+from amp_patch.tools.options import known_levels, writable_folder
+
+from . import explanation
+from .search import Search, TooFar
+from .trials import OutOfBudget, Script, ScriptTrials
+
+ALL = "O0,O1,O2,O3,O4,O5"
+BUDGET = "the budget was used up"
+INTERRUPTED = "it was interrupted"
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--metric",
+    default="loss",
+    show_default=True,
+    metavar="loss|REGEX",
+    help="What is to stay as in fp32: the loss given to amp.scale_loss, its mean over the last "
+    "tenth of the steps; or the last number that the script prints where this matches, such as "
+    "'accuracy: ([0-9.]+)'.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.01,
+    show_default=True,
+    help="Largest relative difference of the metric from fp32's.",
+)
+@click.option(
+    "--levels",
+    default=ALL,
+    show_default=True,
+    callback=known_levels,
+    metavar="LEVELS",
+    help="Those that compete. Without O0, fp32 is measured but cannot win.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=10),
+    help="End each run after so many optimizer steps.  [default: the script's own end]",
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MINUTES",
+    help="Take what is found when they are over.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="The rules file to write.",
+)
+@click.argument("script", nargs=-1, type=click.UNPROCESSED)
+def command(
+    metric: str,
+    tolerance: float,
+    levels: list[str],
+    steps: int | None,
+    budget: float | None,
+    seed: int,
+    out: Path,
+    script: tuple[str, ...],
+) -> None:
+    """Tune levels, rules and regions to a script: the fastest whose loss stays that of fp32.
+
+    The script after -- is run many times, from the same seed. Ctrl-C, and the end of --budget,
+    keep the best so far. The rules file that is written says for each line what was measured.
+    """
+    words = python_command(script)
+    pattern = _pattern(metric)
+    writable_folder(out.absolute().parent)
+    call = f"amp-patch tune{_given(metric, tolerance, levels, steps)} -- {shlex.join(script)}"
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = None if budget is None else 60 * budget
+        trials = ScriptTrials(Script(words, steps, pattern, seed), Path(folder), seconds)
+        search = Search(trials, levels, tolerance, click.echo)
+        ended = _run(search)
+        found = search.result()
+        if search.progress is not None and search.progress <= search.tolerance:
+            click.echo(explanation.STANDSTILL.format(search.progress))
+        out.write_text(explanation.text(call, search, found, ended), encoding="utf-8")
+        verdict, code = _verified(trials, search, out, ended)
+    click.echo(f"{out}: {found.setting}. {verdict}")
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _run(search: Search) -> str | None:
+    """Search, and return what ended it early; None where nothing did."""
+    try:
+        search.run()
+    except OutOfBudget:
+        return BUDGET
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except TooFar as error:
+        raise click.ClickException(str(error)) from error
+    return None
+
+
+def _verified(
+    trials: ScriptTrials, search: Search, out: Path, ended: str | None
+) -> tuple[str, int]:
+    """Run with the file, and return what that says, and the exit code."""
+    if ended == INTERRUPTED:
+        return "Not verified by a run: interrupted.", 130
+    try:
+        outcome = trials.verify(out)
+    except OutOfBudget:
+        return "Not verified by a run: the budget was used up.", 0
+    except KeyboardInterrupt:
+        return "Not verified by a run: interrupted.", 130
+    words = search.deviation_words(outcome)
+    if search.within(outcome):
+        return f"Verified by a run with it: {words}.", 0
+    return f"A run with it is out of tolerance: {words}.", 1
+
+
+def _pattern(metric: str) -> re.Pattern[str] | None:
+    """Return what finds the metric in what a script prints; None for the loss."""
+    if metric == "loss":
+        return None
+    try:
+        pattern = re.compile(metric, re.MULTILINE)
+    except re.error as error:
+        raise BadArguments(
+            f"--metric must be loss or a regular expression; got {metric!r}: {error}"
+        ) from error
+    if pattern.groups > 1:
+        raise BadArguments(f"--metric must have one group, around the number; got {metric!r}")
+    return pattern
+
+
+def _given(metric: str, tolerance: float, levels: Sequence[str], steps: int | None) -> str:
+    """Return the options that decide what is found, as they would be typed."""
+    words = ["", "--metric", shlex.quote(metric), "--tolerance", f"{tolerance:g}"]
+    words += [] if ",".join(levels) == ALL else ["--levels", ",".join(levels)]
+    words += [] if steps is None else ["--steps", str(steps)]
+    return " ".join(words)

@@ -1,0 +1,109 @@
+"""What one run says of a setting: the metric, or why it cannot be used; and how far it is off.
+
+Pure functions over recorded steps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: The share of a run's second half that may be skipped; in the first the loss scale settles.
+SKIPPED = 0.1
+#: Characters of an error that are told.
+WORDS = 100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The metric of one run.
+
+    Attributes:
+        values: of the loss one for each optimizer, else one; empty where it failed.
+        failure: why it cannot be used, in words; None where it can.
+    """
+
+    values: tuple[float, ...] = ()
+    failure: str | None = None
+
+    def deviation(self, reference: Outcome) -> float:
+        """Return the largest relative difference from the reference; inf where one failed."""
+        if self.failure or reference.failure or len(self.values) != len(reference.values):
+            return math.inf
+        pairs = zip(self.values, reference.values, strict=True)
+        return max(_relative(one, other) for one, other in pairs)
+
+    def words(self) -> str:
+        """Return the values, or the failure."""
+        return self.failure or ", ".join(f"{value:.5g}" for value in self.values)
+
+
+def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> Outcome:
+    """Return the mean loss of the last tenth of a run's steps.
+
+    Args:
+        steps: the lines of `recorder.Losses`.
+        error: why the run failed; None where it did not.
+    """
+    if error is not None:
+        return Outcome(failure=shortened(error))
+    half = steps[len(steps) // 2 :]
+    skipped = sum(bool(step["skipped"]) for step in half)
+    values = [_last_tenth(steps, number) for number in sorted({one["optimizer"] for one in steps})]
+    means = [value for value in values if value is not None]
+    if not means:
+        return Outcome(failure="no loss was given to amp.scale_loss")
+    if not all(map(math.isfinite, means)):
+        return Outcome(failure="the loss is not finite")
+    if skipped > max(1, SKIPPED * len(half)):
+        return Outcome(failure=f"{skipped} of the last {len(half)} steps were skipped")
+    return Outcome(tuple(means))
+
+
+def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) -> Outcome:
+    """Return the last number that a script printed where a pattern says.
+
+    Args:
+        text: what it printed.
+        pattern: its first group, or all of it, is the number.
+        error: why the run failed; None where it did not.
+    """
+    if error is not None:
+        return Outcome(failure=shortened(error))
+    found = [match[1] if pattern.groups else match[0] for match in pattern.finditer(text)]
+    if not found:
+        return Outcome(failure=f"it printed nothing that matches {pattern.pattern!r}")
+    try:
+        value = float(found[-1])
+    except ValueError:
+        return Outcome(failure=f"{pattern.pattern!r} matches {found[-1]!r}, which is no number")
+    return Outcome((value,)) if math.isfinite(value) else Outcome(failure="it is not finite")
+
+
+def shortened(error: str) -> str:
+    """Return the beginning of an error's message, up to where it lists or advises."""
+    return error if len(error) <= WORDS else f"{error[:WORDS].rsplit(' ', 1)[0]} ..."
+
+
+def progress(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return by which share of itself the loss changed from the first tenth to the last."""
+    losses = [step["loss"] for step in steps if step["loss"] is not None]
+    tenth = max(1, len(losses) // 10)
+    if not losses:
+        return 0.0
+    return _relative(sum(losses[-tenth:]) / tenth, sum(losses[:tenth]) / tenth)
+
+
+def _last_tenth(steps: Sequence[Mapping[str, Any]], optimizer: int) -> float | None:
+    losses = [s["loss"] for s in steps if s["optimizer"] == optimizer and s["loss"] is not None]
+    tenth = losses[-max(1, len(losses) // 10) :]
+    return sum(tenth) / len(tenth) if tenth else None
+
+
+def _relative(value: float, reference: float) -> float:
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf

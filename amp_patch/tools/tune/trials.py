@@ -1,0 +1,177 @@
+"""Runs a script at a setting, for its metric, its time or its errors, within a budget.
+
+Knows processes and files of its own folder; nothing of what is searched for.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_patch.tools.child import read_lines
+from amp_patch.tools.compare import runs
+from amp_patch.tools.compare.comparison import Comparison, compare
+from amp_patch.tools.launch import ScriptRun
+
+from .outcome import Outcome, outcome_of_losses, outcome_of_output, progress
+from .setting import Setting
+from .speed import seconds_per_step
+
+RECORDER = "amp_patch.tools.tune.recorder:start"
+#: A run that takes as many times as long as fp32's hangs.
+HANGS = 10
+#: So many times a run of fp32 is kept back of the budget, to verify the file.
+KEPT = 2
+
+
+class OutOfBudget(Exception):
+    """The time is over."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is run.
+
+    Attributes:
+        command: of `launch.python_command`.
+        steps: it is ended after so many; None lets it end by itself.
+        metric: None for the loss, else what finds a number in what is printed.
+        seed: of all random numbers.
+    """
+
+    command: Sequence[str]
+    steps: int | None
+    metric: re.Pattern[str] | None = None
+    seed: int = 0
+
+
+class ScriptTrials:
+    """Tries settings, each run in a process of its own.
+
+    Args:
+        script: what is run.
+        folder: for files of the runs; there is one.
+        budget: seconds from now; None for no end.
+    """
+
+    def __init__(self, script: Script, folder: Path, budget: float | None) -> None:
+        self._script, self._folder = script, folder
+        self._end = None if budget is None else time.monotonic() + budget
+        self._count = 0
+        self._longest: float | None = None
+        self._keeps_a_run = True
+        self._steps: list[dict[str, Any]] = []
+
+    def metric(self, setting: Setting | Path) -> Outcome:
+        """Run at a setting, or with a rules file, and return the metric.
+
+        Random numbers are drawn in fp32, so that dropout is the same at every level.
+
+        Raises:
+            OutOfBudget: the time was over before the run was.
+        """
+        folder, error = self._run(setting, timed=False)
+        self._steps = read_lines(folder / "steps-rank0.jsonl")
+        if self._script.metric is None:
+            return outcome_of_losses(self._steps, error)
+        text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+        return outcome_of_output(text, self._script.metric, error)
+
+    def seconds(self, setting: Setting) -> float | None:
+        """Run at a setting as it is, and return the seconds of a step; None where that failed.
+
+        Raises:
+            OutOfBudget: the time was over before the run was.
+        """
+        folder, error = self._run(setting, timed=True)
+        lines = read_lines(folder / "steps-rank0.jsonl")
+        return None if error else seconds_per_step([line["time"] for line in lines])
+
+    def progress(self) -> float | None:
+        """Return by which share the loss changed in the last run; None for another metric."""
+        return progress(self._steps) if self._script.metric is None else None
+
+    def verify(self, rules: Path) -> Outcome:
+        """Run with a file, for which time was kept back, and return the metric.
+
+        Raises:
+            OutOfBudget: the time was over before the run was.
+        """
+        self._keeps_a_run = False
+        return self.metric(rules)
+
+    def errors(self, setting: Setting, steps: int) -> Comparison | None:
+        """Compare the outputs of modules with fp32's; None where nothing was recorded.
+
+        Raises:
+            OutOfBudget: the time was over before the runs were.
+        """
+        try:
+            one = self._record(setting, steps, [])
+            reference = self._record(Setting("O0"), steps, one["skipped"])
+        except runs.NoRecord:
+            self._left()
+            return None
+        return compare(setting.level, one, reference, None)
+
+    def _record(self, setting: Setting, steps: int, skipped: list[list[int]]) -> dict[str, Any]:
+        rules = self._rules(setting)
+        return runs.record(
+            self._script.command,
+            self._next_folder(),
+            "",
+            steps=steps,
+            seed=self._script.seed,
+            skipped=skipped,
+            rules=rules,
+            timeout=self._timeout(),
+        )
+
+    def _run(self, setting: Setting | Path, timed: bool) -> tuple[Path, str | None]:
+        """Return the folder of a run, and why it failed."""
+        rules = setting if isinstance(setting, Path) else self._rules(setting)
+        folder = self._next_folder()
+        folder.mkdir()
+        options = {
+            "out": str(folder),
+            "steps": self._script.steps,
+            "seed": self._script.seed,
+            "timed": timed,
+        }
+        environment = {"AMP_PATCH_RULES": str(rules)}
+        environment |= {"PYTHONHASHSEED": "0"} if timed else runs.REPEATABLE
+        log, timeout, begin = folder / "log.txt", self._timeout(), time.monotonic()
+        # The level is the file's, also where one was forced upon this process.
+        run = ScriptRun(self._script.command, RECORDER, options, log, "", environment)
+        error = runs.run_to_end(run, log, timeout)
+        self._left()
+        if error is None and self._longest is None:
+            self._longest = time.monotonic() - begin
+        return folder, error
+
+    def _rules(self, setting: Setting) -> Path:
+        path = self._folder / f"{self._count}.toml"
+        path.write_text(setting.toml(), encoding="utf-8")
+        return path
+
+    def _next_folder(self) -> Path:
+        self._count += 1
+        return self._folder / str(self._count)
+
+    def _timeout(self) -> float | None:
+        """Return the seconds that a run may take."""
+        limits = [] if self._longest is None else [60 + HANGS * self._longest]
+        left = self._left()
+        return min([*limits, *([] if left is None else [left])], default=None)
+
+    def _left(self) -> float | None:
+        left = None if self._end is None else self._end - time.monotonic()
+        if left is not None and self._keeps_a_run:
+            left -= KEPT * (self._longest or 0.0)
+        if left is not None and left <= 0:
+            raise OutOfBudget
+        return left

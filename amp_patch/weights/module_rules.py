@@ -1,0 +1,168 @@
+"""Modules whose forward runs in fp32, or in half, because a rule names them; hooks do it.
+
+Knows a model's modules and their paths; nothing of levels, nor where the rules come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.casting.mode import mode
+from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
+
+from .half_model import cast_floats, remove_hooks
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRegion:
+    """The hooks of a module whose forward runs in a region.
+
+    Args:
+        precision: "float" or "half".
+    """
+
+    precision: str
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        (HalfRegion() if self.precision == "half" else FloatRegion()).__enter__()
+        mode.modules.append((id(module), len(mode.around)))
+
+    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Forward hook; also called when the forward raised."""
+        if mode.modules and mode.modules[-1][0] == id(module):
+            _end_innermost()
+
+    def attach(self, module: nn.Module) -> None:
+        """Put the hooks on a module: the innermost, for the model's own set the mode around it."""
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave, prepend=True, always_call=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class TakesDtype:
+    """The hook of a module that meets inputs of another dtype than its weights.
+
+    Args:
+        dtype: of its weights.
+    """
+
+    dtype: torch.dtype
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook: cast floating inputs, but in a region, which casts by itself."""
+        if mode.region is not None:
+            return None
+        args = tuple([cast_floats(value, self.dtype) for value in args])
+        return args, {key: cast_floats(value, self.dtype) for key, value in kwargs.items()}
+
+    def attach(self, module: nn.Module) -> None:
+        """Put the hook on a module."""
+        module.register_forward_pre_hook(self.enter, with_kwargs=True)
+
+
+def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype | None) -> None:
+    """Put the hooks on the modules of a model, in place of earlier ones.
+
+    Args:
+        model: as the level stores it.
+        precisions: path of a module -> "float" or "half".
+        stored: dtype of most of its weights, where no function casts: its other modules then cast
+            what those with a rule hand on. None where functions cast.
+    """
+    detach(model)
+    # One module may have two paths.
+    ruled = {
+        model.get_submodule(path): ModuleRegion(precision) for path, precision in precisions.items()
+    }
+    for module, region in ruled.items():
+        region.attach(module)
+    if stored is None or not ruled:
+        return
+    for module in model.modules():
+        if module not in ruled and _has_weights_in(module, stored):
+            TakesDtype(stored).attach(module)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove the hooks that `attach` put on the modules of a model, or of what it is a copy of."""
+    for module in model.modules():
+        remove_hooks(module, (ModuleRegion, TakesDtype))
+
+
+def leave_all() -> None:
+    """No module's forward runs in this thread: an interrupt may have ended one without a word."""
+    while mode.modules:
+        _end_innermost()
+
+
+def find(
+    models: Sequence[nn.Module], numbers: Sequence[int], rules: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Return, for each model, path of a module -> the precision that the rules give it.
+
+    Args:
+        models: whose modules are named as ``named_modules()`` does, "" being the model itself.
+        numbers: of the models; what a rule for one of several models begins with: ``"1:head"``.
+        rules: path or pattern (`fnmatch`: a star also stands for dots) -> precision. Of several
+            that match, the last one decides.
+
+    Raises:
+        ValueError: a rule names no module of these models, and none of a model with a number that
+            is not among them.
+    """
+    found: list[dict[str, str]] = [{} for _ in models]
+    paths = [[path for path, _ in one.named_modules(remove_duplicate=False)] for one in models]
+    for rule, precision in rules.items():
+        number, pattern = _split(rule)
+        meant = [i for i, own in enumerate(numbers) if number in (None, own)]
+        matched = {i: [path for path in paths[i] if _matches(path, pattern)] for i in meant}
+        for i, names in matched.items():
+            # What is said last stands last: the hooks of a module with two paths go by it.
+            for name in names:
+                found[i].pop(name, None)
+                found[i][name] = precision
+        if meant and not any(matched.values()):
+            raise ValueError(_unknown(pattern, [path for i in meant for path in paths[i]]))
+    return found
+
+
+def _end_innermost() -> None:
+    _, depth = mode.modules.pop()
+    # Blocks inside of the forward that an interrupt left open end with it.
+    while len(mode.around) >= depth:
+        end_block()
+
+
+def _has_weights_in(module: nn.Module, dtype: torch.dtype) -> bool:
+    params = module._parameters.values()
+    return any(param is not None and param.dtype is dtype for param in params)
+
+
+def _split(rule: str) -> tuple[int | None, str]:
+    """Return the number before a colon, if there is one, and the pattern."""
+    match = re.fullmatch(r"(\d+):(.*)", rule)
+    return (None, rule) if match is None else (int(match[1]), match[2])
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path == pattern or fnmatchcase(path, pattern)
+
+
+def _unknown(pattern: str, paths: Iterable[str]) -> str:
+    names = [path for path in dict.fromkeys(paths) if path]
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
+    guess = f"; did you mean {' or '.join(map(repr, near))}?" if near else ";"
+    example = (near or names or ["blocks.0"])[0]
+    return (
+        "a rule of a module must name one of the model's, as model.named_modules() does, or a "
+        f'pattern that some match; got {pattern!r}{guess} Write "{example}" = "float".'
+    )

@@ -1,0 +1,217 @@
+"""Levels are compared with fp32, by module and gradient: against float64, and on real scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from forked_run import ForkedRun, write_script
+from hypothesis import given
+from hypothesis import strategies as st
+from support import examples
+from torch.nn import functional as F
+
+from amp_patch.tools.command_line import main
+from amp_patch.tools.compare import report, runs
+from amp_patch.tools.compare.comparison import Comparison, GradientError, ModuleError, compare
+from amp_patch.tools.compare.samples import SAMPLE, relative_error, sample
+from amp_patch.tools.same_random import SameRandomNumbers
+
+NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20)
+
+
+@given(NUMBERS, st.data())
+@examples(1)
+def test_the_error_is_that_of_float64(reference, data) -> None:
+    level = data.draw(
+        st.lists(st.floats(-1e4, 1e4, width=32), min_size=len(reference), max_size=len(reference))
+    )
+    one, other = torch.tensor(level).double(), torch.tensor(reference).double()
+    norm = other.norm().item()
+    expected = (one - other).norm().item() / norm if norm else float(one.norm() != 0)
+    error = relative_error(torch.tensor(level), torch.tensor(reference))
+    assert error == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_is_not_finite_in_fp32_either_is_left_out() -> None:
+    inf = math.inf
+    assert relative_error(torch.tensor([inf, 1.0]), torch.tensor([inf, 1.0])) == 0
+    assert relative_error(torch.tensor([inf, 1.0]), torch.tensor([2.0, 1.0])) == inf
+
+
+def test_a_large_tensor_is_sampled_at_the_same_places_without_the_scripts_chance() -> None:
+    values = torch.arange(100_000.0)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    one, other = sample(values), sample(values.half())
+    assert torch.equal(torch.rand(3), expected)
+    assert len(one["values"]) == SAMPLE
+    finite = torch.isfinite(other["values"])
+    assert torch.equal(one["values"].half().float()[finite], other["values"][finite])
+    assert other["nonfinite"] == int((~torch.isfinite(values.half())).sum())
+    assert len(sample(values[:5])["values"]) == 5
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "rand_like": torch.rand_like,
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "bernoulli": lambda x: torch.bernoulli((x > 1) * x.new_tensor(0.5)),
+    "randn": lambda x: torch.randn(40, dtype=x.dtype),
+    "multinomial": lambda x: torch.multinomial(x[0, 0].exp(), 3),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_random_numbers_are_the_same_in_every_precision(draw, half: torch.dtype) -> None:
+    x = torch.linspace(0.5, 1.5, 240).reshape(1, 2, 12, 10)
+    results = []
+    for dtype in (torch.float32, half):
+        torch.manual_seed(0)
+        with SameRandomNumbers():
+            results.append(draw(x.to(dtype)))
+    one, other = results
+    assert other.dtype is (half if one.is_floating_point() else one.dtype)
+    torch.testing.assert_close(other.float(), one.float(), rtol=2e-2, atol=2e-2)
+
+
+def line(module: str, within: int, out: float, came: float = 1.0, step: int = 0, call: int = 1):
+    """Return a call that a recorder would write, of one value."""
+    tensors = [
+        {"shape": [1], "values": torch.tensor([v]), "nonfinite": int(not math.isfinite(v))}
+        for v in (came, out)
+    ]
+    return {"module": module, "step": step, "call": call, "within": within,
+            "inputs": tensors[:1], "outputs": tensors[1:]}  # fmt: skip
+
+
+def record(*calls, gradients=(), nonfinite=(), skipped=()):
+    return {"calls": list(calls), "gradients": list(gradients), "nonfinite": list(nonfinite),
+            "skipped": list(skipped), "functions": {}, "steps": 1}  # fmt: skip
+
+
+def test_the_culprit_stands_above_those_who_hand_its_error_on() -> None:
+    reference = record(line("a", 1, 1.0), line("b.inner", 2, 1.0), line("b", 1, 1.0),
+                       line("c", 1, 1.0), line("", 0, 1.0))  # fmt: skip
+    level = record(line("a", 1, 1.001), line("b.inner", 2, 1.3, 1.001), line("b", 1, 1.3, 1.001),
+                   line("c", 1, 1.31, 1.3), line("", 0, 1.31))  # fmt: skip
+    found = compare("O1", level, reference, None)
+    assert [one.module for one in found.worst()][0] == "b.inner"
+    by_name = {one.module: one for one in found.modules}
+    assert by_name["b.inner"].amplification == pytest.approx(300, rel=1e-3)
+    assert by_name["b"].amplification == pytest.approx(1, rel=1e-3)
+    assert by_name["c"].made_here < 0.02
+    assert by_name["a"].came_with == 0
+
+
+def test_where_inf_is_made_stands_above_where_it_is_handed_on() -> None:
+    inf = math.inf
+    reference = record(line("a", 1, 1.0), line("b", 1, 1.0), line("c", 1, 1.0))
+    level = record(line("a", 1, 1.0), line("b", 1, inf, 1.0), line("c", 1, inf, inf))
+    found = compare("O1", level, reference, None)
+    assert [one.module for one in found.worst()][:2] == ["b", "c"]
+    assert [one.amplification for one in found.worst()][1] == 1
+
+
+def test_other_calls_shapes_and_gradients_are_told_of() -> None:
+    gradient = {"shape": [1], "values": torch.ones(1), "nonfinite": 0}
+    wide = line("a", 0, 1.0)
+    wide["outputs"][0]["shape"] = [2]
+    reference = record(wide, line("only", 0, 1.0), gradients=[{"step": 0, "parameter": "w"}])
+    level = record(
+        line("a", 0, 1.0),
+        line("a", 0, 1.0, call=2),
+        gradients=[{"step": 0, "parameter": "w", "gradient": gradient}],
+    )
+    notes = "\n".join(compare("O1", level, reference, None).notes)
+    assert "1 calls of modules at O1 only" in notes
+    assert "at the reference only, the first only" in notes
+    assert "shape [1], and [2] in the reference" in notes
+    assert "w: a gradient at the level only" in notes
+
+
+def test_an_overflow_while_the_scale_settles_hides_no_gradient() -> None:
+    gradient = {"shape": [1], "values": torch.ones(1), "nonfinite": 0}
+    lines = [{"step": 1, "parameter": "w", "gradient": gradient}]
+    overflow = {"step": 0, "parameter": "w", "overflow": "inf"}
+    level = record(gradients=[overflow, *lines], skipped=[[0, 0]])
+    found = compare("O1", level, record(gradients=lines, skipped=[[0, 0]]), None)
+    assert [(one.at_step, one.error) for one in found.gradients] == [(2, 0.0)]
+    assert "1 step was skipped" in found.notes[0]
+
+
+def test_noise_is_how_far_fp32_is_from_itself() -> None:
+    reference, again = record(line("a", 0, 1.0)), record(line("a", 0, 1.25))
+    (one,) = compare("O1", record(line("a", 0, 1.5)), reference, again).modules
+    assert (one.error, one.noise) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_table_fits_and_cuts_no_figure(width: int) -> None:
+    name = "encoder.layers.11.attention.self.query.with.a.very.long.name.indeed"
+    errors = [ModuleError(name, 100, 8, 1.234e-05, 5.678e-06, 12345.6, 1.0)]
+    gradients = [GradientError(name + ".weight", 100, 9.87e-03)]
+    found = Comparison("O1", errors, gradients, [], [], {})
+    lines = list(report.lines(found, 100, width))
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert all(
+        figure in text for figure in ("100.8", "1.23e-05", "5.68e-06", "1.23e+04", "9.87e-03")
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(runs, "ScriptRun", ForkedRun)
+
+    return lambda amp="amp_patch": write_script(tmp_path, amp)
+
+
+@pytest.mark.parametrize(("amp", "level"), [("amp_patch", "O2"), ("apex", "O1")])
+def test_a_script_is_compared(script, tmp_path: Path, amp: str, level: str) -> None:
+    out = tmp_path / "out"
+    arguments = ["compare", "--levels", f"O0,{level}", "--out", str(out), "--", script(amp)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "2: mul makes inf or NaN of finite values." in result.output
+    found = json.loads((out / "compare.json").read_text())
+    assert sorted(path.name for path in out.iterdir()) == ["compare.json", "compare.txt"]
+    modules = found["levels"][level]["modules"]
+    assert (modules[0]["module"], modules[0]["error"]) == ("2", None)
+    assert found["levels"][level]["nonfinite"][0] == {"module": "2", "function": "mul"}
+    healthy = [one for one in modules if one["module"] in ("0", "1")]
+    # The same values are dropped out and the same steps skipped: what is left is rounding.
+    assert len(healthy) > 10
+    assert 0 < max(one["error"] for one in healthy) < 1e-3
+    assert {one["noise"] for one in healthy} == {0}
+
+
+def test_a_script_without_a_model_says_so(script, tmp_path: Path) -> None:
+    path = tmp_path / "empty.py"
+    path.write_text("from amp_patch import amp\nprint('nothing')\n1 / 0")
+    result = CliRunner().invoke(main, ["compare", "--", str(path)])
+    assert result.exit_code == 1
+    assert "O1 was not compared: ZeroDivisionError: division by zero" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare"],
+        ["compare", "--", "missing.py"],
+        ["compare", "--levels", "O9", "--", sys.argv[0]],
+        ["compare", "--steps", "0", "--", "x"],
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="amp-patch")
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1

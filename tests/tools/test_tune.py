@@ -1,0 +1,192 @@
+"""The tuner as a command: what it measures, the file it writes, what ends it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from forked_run import ForkedRun, write_script
+from hypothesis import given
+from hypothesis import strategies as st
+from support import examples
+
+from amp_patch import rules_file
+from amp_patch.levels import OPT_LEVELS
+from amp_patch.tools.command_line import main
+from amp_patch.tools.compare import runs
+from amp_patch.tools.tune import trials
+from amp_patch.tools.tune.outcome import (
+    Outcome,
+    outcome_of_losses,
+    outcome_of_output,
+    progress,
+)
+from amp_patch.tools.tune.setting import Setting
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+SETTINGS = st.builds(
+    Setting,
+    st.sampled_from(tuple(OPT_LEVELS)),
+    st.dictionaries(TEXT, st.sampled_from(["half", "float"])).map(lambda d: tuple(d.items())),
+    st.lists(TEXT, unique=True).map(tuple),
+)
+
+
+@given(SETTINGS, st.lists(TEXT), TEXT)
+@examples(1)
+def test_a_file_is_read_as_it_was_meant(tmp_path_factory, setting, head, reason) -> None:
+    reasons = {name: [reason] for name in ("opt_level", *setting.floats)}
+    path = tmp_path_factory.getbasetemp() / "written.toml"
+    path.write_text(setting.toml(head, reasons), encoding="utf-8")
+    found = rules_file.read(path, OPT_LEVELS)
+    assert found.opt_level == setting.level
+    assert tuple(found.functions.items()) == setting.functions
+    assert found.modules == dict.fromkeys(setting.floats, "float")
+
+
+def steps(*losses: float, skipped: int = 0, optimizer: int = 0) -> list[dict[str, object]]:
+    number = len(losses)
+    return [
+        {"optimizer": optimizer, "loss": loss, "skipped": i >= number - skipped}
+        for i, loss in enumerate(losses)
+    ]
+
+
+def test_the_metric_is_the_mean_of_the_last_tenth_for_each_optimizer() -> None:
+    lines = [*steps(*range(20)), *steps(*range(100, 120), optimizer=1)]
+    assert outcome_of_losses(lines, None) == Outcome((18.5, 118.5))
+
+
+@pytest.mark.parametrize(
+    ("lines", "error", "why"),
+    [
+        (steps(1.0, float("nan")), None, "not finite"),
+        (steps(*[1.0] * 40, skipped=10), None, "10 of the last 20 steps were skipped"),
+        (steps(1.0), "ValueError: no", "ValueError: no"),
+        ([], None, "no loss was given"),
+    ],
+)
+def test_a_run_that_cannot_be_used_says_why(lines, error, why: str) -> None:
+    outcome = outcome_of_losses(lines, error)
+    assert why in (outcome.failure or "")
+    assert outcome.deviation(Outcome((1.0,))) == float("inf")
+
+
+def test_steps_that_are_skipped_while_the_scale_settles_are_no_failure() -> None:
+    lines = steps(*[1.0] * 20, skipped=20)[:10] + steps(*[1.0] * 10)
+    assert outcome_of_losses(lines, None).failure is None
+
+
+def test_a_number_that_is_printed_is_a_metric() -> None:
+    pattern = re.compile(r"accuracy: ([0-9.]+)")
+    assert outcome_of_output("accuracy: 0.5\naccuracy: 0.75\n", pattern, None).values == (0.75,)
+    missing = outcome_of_output("loss: 3", pattern, None)
+    assert "printed nothing that matches" in missing.words()
+    assert "is no number" in outcome_of_output("is it", re.compile("it"), None).words()
+
+
+def test_the_deviation_is_the_largest_relative_one_in_either_direction() -> None:
+    reference = Outcome((2.0, 4.0))
+    assert Outcome((2.0, 3.0)).deviation(reference) == 0.25
+    assert Outcome((2.5, 4.0)).deviation(reference) == 0.25
+    assert Outcome((0.0,)).deviation(Outcome((0.0,))) == 0
+    assert progress(steps(2.0, 1.0)) == 0.5
+
+
+@pytest.fixture
+def forked(monkeypatch) -> None:
+    monkeypatch.setattr(runs, "ScriptRun", ForkedRun)
+    monkeypatch.setattr(trials, "ScriptRun", ForkedRun)
+
+
+def tuned(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["tune", *arguments], prog_name="amp-patch")
+    return result.exit_code, result.output
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
+def test_the_module_that_overflows_is_mended_and_the_rest_stays_in_half(
+    tmp_path: Path, level: str
+) -> None:
+    out = tmp_path / "rules.toml"
+    options = ["--levels", level, "--steps", "12", "--tolerance", "0.05", "--out", str(out)]
+    code, output = tuned(*options, "--", write_script(tmp_path))
+    assert code == 0, output
+    found = rules_file.read(out, OPT_LEVELS)
+    assert (found.opt_level, found.modules) == (level, {"2": "float"})
+    assert "mul makes inf or NaN here" in out.read_text()
+    assert "Verified by a run with it" in output
+    assert max(map(len, re.findall("^# .*", out.read_text(), re.MULTILINE))) < 300
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_is_found_when_the_budget_is_over_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "rules.toml"
+    code, output = tuned("--budget", "0.0001", "--out", str(out), "--", write_script(tmp_path))
+    assert code == 0, output
+    assert rules_file.read(out, OPT_LEVELS).opt_level == "O0"
+    assert "the budget was used up" in out.read_text()
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_script_that_fails_in_fp32_is_told_of(tmp_path: Path) -> None:
+    path, out = tmp_path / "train.py", tmp_path / "rules.toml"
+    path.write_text("from amp_patch import amp\nundefined")
+    code, output = tuned("--out", str(out), "--", str(path))
+    assert code == 1
+    assert "fp32 cannot be measured: NameError: name 'undefined' is not defined" in output
+    assert not out.exists()
+
+
+def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path, monkeypatch) -> None:
+    outcomes = iter([Outcome((1.0,)), Outcome((1.0,))])
+
+    def metric(self, setting):
+        try:
+            return next(outcomes)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    times = {"O0": 2.0, "O1": 1.0}
+    monkeypatch.setattr(trials.ScriptTrials, "metric", metric)
+    monkeypatch.setattr(trials.ScriptTrials, "seconds", lambda self, one: times[one.level])
+    out = tmp_path / "rules.toml"
+    options = ["--levels", "O0,O1", "--out", str(out)]
+    code, _ = tuned(*options, "--", write_script(tmp_path))
+    assert code == 130
+    assert rules_file.read(out, OPT_LEVELS).opt_level == "O0"
+    assert "it was interrupted" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--out", "x/y"],
+        ["--out", "r.toml", "--", "missing.py"],
+        ["--metric", "(", "--out", "r.toml", "--", __file__],
+        ["--metric", "(a)(b)", "--out", "r.toml", "--", __file__],
+        ["--levels", "O7", "--out", "r.toml", "--", __file__],
+        ["--tolerance", "0", "--out", "r.toml", "--", __file__],
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch, arguments: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = tuned(*arguments)
+    assert code == 2
+    assert output.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_shows_what_is_so(amp, tmp_path: Path, monkeypatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "docs/tune.md", "exec"), {})
+    (file,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "shown.toml"
+    path.write_text(file)
+    assert rules_file.read(path, OPT_LEVELS).modules == {"blocks.2.proj": "float"}

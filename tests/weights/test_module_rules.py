@@ -1,0 +1,283 @@
+"""A module that a rule names computes in one precision at every level, whatever happens in it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_patch.casting.mode import mode
+from amp_patch.weights import module_rules
+
+HALF = dict.fromkeys(("O0", "O1", "O2", "O3"), torch.float16)
+HALF |= dict.fromkeys(("O4", "O5"), torch.bfloat16)
+LEVELS = tuple(HALF)
+
+
+class Big(nn.Module):
+    """Leaves float16's range inside, and comes back; notes the dtype that it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.dtypes: list[torch.dtype] = []
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dtypes.append(self.proj(x.detach()).dtype)
+        if self.fails:
+            raise ArithmeticError("in the middle")
+        return (self.proj(x).tanh() * 1e4) * 1e3 / 1e7
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), Big(), nn.Linear(4, 4)])
+        self.norm = nn.LayerNorm(4)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.norm(x)
+
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+
+
+def prepared(
+    amp, level: str, modules: dict[str, str], **options: bool
+) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model at a level with rules, and its output in fp32 before that."""
+    torch.manual_seed(0)
+    model = Net(**options)
+    expected = model(X).detach()
+    model.blocks[1].dtypes.clear()
+    amp.initialize(model, opt_level=level, rules={"modules": modules}, verbosity=0)
+    return model, expected
+
+
+def no_region_is_left() -> bool:
+    return (mode.region, mode.modules, mode.around, mode.off) == (None, [], [], False)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rule", ["blocks.1", "0:blocks.1", "blocks.[1]", "*.1"])
+def test_a_module_in_float_mends_an_overflow_at_every_level(amp, level: str, rule: str) -> None:
+    model, expected = prepared(amp, level, {rule: "float"})
+    out = model(X).float()
+    assert model.blocks[1].dtypes == [torch.float32]
+    assert no_region_is_left()
+    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+    out.sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_without_the_rule_it_overflows(amp, level: str) -> None:
+    model, _ = prepared(amp, level, {})
+    assert not model(X).isfinite().all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_module_in_half_computes_in_the_levels_half(amp, level: str) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": "half"})
+    model(X)
+    assert model.blocks[1].dtypes == [HALF[level]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_rest_stays_as_the_level_has_it(amp, level: str) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": "float"})
+    seen = []
+    model.blocks[2].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model(X)
+    assert seen == [torch.float32 if level == "O0" else HALF[level]]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_inner_module_decides_and_the_last_of_several_rules(amp, level: str) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": "float", "blocks.1.proj": "half"})
+    model(X)
+    assert model.blocks[1].dtypes == [torch.float16]
+    model, _ = prepared(amp, level, {"blocks.*": "half", "blocks.1*": "float"})
+    model(X)
+    assert model.blocks[1].dtypes == [torch.float32]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_whole_model_may_be_named(amp, level: str) -> None:
+    model, expected = prepared(amp, level, {"": "float"})
+    torch.testing.assert_close(model(X).float(), expected, rtol=0.02, atol=0.02)
+    assert model.blocks[1].dtypes == [torch.float32]
+    assert no_region_is_left()
+    assert mode.level is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_inside_leaves_the_mode_as_it_was(amp, level: str) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": "float"})
+    model.blocks[1].fails = True
+    with pytest.raises(ArithmeticError):
+        model(X)
+    assert no_region_is_left()
+    with pytest.raises(ArithmeticError), amp.half_region():
+        model(X)
+    assert no_region_is_left()
+    model.blocks[1].fails = False
+    assert model(X).isfinite().all()
+
+
+class Interrupted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_training_goes_on_in_the_right_mode_after_an_interrupt(amp, around: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = {"modules": {"0": "float"}}
+    amp.initialize(model, optimizer, opt_level="O1", rules=rules, verbosity=0)
+    model[0].forward = Interrupted(4, 4).forward
+    region = amp.half_region if around else amp.disable_casts
+    with pytest.raises(KeyboardInterrupt), region():
+        model(X)
+    if not around:
+        with pytest.raises(KeyboardInterrupt):
+            model(X)  # torch calls no hook then: the region is left open
+        assert mode.modules
+    del model[0].forward
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert no_region_is_left()
+    assert model(X).dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_keeps_its_rules(amp, level: str, make) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": "float"})
+    expected = model(X)
+    torch.testing.assert_close(make(model)(X), expected, rtol=0, atol=0)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    torch.testing.assert_close(torch.load(buffer, weights_only=False)(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_recomputed_module_computes_in_the_same_precision(amp, level: str) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": "float"}, recompute=True)
+    out = model(X.clone().requires_grad_())
+    out.float().sum().backward()
+    assert model.blocks[1].dtypes == [torch.float32] * 2
+    assert no_region_is_left()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_computes_as_an_eager_one(amp, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Softmax(-1))
+    rules = {"modules": {"1": "float"}}
+    amp.initialize(model, opt_level=level, rules=rules, verbosity=0)
+    expected = model(X)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(X), expected, rtol=0, atol=0)
+    assert no_region_is_left()
+    torch.testing.assert_close(model(X), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_deactivate_takes_the_hooks_off(amp, level: str) -> None:
+    model, expected = prepared(amp, level, {"blocks.1": "float"})
+    amp.deactivate()
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    rounded = 0.05 if level == "O3" else 0.0  # which has no masters
+    torch.testing.assert_close(model(X), expected, rtol=rounded, atol=rounded)
+
+
+def test_a_failing_initialize_puts_the_earlier_rules_back(amp) -> None:
+    model, _ = prepared(amp, "O1", {"blocks.1": "float"})
+    unknown = torch.optim.Rprop(model.parameters())
+    with pytest.raises(TypeError, match="fused_step"):
+        amp.initialize([Net(), model], unknown, opt_level="O2", fused_step=True, verbosity=0)
+    model(X)
+    assert model.blocks[1].dtypes == [torch.float32]
+    second = Net()  # what failed has taken no number
+    amp.initialize(second, opt_level="O1", rules={"modules": {"1:blocks.1": "float"}}, verbosity=0)
+    second(X)
+    assert second.blocks[1].dtypes == [torch.float32]
+
+
+def test_a_new_level_comes_without_the_rules_of_the_old_one(amp) -> None:
+    model, _ = prepared(amp, "O1", {"blocks.1": "float"})
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    model(X)
+    assert model.blocks[1].dtypes == [torch.float16]
+
+
+def test_one_of_several_models_is_meant_by_its_number(amp) -> None:
+    models = [Net(), Net()]
+    rules = {"modules": {"1:blocks.1": "float"}}
+    amp.initialize(models, opt_level="O1", rules=rules, verbosity=0)
+    third = amp.initialize(
+        Net(), opt_level="O1", rules={"modules": {"2:blocks.1": "float"}}, verbosity=0
+    )
+    for model in (*models, third):
+        model(X)
+    dtypes = [model.blocks[1].dtypes for model in (*models, third)]
+    assert dtypes == [[torch.float16], [torch.float32], [torch.float32]]
+
+
+def test_rules_of_other_models_are_left_to_these() -> None:
+    model = Net()
+    assert module_rules.find([model], [3], {"1:nothing": "float"}) == [{}]
+    with pytest.raises(ValueError, match="got 'nothing'"):
+        module_rules.find([model], [3], {"3:nothing": "float"})
+
+
+def test_nearest_names_are_told() -> None:
+    with pytest.raises(ValueError, match="got 'block.1.proj'; did you mean 'blocks.1.proj'"):
+        module_rules.find([Net()], [0], {"block.1.proj": "float"})
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        ({"0": "half", "1": "float"}, torch.float32),
+        ({"0": "half", "1": "float", "[0]": "half"}, torch.float16),
+    ],
+)
+def test_a_module_with_two_paths_goes_by_the_last_rule(amp, rules, dtype: torch.dtype) -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, shared)
+    amp.initialize(model, opt_level="O1", rules={"modules": rules}, verbosity=0)
+    assert model(X).dtype is dtype
+
+
+class Outer(nn.Module):
+    """Gives a module inside of it what only float32 can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 1e6) * 1e-6
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_what_is_inside_of_a_module_in_fp32_takes_fp32(amp, level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Outer(), nn.Linear(4, 4))
+    expected = model(X).detach()
+    amp.initialize(model, opt_level=level, rules={"modules": {"1": "float"}}, verbosity=0)
+    torch.testing.assert_close(model(X).float(), expected, rtol=0.05, atol=0.05)
