@@ -148,8 +148,6 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    if resolved.message is not None:  # what another level has no use for is dropped
-        fused_step = fused_step and bool(resolved.level.master_weights)
     sinks = logs.prepare(tensorboard=tensorboard, wandb=wandb, logger=logger)
     initialize_at(
         resolved,

@@ -384,6 +384,8 @@ def initialize_at(
     with rules.told():
         functions = _rules_of_functions(rules.functions, level)
         precisions = session.models.precisions(checked, rules.modules)
+    if message is not None:  # what a level that the script did not ask for has no use for
+        fused_step = fused_step and bool(level.master_weights)
     session.tell_of_casts(verbosity > 1)
     session.initialize(
         checked,

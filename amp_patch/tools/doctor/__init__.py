@@ -12,8 +12,6 @@ from .advice import advise
 from .finding import Finding
 from .report import Report, show
 
-__all__ = ["command"]
-
 
 def examine(seconds: float) -> Report:
     """Look at this machine; about so many seconds are for measuring speed."""
