@@ -32,6 +32,9 @@ CASTING = ("O1", "O4")
 KEYWORDS = (
     "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules", "norm_type",
     "fused_step",
+    "tensorboard",
+    "wandb",
+    "logger",
 )  # fmt: skip
 # apex's signatures, in its order and with its defaults (no default: ``...``).
 APEX = {
@@ -340,6 +343,9 @@ WRONG: dict[str, list[Any]] = {
     "hysteresis": NO_COUNT,
     "rules": [3, ["softmax"], {1: "half"}, {"softmax": 3}, {"softmax": []}, {"zzz": "half"}],
     "fused_step": ["yes", 1, None, []],
+    "tensorboard": [1, True, []],
+    "wandb": [1, "run", []],
+    "logger": [1, print, []],
 }
 
 

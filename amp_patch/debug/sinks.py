@@ -117,7 +117,7 @@ class WandB:
             raise TypeError(
                 "wandb must be True or a run of Weights & Biases; got "
                 f"{target!r} of type {type(target).__name__}. "
-                "Call wandb.init(), then amp.initialize(..., wandb=True)."
+                "Call amp.initialize(..., wandb=True), and wandb.init() before the first step."
             )
         self._has_axis = False
 

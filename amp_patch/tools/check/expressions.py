@@ -188,7 +188,11 @@ class Expressions(Reader):
         if isinstance(left, Items) and isinstance(right, Items):
             return Items(left.items + right.items)
         word = type(node.op).__name__
-        if isinstance(left, Const) and isinstance(right, Const) and type(node.op) in _ARITHMETIC:
+        if (
+            isinstance(left, Const)
+            and isinstance(right, Const)
+            and _can_compute(node.op, left, right)
+        ):
             try:
                 value = _ARITHMETIC[type(node.op)](left.value, right.value)
             except (TypeError, ZeroDivisionError, OverflowError, ValueError):
@@ -254,3 +258,9 @@ class Expressions(Reader):
         return Value(parts=[value])
 
     _read_YieldFrom = _read_Yield
+
+
+def _can_compute(op: ast.operator, left: Const, right: Const) -> bool:
+    """Return whether a result is known and small: a number times a text may be neither."""
+    are_numbers = all(isinstance(one.value, int | float) for one in (left, right))
+    return type(op) in _ARITHMETIC and (are_numbers or isinstance(op, ast.Add))
