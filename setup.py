@@ -12,8 +12,10 @@ EXTRAS = {
     # package holds the headers cuda_fp16.h and cuda_bf16.h.
     "cuda12": ["cupy-cuda12x>=14", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"],
     "cuda13": ["cupy-cuda13x>=14", "nvidia-cuda-nvrtc==13.*", "nvidia-cuda-runtime==13.*"],
-    "examples": ["rich>=13", "scikit-learn>=1.4"],
+    # what `amp-patch sweep` draws with, and what hands it the functions of `amp_patch.sweep`
+    "sweep": ["cloudpickle>=3", "matplotlib>=3.8", "plotly>=6", "rich>=13"],
 }
+EXTRAS["examples"] = [*EXTRAS["sweep"], "scikit-learn>=1.4"]
 EXTRAS["test"] = [
     *EXTRAS["examples"],
     "expecttest>=0.2",
@@ -25,6 +27,8 @@ EXTRAS["test"] = [
     "pytest>=8",
     "pytest-randomly>=3.15",
     "pytest-xdist>=3.5",
+    # drives the Chromium of the system, which the tests of reports open
+    "playwright>=1.45",
     "ruff>=0.9",
     "setuptools>=70.1",
     "tensorboard>=2.14",
@@ -61,7 +65,11 @@ setup(
     package_dir={"amp_patch.csrc": "csrc"},
     package_data={
         # what a child process of Python runs first lies in a folder that is no package
-        "amp_patch": ["py.typed", "apex/startup/sitecustomize.py"],
+        "amp_patch": [
+            "py.typed",
+            "apex/startup/sitecustomize.py",
+            "tools/sweep/report.template.html",
+        ],
         "amp_patch.csrc": ["*.cu", "*.cuh"],
     },
     classifiers=[

@@ -1,6 +1,5 @@
 """The examples, run as a user runs them, and what they reach at each level against float32."""
 
-import dataclasses
 import functools
 import importlib
 import math
@@ -8,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from torch import Tensor, nn
 
 from amp_patch import amp as amp_api
 
@@ -30,6 +31,8 @@ TRAINABLE = [
     # Adam gives NaN in pure float16
     *(("language_model", level) for level in LEVELS if level != "O3"),
 ]
+#: The layer whose weights and activations are looked at.
+LAYERS = {"digits": "conv1", "language_model": "blocks.0.qkv"}
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 # of a layer's weight and of what the layer returns
 DTYPES = {
@@ -59,14 +62,54 @@ def example(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+@dataclass(frozen=True)
+class Row:
+    """What an example was seen to do at one level."""
+
+    first_loss: float
+    final_loss: float
+    accuracy: float
+    weights: torch.dtype
+    activations: torch.dtype
+    stepped: torch.dtype
+    loss_scale: float
+
+
+def some_inputs(name: str) -> Tensor:
+    if name == "digits":
+        return example(name).load_images("cpu")[0][:8]
+    return example(name).load_text("cpu")[None, : example(name).CONTEXT]
+
+
+def activation_dtype(model: nn.Module, layer: str, inputs: Tensor) -> torch.dtype:
+    """Return the dtype in which the submodule ``layer`` returns its output."""
+    seen: list[torch.dtype] = []
+    hook = model.get_submodule(layer).register_forward_hook(
+        lambda module, args, output: seen.append(output.dtype)
+    )
+    with torch.no_grad():
+        model(inputs)
+    hook.remove()
+    return seen[0]
+
+
 @functools.cache
-def measured(task: str, level: str) -> Any:
-    """Train a task of the sweep, once for all tests of a process, and return its row."""
-    sweep = example("sweep")
-    chosen = sweep.TASKS[task]
-    if task == "language_model":  # a quarter of its steps is enough to halve the loss
-        chosen = dataclasses.replace(chosen, train=functools.partial(chosen.train, steps=200))
-    return sweep.measure(chosen, level, 0, "cpu", lambda share_done: None)
+def measured(name: str, level: str) -> Row:
+    """Train an example, once for all tests of a process, and look at what it left."""
+    # of the language model a quarter of its steps is enough to halve the loss
+    options = {"steps": 200} if name == "language_model" else {}
+    result = example(name).train(level, **options)
+    row = Row(
+        result.first_loss,
+        result.final_loss,
+        result.accuracy,
+        weights=result.model.get_submodule(LAYERS[name]).weight.dtype,
+        activations=activation_dtype(result.model, LAYERS[name], some_inputs(name)),
+        stepped=next(amp_api.master_params(result.optimizer)).dtype,
+        loss_scale=amp_api.loss_scale(),
+    )
+    amp_api.deactivate()
+    return row
 
 
 @functools.cache
@@ -122,7 +165,7 @@ def test_the_language_model_in_full_reaches_its_float32_loss(level: str) -> None
 
 
 @pytest.mark.parametrize("task", ["digits", "language_model"])
-class TestTasksOfTheSweep:
+class TestExamplesAgainstFloat32:
     def test_the_float32_loss_at_least_halves(self, task: str) -> None:
         row = measured(task, "O0")
         assert 0 < row.final_loss <= row.first_loss / 2
@@ -184,7 +227,7 @@ def test_gan_brings_its_mean_image_to_half_the_distance(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_both_models_of_the_gan_have_the_dtypes_of_the_level(level: str) -> None:
-    gan, activation_dtype = example("gan"), example("sweep").activation_dtype
+    gan = example("gan")
     result = gan.train(level, epochs=1)
     models = {
         result.generator: torch.randn(4, gan.LATENT),
@@ -212,40 +255,5 @@ def test_accumulation_reaches_its_float32_loss_within_5_percent(level: str) -> N
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_accumulation_model_has_the_dtypes_of_the_level(level: str) -> None:
     model = example("accumulation").train(level, epochs=1).model
-    activation = example("sweep").activation_dtype(model, "hidden", torch.randn(4, 1, 8, 8))
+    activation = activation_dtype(model, "hidden", torch.randn(4, 1, 8, 8))
     assert (model.hidden.weight.dtype, activation) == DTYPES[level]
-
-
-def test_the_sweep_prints_a_progress_bar_and_a_row_for_each_level() -> None:
-    printed = run_script("sweep.py")
-    assert re.search(r"done .+ 100%", printed)
-    for level, (weights, activations) in DTYPES.items():
-        short = example("sweep").SHORT
-        number = r"\s+[-+]?\d+\.\d\d\d?\d?"
-        row = rf"^ {level}{number * 4}\s+{short[weights]}\s+{short[activations]}\s+fp\d\d\s+\d+"
-        assert re.search(row, printed, flags=re.MULTILINE)
-
-
-def test_the_sweep_writes_its_tables_between_the_marks_of_the_readme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep = example("sweep")
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    monkeypatch.setattr(sweep, "README", readme)
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--levels", "O0", "O4", "--write-readme"])
-    sweep.main()
-    before, rows, after = re.split("<!-- results:(?:begin|end) -->", readme.read_text())
-    assert (before, after) == ("before\n", "\nafter\n")
-    assert "old" not in rows
-    assert re.findall(r"^\| (O\d) \|", rows, flags=re.MULTILINE) == ["O0", "O4"]
-
-
-def test_the_sweep_tells_what_a_readme_without_marks_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here\n")
-    monkeypatch.setattr(example("sweep"), "README", readme)
-    with pytest.raises(SystemExit, match=r"README\.md must hold the lines <!-- results:begin -->"):
-        example("sweep").write_readme("table")

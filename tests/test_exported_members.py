@@ -80,9 +80,9 @@ def test_all_is_sorted_and_complete(name: str) -> None:
     assert all(hasattr(module, exported) for exported in module.__all__)
 
 
-def test_the_package_exports_its_version_only() -> None:
-    assert amp_patch.__all__ == ["__version__"]
-    assert public_names(PACKAGE / "__init__.py") == set()
+def test_the_package_exports_its_version_and_the_sweep_only() -> None:
+    assert amp_patch.__all__ == ["__version__", "sweep"]
+    assert public_names(PACKAGE / "__init__.py") == {"sweep"}
 
 
 def test_amp_exports_the_documented_calls() -> None:

@@ -107,7 +107,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     inside = {name for name in names if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("amp_patch/**/*.py")}
     sources = {f"amp_patch/csrc/{name}" for name in SOURCES}
-    assert inside == modules | sources | {"amp_patch/py.typed"}
+    data = {"amp_patch/py.typed", "amp_patch/tools/sweep/report.template.html"}
+    assert inside == modules | sources | data
 
 
 def metadata(wheel: Path) -> str:
@@ -123,7 +124,7 @@ def test_the_metadata_states_version_requirements_and_extras(wheel: Path) -> Non
     required = set(re.findall(r"^Requires-Dist: ([^;\n]+)$", text, re.MULTILINE))
     assert required == {"click>=8.1", "torch>=2.6", "wrapt>=1.16"}
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE))
-    assert extras == {"cuda12", "cuda13", "examples", "test"}
+    assert extras == {"cuda12", "cuda13", "examples", "sweep", "test"}
 
 
 @pytest.mark.parametrize("major", [12, 13])

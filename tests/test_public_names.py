@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+import amp_patch
+
 LIST = Path(__file__).with_name("public_names.txt")
 MODULES = ("amp_patch.amp", "amp_patch.apex", "amp_patch.cuda_graph", "amp_patch.optimizers")
 
@@ -52,7 +54,7 @@ def options(command: click.Command, prefix: str) -> Iterator[str]:
 
 def all_public() -> list[str]:
     (entry,) = importlib.metadata.entry_points(group="console_scripts", name="amp-patch")
-    lines = ["amp_patch.__version__"]
+    lines = ["amp_patch.__version__", *signatures(amp_patch, "amp_patch", ["sweep"])]
     for module in MODULES:
         lines += signatures(importlib.import_module(module), module, public_names_of(module))
     return [*lines, *options(entry.load(), "amp-patch")]

@@ -89,7 +89,7 @@ def test_ci_runs_the_very_test_command_of_the_readme() -> None:
 
 def test_every_script_that_is_named_exists() -> None:
     named = set(re.findall(r"\b(?:examples|tests|csrc)/[\w/.]+\.\w+", text()))
-    assert "examples/sweep.py" in named
+    assert "examples/digits.py" in named
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 

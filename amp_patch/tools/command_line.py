@@ -17,6 +17,7 @@ from amp_patch import __version__
 #: name -> the module that has it, and the line that ``amp-patch --help`` shows
 COMMANDS = {
     "run": ("run", "Run a script that imports apex, with apex in place."),
+    "sweep": ("sweep.command", "Run a training script at several levels, and compare."),
     "doctor": ("doctor", "Say whether mixed precision works here, and is fast."),
     "check": ("check", "Name mistakes in training scripts without running them."),
     "compare": ("compare.command", "Compare levels with fp32, output by output."),

@@ -105,6 +105,12 @@ class ScriptRun:
             self.wait(GRACE)
         self.close()
 
+    def kill(self) -> None:
+        """End the script and all that it has started, without asking."""
+        self._send(signal.SIGKILL)
+        self._process.wait()
+        self.close()
+
     def close(self) -> None:
         """The run is over; its log is complete."""
         self._log.close()

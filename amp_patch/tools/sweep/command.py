@@ -1,0 +1,141 @@
+"""``amp-patch sweep -- script.py``: one training at several levels, compared."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from amp_patch.tools.errors import BadArguments
+from amp_patch.tools.launch import python_command
+from amp_patch.tools.options import known_levels
+
+from .settings import LEVELS, Settings
+
+#: What the extra brings, and how each is imported.
+NEEDED = ("rich", "matplotlib", "plotly")
+
+
+def _tolerance(context: click.Context, param: click.Parameter, value: str) -> float:
+    """Read a share, 0.05 or 5%."""
+    try:
+        number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise click.BadParameter(f"{value!r} is neither a share like 0.05 nor one like 5%.")
+    return number
+
+
+def _levels(context: click.Context, param: click.Parameter, value: str) -> list[str]:
+    """Check the names of levels; those that stand here need no check, which takes torch."""
+    return list(LEVELS) if value == param.default else known_levels(context, param, value)
+
+
+# What follows the script is the script's, options of the same names included.
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--levels",
+    default=",".join(LEVELS),
+    show_default=True,
+    metavar="O0,O1,...",
+    callback=_levels,
+    help="Levels to train at, in this order.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="End each run after N steps. Default: when the script ends.",
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="R",
+    help="Rounds over all levels, one after the other; the spread is over rounds.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=True),
+    metavar="DIR",
+    help="Folder for all files; must not hold a sweep. Default: amp-sweep, amp-sweep-2 ...",
+)
+@click.option(
+    "--tolerance",
+    default="5%",
+    show_default=True,
+    callback=_tolerance,
+    metavar="SHARE",
+    help="How far the final loss may be from that of O0.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Stop a run that takes longer.",
+)
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Go on with the sweep in DIR: make the runs that have not finished.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the first round; each further round has the next.",
+)
+@click.argument("command_words", metavar="-- SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(context: click.Context, /, **given: Any) -> None:
+    """Run a training script at several levels, and compare speed, memory and loss.
+
+    The script needs no change, whether it uses amp_patch or apex: the level that it asks for is
+    overridden. What stands after -- is a script with its arguments, `-m module`, or a program that
+    starts Python, such as torchrun.
+
+    \b
+    amp-patch sweep --out results -- train.py --epochs 1
+    amp-patch sweep --levels O0,O1,O4 --steps 200 --repeat 3 -- -m project.train
+    amp-patch sweep --resume results
+    """
+    refuse_without_extra()
+    words, resume, out = list(given["command_words"]), given["resume"], given["out"]
+    options = {
+        name: given[name]
+        for name in ("levels", "steps", "repeat", "tolerance", "timeout", "seed")
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    sweep = importlib.import_module("amp_patch.tools.sweep.sweep")
+    if resume is not None:
+        if out is not None:
+            raise BadArguments("--resume writes to its own folder; got --out too; leave that out")
+        if words:
+            options["command"] = words
+        prepared = sweep.resumed(resume, options, python_command)
+    else:
+        start = python_command(words)
+        prepared = sweep.begun(out, Settings(command=words, **options), start)
+    context.exit(prepared.run().exit_code)
+
+
+def refuse_without_extra() -> None:
+    """Say what to install where one of the packages is missing.
+
+    Raises:
+        BadArguments: one is.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadArguments(
+            f"amp-patch sweep needs {' and '.join(missing)}; call pip install 'amp_patch[sweep]'"
+        )

@@ -1,0 +1,195 @@
+"""The plots of the report, which can be zoomed and read off, by plotly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plotly import graph_objects
+
+from . import series, wording
+from .comparison import Comparison, Row, Spread
+from .outcomes import Run
+from .verdicts import REFERENCE
+
+_FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 14}
+
+
+def figures(
+    comparison: Comparison, runs: Sequence[Run], tolerance: float
+) -> dict[str, tuple[str, Any]]:
+    """Return name -> title and figure, in the order in which they are shown."""
+    shown = series.shown_runs(runs)
+    with_loss = [run for run in shown if run.losses]
+    found = {"loss": ("Loss: running mean; single steps are faint", _loss(with_loss))}
+    if len(with_loss) > 1 and any(run.level == REFERENCE for run in with_loss):
+        title = f"Difference of the loss from {REFERENCE}; the band is the tolerance"
+        found["difference"] = title, _difference(with_loss, tolerance)
+    found["speed"] = "Speed: median and spread, steps per second", _speed(comparison)
+    found["memory"] = f"Peak memory: {_memory_of(comparison)}", _memory(comparison)
+    found["loss_scale"] = "Loss scale; triangles are skipped steps", _scale(shown)
+    return found
+
+
+def _loss(runs: Sequence[Run]) -> Any:
+    figure = _figure("step", "loss")
+    for run in runs:
+        raw = series.losses(run)
+        mean, raw = series.thinned(series.smoothed(raw)), series.thinned(raw)
+        figure.add_scatter(
+            x=raw.steps,
+            y=raw.values,
+            mode="lines",
+            line={"color": wording.COLORS[run.level], "width": 1},
+            opacity=0.2,
+            legendgroup=run.level,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        figure.add_scatter(x=mean.steps, y=mean.values, **_line(run.level))
+    is_log = series.falls_far([series.smoothed(series.losses(run)) for run in runs])
+    figure.update_yaxes(type="log" if is_log else "linear", dtick="D2" if is_log else None)
+    figure.update_layout(updatemenus=[_log_switch(is_log)])
+    return figure
+
+
+def _difference(runs: Sequence[Run], tolerance: float) -> Any:
+    figure = _figure("step", f"vs {REFERENCE}")
+    means = {run.level: series.smoothed(series.losses(run)) for run in runs}
+    figure.add_hrect(y0=-tolerance, y1=tolerance, fillcolor="#eeeeee", line_width=0, layer="below")
+    for level, curve in means.items():
+        away = series.thinned(series.difference(curve, means[REFERENCE]))
+        figure.add_scatter(x=away.steps, y=away.values, **_line(level))
+    figure.update_yaxes(tickformat="+.1%")
+    return figure
+
+
+def _speed(comparison: Comparison) -> Any:
+    bars: list[tuple[Row, Spread | None, str]] = []
+    for row in comparison.rows:
+        seconds = row.seconds
+        if seconds is None or seconds.low <= 0:
+            bars.append((row, None, row.verdict.short))
+            continue
+        rates = Spread(1 / seconds.high, 1 / seconds.middle, 1 / seconds.low)
+        factor = row.speed_up
+        bars.append((row, rates, wording.times(factor.middle) if factor else ""))
+    return _bars("steps per second", bars)
+
+
+def _memory(comparison: Comparison) -> Any:
+    unit, name = wording.unit_of(max((row.memory or 1 for row in comparison.rows), default=1))
+    bars: list[tuple[Row, Spread | None, str]] = []
+    for row in comparison.rows:
+        if row.memory is None:
+            bars.append((row, None, row.verdict.short))
+            continue
+        text = wording.size(row.memory)
+        text += f", {wording.times(row.memory_ratio)}" if row.memory_ratio else ""
+        bars.append((row, Spread(*[row.memory / unit] * 3), text))
+    return _bars(name, bars)
+
+
+def _bars(title: str, bars: Sequence[tuple[Row, Spread | None, str]]) -> Any:
+    """Draw a horizontal bar a level, from the top down, and its text beyond its spread."""
+    figure = _figure(title, None)
+    most = max((value.high for _, value, _ in bars if value), default=1.0)
+    for row, value, text in reversed(bars):
+        value = value or Spread(0.0, 0.0, 0.0)
+        spread = {
+            "type": "data",
+            "symmetric": False,
+            "array": [value.high - value.middle],
+            "arrayminus": [value.middle - value.low],
+            "color": "#555555",
+            "visible": value.high > value.low,
+        }
+        color = {"color": wording.COLORS[row.level]}
+        figure.add_bar(
+            x=[value.middle],
+            y=[row.level],
+            error_x=spread,
+            marker=color,
+            orientation="h",
+            name=row.level,
+        )
+        figure.add_annotation(
+            x=value.high, y=row.level, text=text, xanchor="left", xshift=6, showarrow=False
+        )
+    figure.update_xaxes(range=[0, 1.5 * most])
+    return figure
+
+
+def _scale(runs: Sequence[Run]) -> Any:
+    figure = _figure("step", "loss scale")
+    for run in runs:
+        curve = series.thinned(series.scales(run))
+        line = _line(run.level)
+        line["line"] = {**line["line"], "shape": "hv"}
+        figure.add_scatter(x=curve.steps, y=curve.values, **line)
+    for run in runs:  # above all lines
+        skips = series.skips(run)
+        figure.add_scatter(
+            x=skips.steps,
+            y=skips.values,
+            mode="markers",
+            marker={"symbol": "triangle-down", "size": 11, "color": wording.COLORS[run.level]},
+            name=f"{run.level}, skipped",
+            legendgroup=run.level,
+            showlegend=False,
+        )
+    powers = series.powers_of_two([series.scales(run) for run in runs])
+    figure.update_yaxes(
+        type="log",
+        tickvals=[2.0**power for power in powers],
+        ticktext=[f"2<sup>{power}</sup>" for power in powers],
+    )
+    return figure
+
+
+def _figure(x: str, y: str | None) -> Any:
+    figure = graph_objects.Figure()
+    figure.update_layout(
+        template="plotly_white",
+        font=_FONT,
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        xaxis={"title": x, "automargin": True},
+        yaxis={"title": y, "automargin": True},
+        height=380,
+        bargap=0.3,
+        showlegend=y is not None,
+    )
+    return figure
+
+
+def _line(level: str) -> dict[str, Any]:
+    dash = ",".join(f"{2 * length}px" for length in wording.DASHES[level]) or "solid"
+    return {
+        "mode": "lines",
+        "name": level,
+        "legendgroup": level,
+        "line": {"color": wording.COLORS[level], "dash": dash, "width": 2.5},
+    }
+
+
+def _log_switch(is_log: bool) -> dict[str, Any]:
+    """Return buttons for the axis of the loss."""
+    buttons = [
+        {"label": name, "method": "relayout", "args": [{"yaxis.type": kind, "yaxis.dtick": tick}]}
+        for name, kind, tick in (("linear", "linear", None), ("logarithmic", "log", "D2"))
+    ]
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "buttons": buttons,
+        "x": 1,
+        "xanchor": "right",
+        "y": -0.12,
+        "yanchor": "top",
+        "active": int(is_log),
+    }
+
+
+def _memory_of(comparison: Comparison) -> str:
+    return "the CUDA allocator" if comparison.on_cuda else "living tensors in a step"

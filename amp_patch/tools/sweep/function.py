@@ -1,0 +1,131 @@
+"""A training function in place of a script: `amp_patch.sweep`, and the process that calls it.
+
+``python -m amp_patch.tools.sweep.function FILE`` is that process. Knows how a function gets there;
+the rest is the sweep's, as of the command.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from amp_patch.tools.errors import BadArguments
+from amp_patch.tools.launch import TOOL
+
+from . import sweep
+from .settings import LEVELS, Settings
+from .sweep import Result
+
+_FILE = "function.pickle"
+
+
+def run(
+    train_fn: Callable[..., Any],
+    *,
+    levels: Sequence[str] = LEVELS,
+    out: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Result:
+    """See `amp_patch.sweep`."""
+    if TOOL in os.environ:
+        raise RuntimeError(
+            "amp_patch.sweep() was called by the training that it sweeps; call it outside of "
+            f"{_name_of(train_fn)}(), and in its module under if __name__ == '__main__'."
+        )
+    takes_level = _takes_level(train_fn)
+    given = {"levels": _checked_levels(levels), "command": [_name_of(train_fn)], **options}
+    _refuse_numbers(**options)
+    try:
+        if resume is None:
+            prepared = sweep.begun(None if out is None else Path(out), Settings(**given), [])
+        elif out is None:
+            prepared = sweep.resumed(Path(resume), given, lambda words: [])
+        else:
+            raise BadArguments("resume writes to its own folder; got out too; leave that out")
+    except BadArguments as error:
+        raise ValueError(error.message) from error
+    file = prepared.folder.resolve() / _FILE
+    content = {"path": sys.path, "function": cloudpickle.dumps((train_fn, takes_level))}
+    file.write_bytes(pickle.dumps(content))
+    prepared.command = [sys.executable, "-m", __name__, str(file)]
+    try:
+        result = prepared.run()
+    finally:
+        file.unlink()
+    if result.interrupted:
+        raise KeyboardInterrupt
+    return result
+
+
+def call(file: str) -> None:
+    """Call the function that `run` wrote to a file, with the level where it takes that."""
+    content = pickle.loads(Path(file).read_bytes())
+    sys.path[:] = content["path"]
+    train_fn, takes_level = pickle.loads(content["function"])
+    train_fn(*[os.environ["AMP_PATCH_OPT_LEVEL"]] * takes_level)
+
+
+def _takes_level(train_fn: Callable[..., Any]) -> bool:
+    """Return whether a function has to be called with one argument, and is not without.
+
+    Raises:
+        TypeError: it is no function, or needs more.
+    """
+    if not callable(train_fn):
+        raise TypeError(
+            f"train_fn must be a function that trains; got {type(train_fn).__name__}; call "
+            "amp_patch.sweep(train), without parentheses after train."
+        )
+    signature = inspect.signature(train_fn)
+    for arguments in ((), ("O1",)):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return bool(arguments)
+    raise TypeError(
+        f"train_fn must take no argument, or the level alone; got {_name_of(train_fn)}{signature}; "
+        "call amp_patch.sweep(functools.partial(train, ...))."
+    )
+
+
+def _checked_levels(levels: Sequence[str]) -> list[str]:
+    names = list(levels.split(",") if isinstance(levels, str) else levels)
+    if not names or any(name not in LEVELS for name in names):
+        raise ValueError(
+            f"levels must be some of {', '.join(LEVELS)}; got {names}; call "
+            "amp_patch.sweep(train, levels=['O0', 'O1'])."
+        )
+    return list(dict.fromkeys(names))
+
+
+def _refuse_numbers(**options: Any) -> None:
+    """Check the numbers as the command line checks its own.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    for name, least in (("steps", 1), ("repeat", 1), ("tolerance", 0), ("timeout", 0)):
+        value = options.get(name)
+        if value is not None and not value >= least:
+            raise ValueError(
+                f"{name} must be at least {least}; got {value!r}; call "
+                f"amp_patch.sweep(train, {name}={least or 1})."
+            )
+
+
+def _name_of(train_fn: Any) -> str:
+    function = getattr(train_fn, "func", train_fn)  # of functools.partial
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+if __name__ == "__main__":
+    call(sys.argv[1])

@@ -1,0 +1,166 @@
+"""What is shown while a sweep runs: a table that changes, or a few lines where none can."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from . import wording
+from .outcomes import FINISHED, Run
+from .settings import Settings
+from .steps import Recording, Step
+
+#: Seconds between two lines of one run, where there is no terminal.
+SELDOM = 30.0
+#: How many of the last steps the speed is shown of.
+RECENT = 50
+
+
+def view_for(console: Console, settings: Settings) -> Lines | LiveTable:
+    """Return what suits the console."""
+    return LiveTable(console, settings) if console.is_terminal else Lines(console, settings)
+
+
+class Lines:
+    """A line when a run begins, one when it ends, and one now and then between."""
+
+    def __init__(self, console: Console, settings: Settings) -> None:
+        self._console, self._count, self._number = console, len(settings.runs), 0
+        self._spoken = 0.0
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def began(self, run: Run) -> None:
+        """See `runs.View`."""
+        self._number += 1
+        self._spoken = time.monotonic()
+        self._say(f"[{self._number}/{self._count}] {named(run)} begins")
+
+    def goes_on(self, run: Run, recording: Recording | None) -> None:
+        """See `runs.View`."""
+        if recording is not None and time.monotonic() - self._spoken > SELDOM:
+            self._spoken = time.monotonic()
+            self._say(f"  {named(run)}: {progress(recording.steps)}")
+
+    def ended(self, run: Run) -> None:
+        """See `runs.View`."""
+        words = progress(run.steps)
+        if run.outcome.kind != FINISHED:
+            words = f"{run.outcome.kind}: {run.outcome.reason or words}"
+        self._say(f"  {named(run)}: {words}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False)
+
+
+class LiveTable:
+    """A row for each level that changes while it runs."""
+
+    def __init__(self, console: Console, settings: Settings) -> None:
+        self._settings = settings
+        self._states = dict.fromkeys(settings.levels, "waits")
+        self._steps: dict[str, Sequence[Step]] = {level: [] for level in settings.levels}
+        self._live = Live(self._table(), console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveTable:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, traceback)
+
+    def began(self, run: Run) -> None:
+        """See `runs.View`."""
+        self._show(run, "starts", [])
+
+    def goes_on(self, run: Run, recording: Recording | None) -> None:
+        """See `runs.View`."""
+        if recording is not None:
+            self._show(run, "runs", recording.steps)
+
+    def ended(self, run: Run) -> None:
+        """See `runs.View`."""
+        self._show(run, run.outcome.kind, run.steps)
+
+    def _show(self, run: Run, state: str, steps: Sequence[Step]) -> None:
+        rounds = self._settings.repeat
+        self._states[run.level] = f"{state} {run.round}/{rounds}" if rounds > 1 else state
+        self._steps[run.level] = steps
+        self._live.update(self._table())
+
+    def _table(self) -> Table:
+        table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        table.add_column("level", no_wrap=True)
+        table.add_column("state", no_wrap=True)
+        for name in ("step", "loss", "steps/s", "scale", "skipped"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for level, state in self._states.items():
+            table.add_row(level, _coloured(state), *self._figures(self._steps[level]))
+        return table
+
+    def _figures(self, steps: Sequence[Step]) -> list[str]:
+        most = self._settings.steps
+        if not steps:
+            return ["", "", "", "", ""]
+        return [
+            f"{len(steps)}/{most}" if most else str(len(steps)),
+            wording.loss(running_loss(steps)),
+            wording.rate(recent_seconds(steps)),
+            wording.scale(steps[-1].scale),
+            str(sum(step.skipped for step in steps)),
+        ]
+
+
+def named(run: Run) -> str:
+    """Return a run's level, and its round after the first."""
+    return run.level if run.round == 1 else f"{run.level}, round {run.round}"
+
+
+def progress(steps: Sequence[Step]) -> str:
+    """Say how far a run has come."""
+    if not steps:
+        return "no step yet"
+    skipped = sum(step.skipped for step in steps)
+    parts = [
+        f"{len(steps)} steps",
+        f"loss {wording.loss(running_loss(steps))}",
+        f"{wording.rate(recent_seconds(steps))} steps/s",
+        f"scale {wording.scale(steps[-1].scale)}",
+        f"{skipped} skipped",
+    ]
+    return ", ".join(parts)
+
+
+def running_loss(steps: Sequence[Step]) -> float | None:
+    """Return the mean loss of the last steps; None where none had a loss."""
+    losses = [step.loss for step in steps[-RECENT:] if step.loss is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+def recent_seconds(steps: Sequence[Step]) -> float | None:
+    """Return the mean time of the last steps, the first of all left out."""
+    times = [step.seconds for step in steps[1:][-RECENT:] if not step.counted]
+    return sum(times) / len(times) if times else None
+
+
+def _coloured(state: str) -> Text:
+    word = state.split()[0]
+    styles = {"waits": "dim", "starts": "bold", "runs": "bold", FINISHED: "green"}
+    return Text(state, style=styles.get(word, "red"))

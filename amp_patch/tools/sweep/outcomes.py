@@ -1,0 +1,129 @@
+"""How a run ended, and its reason in words; knows exit codes and logs, no losses."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .steps import Recording, Step, final_window
+
+FINISHED, CRASHED = "finished", "crashed"
+TIMED_OUT, INTERRUPTED = "timed out", "interrupted"
+NOT_RUN, NO_STEPS = "not run", "no steps"
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+# Launchers put the rank in front: "[rank0]: ValueError: ..."
+_ERROR = re.compile(r"^(?:\[[^\]]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
+_OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+_MOST = 200
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        kind: one of this module's words.
+        reason: empty where the kind says all.
+    """
+
+    kind: str
+    reason: str = ""
+
+
+def outcome_of(code: int | None, log: Path, recording: Recording | None) -> Outcome:
+    """Return how a run ended that nobody stopped.
+
+    Args:
+        code: the exit code; None where it was stopped because its steps were made.
+        log: what the script printed.
+        recording: of the first rank; None where the script never imported amp.
+    """
+    done = recording is not None and recording.done
+    if code not in (0, None) and not done:
+        return Outcome(CRASHED, crash_reason(code or 0, log))
+    if recording is None:
+        return Outcome(NO_STEPS, "the script imported neither amp_patch nor apex")
+    if not recording.steps:
+        return Outcome(NO_STEPS, _WITHOUT_STEPS[recording.initialized])
+    return Outcome(FINISHED)
+
+
+_WITHOUT_STEPS = {
+    "no": "the script never called amp.initialize",
+    "disabled": "the script called amp.initialize(enabled=False)",
+    "yes": "no optimizer that the script gave to amp.initialize was stepped",
+}
+
+
+def crash_reason(code: int, log: Path) -> str:
+    """Return the error that a script ended with, in one line."""
+    lines = [plain(line) for line in log.read_text("utf-8", "replace").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+    own = [error for error in errors if not any(name in error for name in _OF_LAUNCHERS)]
+    if code < 0:
+        return f"ended by {_signal(-code)}"
+    if own:
+        return shortened(own[-1])
+    return shortened(lines[-1]) if lines else f"exit code {code}, and nothing was printed"
+
+
+def plain(line: str) -> str:
+    """Return a line without colours, and without what is no character."""
+    text = _ESCAPES.sub("", line)
+    return "".join(one for one in text if one.isprintable() and one != "\ufffd").strip()
+
+
+def shortened(line: str) -> str:
+    """Return the start of a line that is too long to show."""
+    return line if len(line) <= _MOST else line[: _MOST - 3] + "..."
+
+
+def _signal(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (out of memory?)" if name == "SIGKILL" else name
+
+
+@dataclass
+class Run:
+    """One run of the script, ended or not begun.
+
+    Attributes:
+        level, round: which; rounds are counted from 1.
+        outcome: how it ended.
+        seconds: how long the process lived.
+        steps: of the first rank.
+        about: what the process ran in, see `recorder.about`.
+        unlike_skips: the steps, from 1, that some ranks skipped and others made.
+    """
+
+    level: str
+    round: int
+    outcome: Outcome = field(default_factory=lambda: Outcome(NOT_RUN))
+    seconds: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+    unlike_skips: list[int] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the script made its steps and ended by itself."""
+        return self.outcome.kind == FINISHED
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the steps that had one."""
+        return [step.loss for step in self.steps if step.loss is not None]
+
+    @property
+    def final_loss(self) -> float | None:
+        """The mean loss of the last tenth of the steps, one at least; None without a loss."""
+        last = final_window(self.losses) if self.losses else []
+        return sum(last) / len(last) if last else None

@@ -1,0 +1,66 @@
+"""What is to be swept and how: the options of one sweep, as they are kept in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from amp_patch.tools.errors import BadArguments
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a sweep.
+
+    Attributes:
+        command: the words after ``--``, or the name of a function.
+        levels: in the order in which they run.
+        steps: of each run; None: until the script ends by itself.
+        repeat: rounds over all levels.
+        tolerance: how far the final loss may be from that of O0, as a share of it.
+        timeout: seconds that a run may take; None: any.
+        seed: of the first round; each further round has the next.
+    """
+
+    command: Sequence[str]
+    levels: Sequence[str] = LEVELS
+    steps: int | None = None
+    repeat: int = 1
+    tolerance: float = 0.05
+    timeout: float | None = None
+    seed: int = 0
+
+    @property
+    def runs(self) -> list[tuple[int, str]]:
+        """Round, from 1, and level of each run, in order: all levels, then all of them again."""
+        return [(round_, level) for round_ in range(1, self.repeat + 1) for level in self.levels]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {**asdict(self), "command": list(self.command), "levels": list(self.levels)}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Settings:
+        """Return what `as_json` gave."""
+        return cls(**found)
+
+    def resumed(self, given: Mapping[str, Any]) -> Settings:
+        """Return these settings with what was given for the rest of the sweep.
+
+        Raises:
+            BadArguments: the runs that are done would not be comparable with those to come.
+        """
+        for name in ("command", "steps", "seed"):
+            if name in given and given[name] != getattr(self, name):
+                raise BadArguments(
+                    f"a sweep that goes on must keep its {name}, {_shown(getattr(self, name))}; "
+                    f"got {_shown(given[name])}; leave it out, or begin another with --out"
+                )
+        return replace(self, **given)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,166 @@
+"""One sweep from its options to its files: runs them, compares, prints and writes."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from amp_patch.tools.errors import BadArguments
+from amp_patch.tools.options import writable_folder
+
+from . import files, live, tables
+from .comparison import Comparison, compared
+from .outcomes import Run
+from .recommendation import Recommendation, recommend
+from .runs import Runner
+from .settings import Settings
+
+
+@dataclass
+class Sweep:
+    """A sweep that is ready to run.
+
+    Attributes:
+        settings: its options.
+        folder: where all files go.
+        command: what starts Python with the script.
+        started: when it first began, as ISO 8601 has it.
+        kept: finished runs that need not be made again.
+    """
+
+    settings: Settings
+    folder: Path
+    command: Sequence[str]
+    started: str = field(default_factory=lambda: _now())
+    kept: Sequence[Run] = ()
+
+    def run(self, console: Console | None = None) -> Result:
+        """Make the runs, write the files, and print the comparison.
+
+        Args:
+            console: where to print; the standard output if None.
+        """
+        console = console or Console()
+        self._save([Run(level, number) for number, level in self.settings.runs])
+        with live.view_for(console, self.settings) as view:
+            runner = Runner(self.settings, self.command, self.folder, view, self._save)
+            runs = runner.run(self.kept)
+        comparison, recommendation = self._save(runs)
+        files.write_levels(self.folder, comparison)
+        markdown = tables.as_markdown(comparison)
+        (self.folder / "levels.md").write_text(markdown, encoding="utf-8")
+        files.write_steps(self.folder, runs, comparison.warm_up)
+        self._draw(comparison, recommendation, runs)
+        tables.show(console, comparison, recommendation)
+        console.print(f"Report: {self.folder / 'report.html'}", soft_wrap=True, highlight=False)
+        if runner.interrupted:
+            resume = f"amp-patch sweep --resume {self.folder}"
+            console.print(f"Interrupted. To go on: {resume}", soft_wrap=True, highlight=False)
+        return Result(comparison, recommendation, self.folder, runs, runner.interrupted)
+
+    def _save(self, runs: Sequence[Run]) -> tuple[Comparison, Recommendation]:
+        comparison = compared(runs, self.settings.tolerance)
+        recommendation = recommend(comparison)
+        files.save(self.folder, self.settings, self.started, runs, comparison, recommendation)
+        return comparison, recommendation
+
+    def _draw(
+        self, comparison: Comparison, recommendation: Recommendation, runs: Sequence[Run]
+    ) -> None:
+        # Imported late: the libraries that draw take a second, and no run needs them.
+        report = importlib.import_module("amp_patch.tools.sweep.report")
+        report.write(self.folder, self.settings, self.started, comparison, recommendation, runs)
+        _plots().write(self.folder, comparison, runs, self.settings.tolerance)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a sweep found.
+
+    Attributes:
+        comparison: the figures and verdict of each level.
+        recommendation: which level to train at.
+        folder: where the files are.
+        runs: each run, with its steps.
+        interrupted: whether Ctrl-C or a signal ended it.
+    """
+
+    comparison: Comparison
+    recommendation: Recommendation
+    folder: Path
+    runs: Sequence[Run]
+    interrupted: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0; 1 where no run came to its end; 130 after an interruption."""
+        if self.interrupted:
+            return 130
+        return 0 if any(run.is_finished for run in self.runs) else 1
+
+
+def begun(out: Path | None, settings: Settings, command: Sequence[str]) -> Sweep:
+    """Return a new sweep.
+
+    Raises:
+        BadArguments: ``out`` cannot be written to, or holds a sweep.
+    """
+    folder = writable_folder(_free_folder() if out is None else out)
+    if (folder / files.NAME).exists():
+        raise BadArguments(
+            f"--out must not hold a sweep; got {folder}, which does; go on with it by --resume "
+            f"{folder}, or name another folder"
+        )
+    return Sweep(settings, folder, command)
+
+
+def resumed(
+    folder: Path, options: Mapping[str, Any], command_of: Callable[[Sequence[str]], list[str]]
+) -> Sweep:
+    """Return a sweep that goes on.
+
+    Args:
+        folder: of the sweep.
+        options: of `Settings`, which take the place of its own.
+        command_of: returns what starts Python, from the words after ``--``.
+
+    Raises:
+        BadArguments: ``folder`` holds no sweep, or one that cannot go on so.
+    """
+    settings, started, runs = files.load(folder)
+    settings = settings.resumed(options)
+    wanted = set(settings.runs)
+    kept = [run for run in runs if (run.round, run.level) in wanted]
+    command = command_of(settings.command)
+    return Sweep(settings, writable_folder(folder), command, started, kept)
+
+
+def _free_folder() -> Path:
+    names = itertools.chain(["amp-sweep"], (f"amp-sweep-{n}" for n in itertools.count(2)))
+    return next(Path(name) for name in names if not Path(name).exists())
+
+
+def _plots() -> Any:
+    """Import what draws, without the folders that matplotlib makes in the home directory."""
+    if "matplotlib" in sys.modules or "MPLCONFIGDIR" in os.environ:
+        return importlib.import_module("amp_patch.tools.sweep.plots")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MPLCONFIGDIR"] = folder
+        try:
+            return importlib.import_module("amp_patch.tools.sweep.plots")
+        finally:
+            del os.environ["MPLCONFIGDIR"]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

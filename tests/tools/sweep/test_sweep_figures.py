@@ -1,0 +1,215 @@
+"""Warm-up, verdicts, comparison and recommendation, on runs whose figures are known."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sweeps import INF, MEBIBYTE, NAN, made_run
+
+from amp_patch.levels import OPT_LEVELS
+from amp_patch.tools.sweep import settings, verdicts, wording
+from amp_patch.tools.sweep.comparison import compared
+from amp_patch.tools.sweep.recommendation import recommend
+from amp_patch.tools.sweep.steps import Recording as Recorded
+from amp_patch.tools.sweep.steps import Step, unlike_skips
+from amp_patch.tools.sweep.warm_up import timed, warm_up_steps
+
+FALLING = [2.0 * 0.9**step for step in range(40)]
+positive = st.floats(1e-4, 1e4)
+
+
+def steps_of(*seconds: float) -> list[Step]:
+    return [Step(one) for one in seconds]
+
+
+def test_the_levels_are_all_that_there_are() -> None:
+    assert tuple(OPT_LEVELS) == settings.LEVELS
+    assert wording.COLORS.keys() == wording.DASHES.keys() == set(settings.LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((9, 1, 1, 1, 1, 1), 1),
+        ((1, 1, 1, 1, 1, 1), 1),
+        ((9, 5, 1.4, 1, 1, 1), 2),
+        ((9, 1, 9, 1, 1, 1), 1),
+        ((9, 9, 9, 9, 1, 1), 3),
+        ((9, 9, 9, 9, 1, 1, 1, 1), 4),
+        ((9,), 1),
+    ],
+)
+def test_warm_up_is_the_slow_steps_at_the_start(seconds, expected: int) -> None:
+    assert warm_up_steps([steps_of(*seconds)]) == expected
+
+
+def test_the_longest_warm_up_is_that_of_all_runs() -> None:
+    runs = [steps_of(9, 1, 1, 1, 1, 1), steps_of(9, 9, 1, 1, 1, 1), []]
+    assert warm_up_steps(runs) == 2
+    assert [timed(steps, 2) for steps in runs] == [[1] * 4, [1] * 4, []]
+
+
+def test_a_counted_step_has_no_time() -> None:
+    steps = steps_of(9, 50, 9, 1, 1, 1, 1, 1)
+    steps[1].counted = steps[5].counted = True
+    assert warm_up_steps([steps]) == 3
+    assert timed(steps, 3) == [1, 1, 1, 1]
+
+
+@given(st.lists(st.lists(positive, min_size=1), min_size=1))
+def test_warm_up_takes_at_most_half_of_the_steps(runs: list[list[float]]) -> None:
+    found = warm_up_steps(steps_of(*seconds) for seconds in runs)
+    assert 1 <= found <= max(1, max(len(seconds) // 2 for seconds in runs))
+
+
+@pytest.mark.parametrize(
+    ("run", "kind", "step", "words"),
+    [
+        (made_run("O1", FALLING), "ok", None, ""),
+        (made_run("O1", [1.2 * loss for loss in FALLING]), "deviates", None, r"\+20\.0%.*5\.0%"),
+        (made_run("O1", [0.0] * 40), "deviates", None, r"-100\.0%"),
+        (made_run("O1", [*FALLING[:9], *[NAN] * 31]), "diverged", 10, "the loss is NaN"),
+        (made_run("O1", [*FALLING[:9], *[INF] * 31]), "diverged", 10, "the loss is inf"),
+        (made_run("O1", [INF, *FALLING[1:]]), "ok", None, ""),
+        (made_run("O1", FALLING, skipped=range(11, 41)), "diverged", 11, "skipped, 30 of them"),
+        (made_run("O1", FALLING, skipped=range(1, 6)), "ok", None, ""),
+        (made_run("O1", FALLING[:9], skipped=range(1, 10)), "no steps", None, "more --steps"),
+        (made_run("O1", [None] * 9), "no loss", None, "scale_loss"),
+        (made_run("O1", FALLING[:9], outcome="crashed", reason="x"), "crashed", 9, "x"),
+        (made_run("O1", [NAN] * 9, outcome="crashed", reason="x"), "diverged", 1, "NaN"),
+        (made_run("O1", [], outcome="no steps", reason="x"), "no steps", None, "x"),
+    ],
+)
+def test_the_verdict_says_what_became_of_a_level(run, kind: str, step, words: str) -> None:
+    verdict = verdicts.verdict_of([run], [made_run("O0", FALLING)], tolerance=0.05)
+    assert (verdict.kind, verdict.at_step) == (kind, step)
+    assert re.search(words, verdict.reason)
+
+
+def test_the_worst_round_decides() -> None:
+    rounds = [made_run("O1", FALLING), made_run("O1", [NAN] * 40, number=2)]
+    references = [made_run("O0", FALLING), made_run("O0", FALLING, number=2)]
+    assert verdicts.verdict_of(rounds, references, 0.05).kind == "diverged"
+
+
+def test_losses_are_compared_round_by_round() -> None:
+    rounds = [made_run("O1", FALLING), made_run("O1", [3.0] * 40, number=2)]
+    references = [made_run("O0", FALLING), made_run("O0", [2.0] * 40, number=2)]
+    assert verdicts.deviations(rounds, references) == pytest.approx([0.0, 0.5])
+
+
+@pytest.mark.parametrize("references", [[], [made_run("O0", [NAN] * 9)]])
+def test_without_a_reference_nothing_is_compared(references) -> None:
+    verdict = verdicts.verdict_of([made_run("O1", FALLING)], references, 0.05)
+    assert verdict.kind == "not compared"
+    assert "O0" in verdict.reason
+
+
+def test_the_figures_of_one_round() -> None:
+    runs = [made_run("O0", FALLING), made_run("O1", FALLING, seconds=0.005, memory=4, skipped={3})]
+    comparison = compared(runs, 0.05)
+    row = comparison.rows[1]
+    assert comparison.warm_up == 2  # the second is counted, and has no time
+    assert row.seconds.middle == pytest.approx(0.005)
+    assert (row.speed_up.low, row.speed_up.middle, row.speed_up.high) == pytest.approx(
+        (2 * 0.95 / 1.05, 2, 2 * 1.05 / 0.95)
+    )
+    assert (row.memory, row.memory_ratio, row.rss) == (4 * MEBIBYTE, 0.4, 300 * MEBIBYTE)
+    assert row.final_loss == pytest.approx(sum(FALLING[-4:]) / 4)
+    assert (row.steps, row.skipped, row.culprits) == (40, 1, {"fc.weight": 1})
+
+
+def test_the_spread_of_several_rounds_is_that_of_the_rounds() -> None:
+    runs = []
+    for number, (own, reference) in enumerate([(0.01, 0.02), (0.01, 0.03), (0.02, 0.02)], 1):
+        runs += [
+            made_run("O0", FALLING, seconds=reference, number=number),
+            made_run("O1", [3.0] * 40, seconds=own, number=number),
+        ]
+    row = compared(runs, 0.05).rows[1]
+    assert (row.speed_up.low, row.speed_up.middle, row.speed_up.high) == pytest.approx((1, 2, 3))
+    assert (row.seconds.low, row.seconds.middle, row.seconds.high) == pytest.approx(
+        (0.01, 0.01, 0.02)
+    )
+
+
+def test_what_did_not_end_has_no_final_loss_and_no_deviation() -> None:
+    runs = [made_run("O0", FALLING), made_run("O1", FALLING[:9], outcome="crashed")]
+    row = compared(runs, 0.05).rows[1]
+    assert (row.final_loss, row.deviation) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("others", "level", "words"),
+    [
+        ([("O1", 0.5, 10, 1.0), ("O2", 0.3, 10, 1.0)], "O2", "3.33 times as fast as O0"),
+        ([("O1", 0.5, 10, 1.0), ("O2", 0.3, 10, 1.2)], "O1", "2.00 times as fast as O0"),
+        ([("O1", 0.5, 10, 1.0), ("O2", 0.5, 10, 1.0)], "O1", "O2 cannot be told from it"),
+        ([("O1", 0.98, 10, 1.0)], "O0", "or saves memory"),
+        ([("O1", 0.98, 5, 1.0)], "O1", "0.50 times its memory"),
+        ([("O1", 3.0, 5, 1.0)], "O0", "O1 takes 0.50 times as much, at 0.33 times the speed"),
+        ([("O1", 0.5, 5, 1.5)], "O0", "No other level"),
+    ],
+)
+def test_the_recommendation_and_its_reason(others, level: str, words: str) -> None:
+    """Others: level, its time against O0's, memory, and factor of the loss."""
+    runs = [made_run("O0", FALLING)]
+    for name, time, memory, factor in others:
+        losses = [factor * loss for loss in FALLING]
+        runs.append(made_run(name, losses, seconds=0.01 * time, memory=memory))
+    found = recommend(compared(runs, 0.05))
+    assert found.level == level
+    assert words in found.reason
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([made_run("O1", FALLING)], "O0 was not swept.*These trained: O1"),
+        ([made_run("O0", [NAN] * 9), made_run("O1", FALLING)], "O0 diverged.*These trained: O1"),
+        ([made_run("O0", [NAN] * 9), made_run("O1", [NAN] * 9)], "nothing to recommend"),
+    ],
+)
+def test_nothing_is_recommended_that_nobody_can_judge(runs, words: str) -> None:
+    found = recommend(compared(runs, 0.05))
+    assert found.level is None
+    assert re.search(words, found.reason)
+
+
+def test_a_run_without_losses_is_left_to_the_user() -> None:
+    runs = [made_run("O0", [None] * 20), made_run("O1", [None] * 20, seconds=0.001)]
+    found = recommend(compared(runs, 0.05))
+    assert found.level == "O1"
+    assert "for you to judge" in found.reason
+
+
+def test_skips_that_differ_between_ranks_are_found() -> None:
+    ranks = {rank: Recorded(steps=[Step() for _ in range(4)]) for rank in (0, 1)}
+    assert unlike_skips(ranks) == []
+    ranks[1].steps[2].skipped = True
+    assert unlike_skips(ranks) == [3]
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (wording.size(1023), "1023 B"),
+        (wording.size(1.5 * 2**20), "1.5 MiB"),
+        (wording.size(None), "–"),
+        (wording.rate(0.0004), "2500"),
+        (wording.scale(65536.0), "2^16"),
+        (wording.scale(2.0**-24), "2^-24"),
+        (wording.scale(128.0), "128"),
+        (wording.scale(100000.0), "100000"),
+        (wording.share(0.0123), "+1.2%"),
+        (wording.share(NAN), "–"),
+        (wording.share(math.inf), "+inf%"),
+        (wording.loss(NAN), "nan"),
+    ],
+)
+def test_figures_read_well(shown: str, expected: str) -> None:
+    assert shown == expected

@@ -1,0 +1,231 @@
+"""Runs of scripts: their order, how they end, what is kept; with scripts that import no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from amp_patch.tools import launch
+from amp_patch.tools.errors import BadArguments
+from amp_patch.tools.sweep import files, outcomes, runs
+from amp_patch.tools.sweep.comparison import compared
+from amp_patch.tools.sweep.outcomes import Outcome, Run
+from amp_patch.tools.sweep.recommendation import recommend
+from amp_patch.tools.sweep.runs import Runner
+from amp_patch.tools.sweep.settings import Settings
+from amp_patch.tools.sweep.steps import Folder, Recording
+
+# stands for a training script with a recorder in it
+PRELUDE = """
+    import json, os, sys, time
+    options = json.loads(os.environ["AMP_PATCH_TOOL_OPTIONS"])
+    level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], options["seed"]
+    file = open(os.path.join(options["folder"], "steps-rank0.jsonl"), "w")
+    def write(line):
+        print(json.dumps(line), file=file, flush=True)
+    write({"about": {"device": "none"}})
+    for step in range(4):
+        write({"seconds": 1.0, "losses": [2.0 - seed], "scales": {"0": 1.0}})
+"""
+
+
+class Watcher:
+    """Notes what it is told of."""
+
+    def __init__(self, act=lambda run: None) -> None:
+        self.told: list[str] = []
+        self._act = act
+
+    def began(self, run: Run) -> None:
+        self.told.append(f"{run.level} {run.round}")
+
+    def goes_on(self, run: Run, recording: Recording | None) -> None:
+        if recording is not None and len(recording.steps) == 4:
+            self._act(run)
+
+    def ended(self, run: Run) -> None:
+        self.told.append(run.outcome.kind)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(runs, "PAUSE", 0.02)
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+
+
+def runner(folder: Path, ending: str, view: Watcher | None = None, **options) -> Runner:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(ending))
+    options.setdefault("levels", ["O0"])
+    command = [sys.executable, str(script)]
+    return Runner(Settings(["script.py"], **options), command, folder, view or Watcher())
+
+
+def test_rounds_run_over_all_levels_each_with_its_seed(tmp_path: Path) -> None:
+    view = Watcher()
+    one = runner(tmp_path, "", view, levels=["O0", "O4"], repeat=2, seed=1)
+    found = one.run()
+    assert view.told[::2] == ["O0 1", "O4 1", "O0 2", "O4 2"]
+    assert [(run.level, run.round, run.final_loss) for run in found] == [
+        ("O0", 1, 1.0),
+        ("O4", 1, 1.0),
+        ("O0", 2, 0.0),
+        ("O4", 2, 0.0),
+    ]
+    assert {run.outcome.kind for run in found} == {"finished"}
+    assert found[0].about == {"device": "none"}
+
+
+def test_a_run_that_takes_too_long_is_ended_and_keeps_its_steps(tmp_path: Path) -> None:
+    start = time.monotonic()
+    (run,) = runner(tmp_path, "time.sleep(60)", timeout=0.5).run()
+    assert run.outcome == Outcome("timed out", "it was stopped after 0.5 s")
+    assert time.monotonic() - start < 30
+    assert len(run.steps) in (0, 4)  # Python itself may need the half second
+
+
+def test_a_script_that_made_its_steps_and_stays_is_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(runs, "LEAVE", 0.1)
+    (run,) = runner(tmp_path, "write({'done': 4})\ntime.sleep(60)", steps=4).run()
+    assert (run.outcome.kind, len(run.steps)) == ("finished", 4)
+
+
+def test_a_crash_is_told_by_its_last_line_and_the_next_level_runs(tmp_path: Path) -> None:
+    ending = "if level == 'O0': raise ValueError('too small')"
+    crashed, other = runner(tmp_path, ending, levels=["O0", "O4"]).run()
+    assert crashed.outcome == Outcome("crashed", "ValueError: too small")
+    assert len(crashed.steps) == 4
+    assert other.outcome.kind == "finished"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_script_and_the_sweep(tmp_path: Path, number: int) -> None:
+    ending = "open('alive', 'w').write(str(os.getpid()))\nif level == 'O4': time.sleep(60)"
+    view = Watcher(lambda run: os.kill(os.getpid(), number) if run.level == "O4" else None)
+    one = runner(tmp_path, ending, view, levels=["O0", "O4", "O5"])
+    handler = signal.getsignal(number)
+    kinds = [run.outcome.kind for run in one.run()]
+    assert kinds == ["finished", "interrupted", "not run"]
+    assert one.interrupted
+    assert signal.getsignal(number) is handler
+
+
+def test_a_second_interruption_kills_the_script(tmp_path: Path, monkeypatch) -> None:
+    def stop(self: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt(run: Run) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.ScriptRun, "stop", stop)
+    one = runner(tmp_path, "time.sleep(60)", Watcher(interrupt))
+    start = time.monotonic()
+    (run,) = one.run()
+    assert run.outcome.kind == "interrupted"
+    assert time.monotonic() - start < 30
+
+
+def saved(folder: Path, one: Runner, found: list[Run]) -> None:
+    comparison = compared(found, 0.05)
+    files.save(folder, one.settings, "then", found, comparison, recommend(comparison))
+
+
+def test_what_is_finished_is_kept_when_a_sweep_goes_on(tmp_path: Path) -> None:
+    ending = "if level == 'O1' and not os.path.exists(options['folder'] + '/../../mended'): 1 / 0"
+    one = runner(tmp_path, ending, levels=["O0", "O1"])
+    found = one.run()
+    saved(tmp_path, one, found)
+    (tmp_path / "mended").touch()
+    settings, started, kept = files.load(tmp_path)
+    assert (settings, started) == (one.settings, "then")
+    assert [(run.level, run.outcome.kind) for run in kept] == [("O0", "finished")]
+    assert kept[0].steps == found[0].steps
+    view = Watcher()
+    again = runner(tmp_path, ending, view, levels=["O0", "O1"]).run(kept)
+    assert view.told == ["finished", "O1 1", "finished"]
+    assert again[0] is kept[0]
+    assert len(again[1].steps) == 4
+
+
+def test_after_each_run_all_is_told(tmp_path: Path) -> None:
+    one = runner(tmp_path, "", levels=["O0", "O4"])
+    told = []
+    one.on_ended = lambda found: told.append([run.outcome.kind for run in found])
+    one.run()
+    assert told == [["finished", "not run"], ["finished", "finished"]]
+
+
+@pytest.mark.parametrize("content", [None, "no json", '{"schema": 0}'])
+def test_a_folder_without_a_sweep_cannot_go_on(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "sweep.json").write_text(content)
+    with pytest.raises(BadArguments, match="--resume must name"):
+        files.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["steps", "seed", "command"])
+def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
+    settings = Settings(["train.py"], steps=10, seed=1)
+    same = {"steps": 10, "seed": 1, "command": ["train.py"]}
+    assert settings.resumed(same) == settings
+    assert settings.resumed({"repeat": 3, "levels": ["O5"]}).runs[-1] == (3, "O5")
+    with pytest.raises(BadArguments, match=f"keep its {name}"):
+        settings.resumed({name: ["other.py"] if name == "command" else 2})
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "reason"),
+    [
+        (b"a\nValueError: no\n", 1, "ValueError: no"),
+        (b"[rank1]: torch.OutOfMemoryError: full\nChildFailedError:\n====\n", 1,
+         "torch.OutOfMemoryError: full"),
+        (b"usage: x\nx.py: error: unknown --lr\n", 2, "x.py: error: unknown --lr"),
+        (b"\x1b[31mRuntimeError: red\x1b[0m\n", 1, "RuntimeError: red"),
+        (b"\xff\xfe\x00\x01\n\n", 1, "exit code 1, and nothing was printed"),
+        (b"", 3, "exit code 3, and nothing was printed"),
+        (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
+        (b"fine\n", -6, "ended by SIGABRT"),
+        (b"E" * 500 + b"\n", 1, "E" * 197 + "..."),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_crash_is_one_plain_line(
+    tmp_path: Path, printed: bytes, code: int, reason: str
+) -> None:
+    log = tmp_path / "log.txt"
+    log.write_bytes(printed)
+    assert outcomes.outcome_of(code, log, None) == Outcome("crashed", reason)
+
+
+@pytest.mark.parametrize(
+    ("recording", "reason"),
+    [
+        (None, "imported neither amp_patch nor apex"),
+        (Recording(initialized="no"), "never called amp.initialize"),
+        (Recording(initialized="disabled"), "enabled=False"),
+        (Recording(initialized="yes"), "no optimizer"),
+    ],
+)
+def test_a_script_without_steps_is_told_why(tmp_path: Path, recording, reason: str) -> None:
+    (tmp_path / "log.txt").touch()
+    outcome = outcomes.outcome_of(0, tmp_path / "log.txt", recording)
+    assert outcome.kind == "no steps"
+    assert reason in outcome.reason
+
+
+def test_of_several_processes_of_a_rank_the_one_that_trained_counts(tmp_path: Path) -> None:
+    step = json.dumps({"seconds": 1.0}) + "\n"
+    (tmp_path / "steps-rank0.jsonl").write_text('{"end": "no"}\n')
+    (tmp_path / "steps-rank0-2.jsonl").write_text(step * 3 + '{"seco')
+    (tmp_path / "steps-rank1.jsonl").write_text(step)
+    folder = Folder(tmp_path)
+    assert {rank: len(one.steps) for rank, one in folder.read().items()} == {0: 3, 1: 1}
+    with (tmp_path / "steps-rank0-2.jsonl").open("a") as file:
+        file.write('nds": 2.0}\n')
+    assert [step.seconds for step in folder.read()[0].steps] == [1.0, 1.0, 1.0, 2.0]

@@ -1,0 +1,205 @@
+"""What is shown of a sweep: tables at any width, lines, plots; figures are never cut."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import same_color
+from matplotlib.figure import Figure
+from rich.console import Console
+from sweeps import eventful, eventful_comparison, made_run
+
+from amp_patch.tools.sweep import files, live, plots, series, tables, wording
+from amp_patch.tools.sweep.comparison import compared
+from amp_patch.tools.sweep.recommendation import recommend
+from amp_patch.tools.sweep.settings import Settings
+from amp_patch.tools.sweep.steps import Recording
+
+DOCS = Path(__file__).parents[3] / "docs" / "sweep.md"
+ESCAPE = "\x1b"
+
+
+def console_of(width: int, *, is_terminal: bool = False, **options) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=is_terminal, **options)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def shown_at(console: Console) -> str:
+    comparison = eventful_comparison()
+    tables.show(console, comparison, recommend(comparison))
+    return printed(console)
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 200])
+def test_no_figure_is_cut_at_any_width(width: int) -> None:
+    text = shown_at(console_of(width))
+    comparison = eventful_comparison()
+    for row in comparison.rows:
+        for name, cell in [column for group in tables.columns(comparison) for column in group]:
+            words = cell(row).split() if name == "verdict" else [cell(row)]
+            assert all(word in text for word in words), (row.level, name)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_wide_console_has_one_table_and_a_narrow_one_several() -> None:
+    assert shown_at(console_of(140)).count("level ") == 1
+    assert shown_at(console_of(60)).count("level ") == 3
+
+
+def test_what_went_wrong_is_said_below_the_table() -> None:
+    text = " ".join(shown_at(console_of(120)).split())
+    assert "O2: deviates: its final loss is +20.0% from O0's, the tolerance is 5.0%." in text
+    assert "O3: diverged at step 21: from then on the loss is NaN." in text
+    assert "O4: crashed at step 7: RuntimeError: out of <memory>." in text
+    assert "O5: timed out: it was stopped after 9 s." in text
+    assert "O1: inf or NaN was in the gradients of fc.weight." in text
+    assert "Recommended: O1. O1 is 2.00 times as fast as O0" in text
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_colours_are_for_terminals_that_want_them(monkeypatch, color: bool) -> None:
+    if not color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    text = shown_at(console_of(120, is_terminal=True, color_system=None if not color else "256"))
+    assert (f"{ESCAPE}[3" in text) is color
+    assert ESCAPE not in shown_at(console_of(120))
+
+
+def test_ranks_that_skip_other_steps_are_told() -> None:
+    run = made_run("O1")
+    run.unlike_skips = [4, 9]
+    lines = tables.remarks(compared([made_run("O0"), run], 0.05))
+    assert any(
+        line.startswith("O1: some ranks skipped steps that others made: 4, 9.") for line in lines
+    )
+
+
+def test_without_o0_no_column_compares_with_it() -> None:
+    comparison = compared([made_run("O1"), made_run("O4")], 0.05)
+    names = [name for group in tables.columns(comparison) for name, _ in group]
+    assert "speed-up" not in names
+    assert "vs O0" not in names
+    assert any("O0 was not swept" in line for line in tables.remarks(comparison))
+
+
+def test_markdown_has_a_line_for_each_level() -> None:
+    lines = tables.as_markdown(eventful_comparison()).splitlines()
+    assert len(lines) == 2 + 6
+    assert {line.count("|") for line in lines} == {lines[0].count("|")}
+
+
+def test_without_a_terminal_a_run_is_two_lines() -> None:
+    console = console_of(100)
+    run = made_run("O1", [2.0] * 9, number=2)
+    with live.view_for(console, Settings(["x.py"], ["O0", "O1"], repeat=2)) as view:
+        view.began(run)
+        for _ in range(100):
+            view.goes_on(run, Recording(steps=run.steps))
+        view.ended(run)
+    assert printed(console).splitlines() == [
+        "[1/4] O1, round 2 begins",
+        "  O1, round 2: 9 steps, loss 2, 100 steps/s, scale 1024, 0 skipped",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_terminal_shows_each_level_with_loss_speed_and_scale(width: int) -> None:
+    console = console_of(width, is_terminal=True)
+    run = made_run("O1", [2.0] * 9, skipped={2})
+    with live.view_for(console, Settings(["x.py"], ["O0", "O1"], steps=20)) as view:
+        view.began(run)
+        view.goes_on(run, Recording(steps=run.steps))
+    assert re.search(r"O0 +.*waits", printed(console))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed(console))
+    assert re.search(r"O1 +runs +9/20 +2 +100 +1024 +1", plain)
+
+
+@pytest.fixture
+def axes():
+    return Figure().subplots()
+
+
+def test_every_plot_gives_a_level_its_colour(axes) -> None:
+    runs = series.shown_runs(eventful())
+    plots.draw_loss(axes, eventful_comparison(), runs)
+    labels = {line.get_label(): line for line in axes.lines}
+    assert {"O0", "O1", "O2", "O3", "O4"} <= set(labels)
+    assert all(same_color(labels[level].get_color(), wording.COLORS[level]) for level in labels
+               if level in wording.COLORS)  # fmt: skip
+    assert axes.get_xlabel() == "step"
+
+
+def test_bars_are_steps_a_second_and_bytes(axes) -> None:
+    plots.draw_speed(axes, eventful_comparison())
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths[:3] == pytest.approx([100, 200, 250], rel=0.01)
+    memory = Figure().subplots()
+    plots.draw_memory(memory, eventful_comparison())
+    assert [bar.get_width() for bar in memory.patches][:3] == pytest.approx([10, 10, 6])
+    assert memory.get_xlabel() == "MiB"
+
+
+def test_skipped_steps_are_marked_at_their_scale(axes) -> None:
+    plots.draw_scale(axes, [eventful()[1]])
+    marked = [line for line in axes.lines if line.get_marker() == "v"]
+    assert [list(line.get_xydata().ravel()) for line in marked] == [[3, 1024, 4, 1024]]
+
+
+def test_long_curves_are_thinned_to_what_a_plot_shows() -> None:
+    curve = series.losses(made_run("O0", [float(i) for i in range(50_000)]))
+    thin = series.thinned(series.smoothed(curve))
+    assert len(thin.steps) == series.MOST_POINTS
+    assert (thin.steps[0], thin.steps[-1]) == (1, 50_000)
+
+
+def test_a_running_mean_of_a_line_is_the_line() -> None:
+    curve = series.losses(made_run("O0", [float(i) for i in range(1000)]))
+    means = series.smoothed(curve).values
+    assert means[100:900] == pytest.approx(curve.values[100:900])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    runs, comparison = eventful(), eventful_comparison()
+    settings = Settings(["train.py"], [run.level for run in runs])
+    files.save(tmp_path, settings, "then", runs, comparison, recommend(comparison))
+    files.write_levels(tmp_path, comparison)
+    files.write_steps(tmp_path, runs, comparison.warm_up)
+    return tmp_path
+
+
+def test_the_json_is_strict_and_its_keys_are_explained(folder: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    found = json.loads((folder / "sweep.json").read_text(), parse_constant=refuse)
+    assert [level["level"] for level in found["levels"]] == ["O0", "O1", "O2", "O3", "O4", "O5"]
+    assert found["levels"][3]["final_loss"] == "nan"
+    keys = {*found, *found["levels"][0], *found["runs"][0], *found["settings"]}
+    explained = set(re.findall(r"`(\w+)`", DOCS.read_text(encoding="utf-8")))
+    assert not keys - explained
+
+
+def test_the_tables_in_csv_have_a_line_for_each_level_and_step(folder: Path) -> None:
+    levels = list(csv.DictReader(io.StringIO((folder / "levels.csv").read_text())))
+    steps = list(csv.DictReader(io.StringIO((folder / "steps.csv").read_text())))
+    assert [line["verdict"] for line in levels][:3] == ["ok", "ok", "deviates"]
+    assert float(levels[1]["speed_up_middle"]) == pytest.approx(2)
+    assert len(steps) == sum(len(run.steps) for run in eventful())
+    third = next(line for line in steps if (line["level"], line["step"]) == ("O1", "3"))
+    assert (third["skipped"], third["overflows"], third["loss_scale"]) == (
+        "1",
+        "fc.weight",
+        "1024.0",
+    )
+    assert set(steps[0]) <= set(re.findall(r"`(\w+)`", DOCS.read_text(encoding="utf-8")))
