@@ -27,6 +27,7 @@ from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions, expand
+from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, is_forced, print_level
@@ -256,8 +257,10 @@ class Session:
         Raises:
             TypeError, IndexError: no such loss.
         """
-        if mode.modules:  # an interrupt ended a forward, and training goes on
-            rules_of_modules.leave_all()
+        if mode.modules or mode.models:  # an interrupt ended a forward, and training goes on
+            running = running_modules()
+            rules_of_modules.leave_but(running)
+            mode.leave_models_but(running)
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
         for step in steps:
             step.skip.settle()

@@ -477,6 +477,47 @@ class Interrupted(nn.Module):
         raise KeyboardInterrupt
 
 
+def test_the_next_step_ends_an_interrupted_forward(amp: ModuleType) -> None:
+    interrupted = amp.initialize(Interrupted(), opt_level="O0", verbosity=0)
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(torch.ones(2, 2))
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32  # of its level
+    train(amp, model, optimizer)
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+
+
+class TrainsInForward(nn.Module):
+    """Makes the step of a part of its own while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+        self.train_part: Any = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.train_part(self.part(inputs).sum())
+        return torch.mm(inputs, inputs)
+
+
+def test_a_step_inside_of_a_forward_does_not_end_it(amp: ModuleType) -> None:
+    model = TrainsInForward()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+    last = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+
+    def train_part(loss: torch.Tensor) -> None:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    model.train_part = train_part
+    assert model(torch.ones(2, 2)).dtype is torch.bfloat16
+    del last
+
+
 @pytest.mark.parametrize("again", ["initialize", "deactivate and initialize"])
 def test_an_interrupted_forward_does_not_set_the_casts_of_later_models(
     amp: ModuleType, again: str

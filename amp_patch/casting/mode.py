@@ -7,6 +7,7 @@ a region or ``disable_casts`` around the call, the model whose forward runs, the
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -127,14 +128,18 @@ class CastMode(threading.local):
             _, self.level, self.region_dtype = self.models.pop()
             self.dtype = OFF if self.off else self.level
 
+    def leave_models_but(self, running: Collection[int]) -> None:
+        """The forwards of all models but these are over: an interrupt may have ended one."""
+        while self.models and self.models[-1][0] not in running:
+            self.leave_model(self.models[-1][0])
+
     def leave_all_models(self) -> None:
         """No model's forward and no step runs: an interrupt may have ended one without a word.
 
         torch calls no hook then, and what a ``finally`` was to switch on again may be off. Blocks
         that are open stay.
         """
-        while self.models:
-            self.leave_model(self.models[-1][0])
+        self.leave_models_but(())
         if not self.around and not self.autocasts:
             self.restore(Saved(None, False, None))
 

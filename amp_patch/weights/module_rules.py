@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -98,10 +98,15 @@ def detach(model: nn.Module) -> None:
         remove_hooks(module, (ModuleRegion, TakesDtype))
 
 
+def leave_but(running: Collection[int]) -> None:
+    """The forwards of all modules but these are over: an interrupt may have ended one."""
+    while mode.modules and mode.modules[-1][0] not in running:
+        _end_innermost()
+
+
 def leave_all() -> None:
     """No module's forward runs in this thread: an interrupt may have ended one without a word."""
-    while mode.modules:
-        _end_innermost()
+    leave_but(())
 
 
 def find(
