@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -156,8 +156,8 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
+    begin_trace = _tracing(models, trace_overflow)
     sinks = logs.prepare(tensorboard=tensorboard, wandb=wandb, logger=logger)
-    traces = arguments.trace_overflow_of(trace_overflow)
     initialize_at(
         resolved,
         models,
@@ -174,9 +174,15 @@ def initialize(
         max_loss_scale=max_loss_scale,
     )
     logs.attach(sinks)
-    if traces:
-        tracer.start(arguments.models_of(models, allow_half=True))
+    begin_trace()
     return result
+
+
+def _tracing(models: Any, trace_overflow: Any) -> Callable[[], None]:
+    """Return what begins to trace models, when they are initialized; does nothing unless asked."""
+    if not arguments.trace_overflow_of(trace_overflow):
+        return lambda: None
+    return lambda: tracer.start(arguments.models_of(models, allow_half=True))
 
 
 def deactivate() -> None:
