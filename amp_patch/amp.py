@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import arguments, kernels, levels, rules_file
+from . import debug as debug
 from .casting import regions
+from .debug import overflow_report
 from .debug.logs import logs
+from .debug.trace import tracer
 from .scaling import loss_scaler
 from .session import initialize_at, session
 from .step.scaled_loss import ScaledLoss
@@ -46,6 +49,7 @@ __all__ = [
     "load_state_dict",
     "loss_scale",
     "master_params",
+    "overflow_report",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",
@@ -82,6 +86,7 @@ def initialize(
     tensorboard: Any = None,
     wandb: Any = None,
     logger: logging.Logger | str | bool | None = None,
+    trace_overflow: bool = False,
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
@@ -118,14 +123,17 @@ def initialize(
             that overflowed are written there, until `deactivate` or the end of the process.
         wandb: True for the run of ``wandb.init``, or a run: the same for Weights & Biases.
         logger: a ``logging.Logger``, the name of one, or True for "amp_patch": the same in lines.
+        trace_overflow: find the cause of each overflow for `overflow_report`: the calls of the
+            models are kept until the step, and run again. Training goes on as without.
 
     Returns:
         ``(models, optimizers)``, each as it came in: one, a list or a tuple. Only the models where
         ``optimizers`` is None.
 
     Raises:
-        TypeError: models, optimizers, enabled, opt_level, verbosity, rules or fused_step of a
-            wrong type; LBFGS; an optimizer that ``fused_step`` does not know; no such logger.
+        TypeError: models, optimizers, enabled, opt_level, verbosity, rules, fused_step or
+            trace_overflow of a wrong type; LBFGS; an optimizer that ``fused_step`` does not know;
+            no such logger.
         ImportError: the package of a logger is missing.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
@@ -148,6 +156,7 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
+    begin_trace = _tracing(models, trace_overflow)
     sinks = logs.prepare(tensorboard=tensorboard, wandb=wandb, logger=logger)
     initialize_at(
         resolved,
@@ -165,7 +174,15 @@ def initialize(
         max_loss_scale=max_loss_scale,
     )
     logs.attach(sinks)
+    begin_trace()
     return result
+
+
+def _tracing(models: Any, trace_overflow: Any) -> Callable[[], None]:
+    """Return what begins to trace models, when they are initialized; does nothing unless asked."""
+    if not arguments.trace_overflow_of(trace_overflow):
+        return lambda: None
+    return lambda: tracer.start(arguments.models_of(models, allow_half=True))
 
 
 def deactivate() -> None:

@@ -261,6 +261,20 @@ def count_of(num_losses: Any) -> int:
     return num_losses
 
 
+def trace_overflow_of(trace_overflow: Any) -> bool:
+    """Return ``trace_overflow``.
+
+    Raises:
+        TypeError: not a bool.
+    """
+    if not isinstance(trace_overflow, bool):
+        raise TypeError(
+            f"trace_overflow must be a bool; got {trace_overflow!r}; call "
+            "amp.initialize(..., trace_overflow=True)."
+        )
+    return trace_overflow
+
+
 def fused_step_of(fused_step: Any, level: str, has_masters: bool) -> bool:
     """Return ``fused_step``.
 

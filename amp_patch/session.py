@@ -36,9 +36,10 @@ from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass
-from .step.loss_scaling import choose_scaling
+from .step.loss_scaling import Found, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
+from .step.overflow_log import OverflowLog
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
@@ -58,6 +59,7 @@ class Session:
         models, optimizers, functions: what was done to each.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed.
+        overflows: the last one of each scaler.
         observers: told of each training step; they stay when the session ends.
     """
 
@@ -71,6 +73,7 @@ class Session:
 
     def _reset(self) -> None:
         self.scalers: list[LossScaler] = []
+        self.overflows = OverflowLog()
         self.verbosity = 1
         self.initialized = False
         self.disabled = False
@@ -126,6 +129,8 @@ class Session:
             self.functions.follow_models(self._casting_dtypes())
             on_error.pop_all()
         self.disabled = False
+        if self.observers:
+            self.observers.prepared(models)
 
     def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:
         """Cast in every function from now on, whatever model calls it, on every device.
@@ -270,9 +275,9 @@ class Session:
             scaler_id,
             self.models.name_of,
             device,
-            may_be_delayed,
+            may_be_delayed or self.observers.wait_for_overflows,
             can_skip=lambda: all(one.skips_by_flag for one in optimizers),
-            on_overflow=self.observers.overflowed,
+            on_overflow=functools.partial(self._note_overflow, steps[0].ended + 1),
         )
         others = [step.backward for step in self.optimizers.others(steps)]
         on_scaled = None
@@ -280,6 +285,12 @@ class Session:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self.observers.scaled, scaler_id, stepped)
         return BackwardPass(optimizers, others, scaling, self.cache, on_scaled)
+
+    def _note_overflow(
+        self, step: int, scaler_id: int, found: Sequence[Found], scale: float
+    ) -> None:
+        self.overflows.note(scaler_id, scale, step, found, self.models.places())
+        self.observers.overflowed(scaler_id, found)
 
     def _is_disabled(self, optimizers: Any) -> bool:
         if not self.initialized:

@@ -35,6 +35,7 @@ KEYWORDS = (
     "tensorboard",
     "wandb",
     "logger",
+    "trace_overflow",
 )  # fmt: skip
 # apex's signatures, in its order and with its defaults (no default: ``...``).
 APEX = {
@@ -346,6 +347,7 @@ WRONG: dict[str, list[Any]] = {
     "tensorboard": [1, True, []],
     "wandb": [1, "run", []],
     "logger": [1, print, []],
+    "trace_overflow": ["yes", 1, None, []],
 }
 
 

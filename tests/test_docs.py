@@ -16,6 +16,17 @@ def named_files(text: str) -> list[str]:
     return re.findall(r"`((?:amp_patch|csrc|tests|examples|docs)/[\w./-]*)`", text)
 
 
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "diagnose.md"], ids=lambda page: page.name)
+def test_the_snippets_of_a_page_run_one_after_the_other(amp, page: Path) -> None:
+    namespace = {"__name__": "__main__"}
+    for source in snippets(page):
+        exec(compile(source, str(page), "exec"), namespace)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
     missing = [

@@ -35,6 +35,7 @@ OWN_CALLS = {
     "deactivate": "",
     "step_was_skipped": "optimizer",
     "loss_scale": "loss_id=0",
+    "overflow_report": "",
     "clip_grad_norm_": "optimizer, max_norm",
     "half_region": "",
     "float_region": "",

@@ -14,7 +14,13 @@ import click
 import amp_patch
 
 LIST = Path(__file__).with_name("public_names.txt")
-MODULES = ("amp_patch.amp", "amp_patch.apex", "amp_patch.cuda_graph", "amp_patch.optimizers")
+MODULES = (
+    "amp_patch.amp",
+    "amp_patch.apex",
+    "amp_patch.cuda_graph",
+    "amp_patch.debug",
+    "amp_patch.optimizers",
+)
 
 
 def signatures(owner: object, prefix: str, names: list[str]) -> Iterator[str]:

@@ -1,1 +1,14 @@
-"""What a run can tell of itself; nothing here runs unless it is asked to."""
+"""What a run can tell of itself: statistics of its operators, overflows and their causes.
+
+Nothing here runs unless it is asked to; knows the session and no command line.
+"""
+
+# First, and whole: a tool that is started when it has been imported imports from here.
+import amp_patch.session  # noqa: F401
+
+from .cause import Cause
+from .op_stats import OpStats, op_stats
+from .overflow import OverflowReport, overflow_report
+from .ranges import Range
+
+__all__ = ["Cause", "OpStats", "OverflowReport", "Range", "op_stats", "overflow_report"]

@@ -20,7 +20,7 @@ from .cuda_compiler import source
 from .cuda_kernels import GradCheck as CudaCheck
 from .host_copy import HostCopy
 from .scaler_state import ScalerState
-from .torch_kernels import GradCheck, alike, multiply, values
+from .torch_kernels import Flags, GradCheck, alike, multiply, values
 
 __all__ = [
     "Cast",
@@ -28,6 +28,7 @@ __all__ = [
     "Checker",
     "Comparison",
     "CudaCheck",
+    "Flags",
     "GradCheck",
     "HostCopy",
     "ScalerState",

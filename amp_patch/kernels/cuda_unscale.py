@@ -90,6 +90,21 @@ class Statistics:
         return torch.stack([squares[place] for place in places]).sum().sqrt().float()
 
 
+class Flags:
+    """The flags of all rows, on their devices.
+
+    Args:
+        statistics: one for each part.
+    """
+
+    def __init__(self, statistics: Sequence[Statistics]) -> None:
+        self._statistics = statistics
+
+    def nonfinite(self) -> list[tuple[int, str]]:
+        """See `torch_kernels.GradCheck.nonfinite`. Waits for the devices."""
+        return sorted(kind for one in self._statistics for kind in one.kinds())
+
+
 class GradCheck(torch_kernels.GradCheck):
     """What one pass found, told from the statistics that it left on the device.
 
@@ -115,6 +130,10 @@ class GradCheck(torch_kernels.GradCheck):
         rows, check = self._rest
         kinds = [(rows[index], kind) for index, kind in check.nonfinite()]
         return sorted(kinds + [kind for one in self._statistics for kind in one.kinds()])
+
+    def flags(self) -> Flags | None:
+        """See `torch_kernels.GradCheck.flags`; None where there are rows that no kernel took."""
+        return None if self._rest[0] else Flags(self._statistics)
 
     def norm(self) -> Tensor:
         """See `torch_kernels.GradCheck.norm`; of the gradients as they were checked."""

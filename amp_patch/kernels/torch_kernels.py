@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ __all__ = [
     "Cast",
     "Check",
     "Comparison",
+    "Flags",
     "GradCheck",
     "Unscale",
     "accumulate",
@@ -44,6 +45,13 @@ __all__ = [
 ]
 
 _IS_SPARSE = operator.attrgetter("is_sparse")
+
+
+class Flags(Protocol):
+    """What a pass left of its check that tells of gradients without holding them."""
+
+    def nonfinite(self) -> list[tuple[int, str]]:
+        """See `GradCheck.nonfinite`."""
 
 
 class GradCheck:
@@ -71,6 +79,10 @@ class GradCheck:
             if kinds:
                 found.append((index, " and ".join(kinds)))
         return found
+
+    def flags(self) -> Flags | None:
+        """Return what tells `nonfinite` when the gradients are gone; None: only they can tell."""
+        return None
 
     def norm(self) -> Tensor:
         """Return the 2-norm of all gradients as the pass left them.

@@ -37,7 +37,7 @@ class DeviceScaler:
         self._state = ScalerState(scaler, device)
         self._known: tuple[float, ...] = scaler.numbers()
         self._scale: Tensor | None = None
-        self._pending: deque[tuple[HostCopy, Callable[[], None]]] = deque()
+        self._pending: deque[tuple[HostCopy, Callable[[float], None]]] = deque()
 
     @classmethod
     def of(cls, scaler: LossScaler, device: torch.device) -> DeviceScaler:
@@ -69,12 +69,13 @@ class DeviceScaler:
             self._state.write(self._scaler)
             self._scale = None
 
-    def update(self, found_inf: Tensor, on_outcome: Callable[[], None]) -> None:
+    def update(self, found_inf: Tensor, on_outcome: Callable[[float], None]) -> None:
         """Move the scale after one backward pass, without waiting.
 
         Args:
             found_inf: fp32, shape (1,), on the device; not 0 where a gradient overflowed.
-            on_outcome: called when the scaler has been brought up to date.
+            on_outcome: called when the scaler has been brought up to date, with the scale that
+                the pass had.
         """
         try:
             kernels.update_scale(self._state, found_inf, self._scaler.rule)
@@ -99,12 +100,13 @@ class DeviceScaler:
         while self._pending:
             self._take_in()
 
-    def _expect(self, state: Tensor, on_outcome: Callable[[], None]) -> None:
+    def _expect(self, state: Tensor, on_outcome: Callable[[float], None]) -> None:
         self._scale = None
         self._pending.append((HostCopy(state), on_outcome))
 
     def _take_in(self) -> None:
         copy, on_outcome = self._pending.popleft()
+        before = self._scaler.scale
         ScalerState.read(copy.wait(), self._scaler)
         self._known = self._scaler.numbers()
-        on_outcome()
+        on_outcome(before)

@@ -18,7 +18,7 @@ from amp_patch import kernels
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors
 from amp_patch.kernels.reusable import Reusable
 
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs, Params, same
 
 
 class GradientBuffers:
@@ -32,11 +32,13 @@ class GradientBuffers:
         pairs: of one optimizer.
 
     Attributes:
+        params: the parameters; the same object until there are others.
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
     """
 
     def __init__(self, pairs: ParamPairs) -> None:
         self._pairs = pairs
+        self.params = Params(pairs.model)
         self._devices = _devices(pairs)
         self.is_in_place = same(*pairs)
         self._has_master = list(map(operator.is_not, *pairs))

@@ -21,7 +21,7 @@ from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source, stored_grad
 
 from .gradient_buffers import GradientBuffers
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
 
 
@@ -137,7 +137,7 @@ class Gradients:
             param.grad = grad
         self._aside.clear()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, Params]:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Returns:
@@ -156,7 +156,7 @@ class Gradients:
             self._received.append((pairs.model, list(map(_VERSION, grads))))
             self._used += self._buffers.references(grads)
         self.scaled.scale = None
-        return check, pairs.model
+        return check, self._buffers.params
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.

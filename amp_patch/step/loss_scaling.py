@@ -19,6 +19,7 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.scaling.device_scaler import DeviceScaler
 from amp_patch.scaling.loss_scaler import LossScaler
 
+from .late_check import LateCheck
 from .skip import Skip
 
 #: Device types that work behind the host, which must not wait for them.
@@ -37,8 +38,8 @@ class Found(NamedTuple):
     params: list[Tensor]
 
 
-#: Gets the number of a loss scaler, and what was found in the pass that overflowed.
-OnOverflow = Callable[[int, Sequence[Found]], None]
+#: Gets the number of a loss scaler, what was found in the pass that overflowed, and its scale.
+OnOverflow = Callable[[int, Sequence[Found], float], None]
 
 
 class LossScaling(Protocol):
@@ -93,7 +94,7 @@ class HostScaling:
         scaler: moved.
         scaler_id: its number in messages.
         name_of: the name of a parameter, for the error at the floor.
-        on_overflow: gets ``scaler_id`` and what was found, after each overflow.
+        on_overflow: called after each overflow, see `OnOverflow`.
     """
 
     is_on = True
@@ -106,7 +107,7 @@ class HostScaling:
         on_overflow: OnOverflow,
     ) -> None:
         self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
-        self._on_overflow = on_overflow
+        self.on_overflow = on_overflow
 
     def scale(self) -> float:
         """See `LossScaling`."""
@@ -122,7 +123,7 @@ class HostScaling:
                 reason = scaler.skip_message(self._scaler_id)
                 for skip in skips:
                     skip.ask(reason, scaler)
-                self._on_overflow(self._scaler_id, found)
+                self.on_overflow(self._scaler_id, found, before[0])
             is_exhausted = scaler.exhausted
         except BaseException:
             scaler.set_numbers(*before)
@@ -185,19 +186,21 @@ class DeviceScaling:
         for skip in skips:
             skip.ask_where(found_inf)
         # Last, for what the device has done cannot be taken back.
-        report = functools.partial(_announce, self._scaler, self._scaler_id, skips)
+        late = [] if captures.are_made(flags[0].device) else [LateCheck(*one) for one in found]
+        report = functools.partial(self._announce, skips, late)
         self._device_scaler.update(found_inf, report)
 
     def moves(self, scaler: LossScaler) -> bool:
         """See `LossScaling`."""
         return scaler is self._scaler
 
-
-def _announce(scaler: LossScaler, scaler_id: int, skips: Sequence[Skip]) -> None:
-    """Say which steps were skipped, when the scaler has heard of it."""
-    if scaler.skipped:
-        for skip in skips:
-            skip.announce(scaler.skip_message(scaler_id))
+    def _announce(self, skips: Sequence[Skip], late: Sequence[LateCheck], scale: float) -> None:
+        """Say which steps were skipped, when the scaler has heard of it."""
+        if self._scaler.skipped:
+            for skip in skips:
+                skip.announce(self._scaler.skip_message(self._scaler_id))
+            found = [Found(check, check.params()) for check in late]
+            self._on_host.on_overflow(self._scaler_id, found, scale)
 
 
 def choose_scaling(

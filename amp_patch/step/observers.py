@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .loss_scaling import Found
@@ -20,7 +20,20 @@ class StepObserver:
 
     A subclass overrides what it wants to hear of. What a method raises goes to the script, from
     ``scale_loss`` or ``optimizer.step()``: a recorder that has seen enough may end it so.
+
+    Attributes:
+        waits_for_overflows: True where it must hear of an overflow before the step that is skipped
+            for it. The host then waits for each check, also where a device could go on without.
     """
+
+    waits_for_overflows = False
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """`amp.initialize` has set up models.
+
+        Args:
+            models: those of this call.
+        """
 
     def scaled(
         self,
@@ -42,6 +55,7 @@ class StepObserver:
         """Gradients of a pass are inf or NaN, so that the next step is skipped.
 
         On a device that skips by itself this comes some steps late, when the host hears of it.
+        The check then is a `LateCheck`, which may not know any more what was not finite.
 
         Args:
             scaler_id: the number of the loss scaler, which has moved already.
@@ -83,6 +97,16 @@ class Observers:
                 self._attached.remove(observer)
 
         return detach
+
+    @property
+    def wait_for_overflows(self) -> bool:
+        """Whether somebody must hear of an overflow at once."""
+        return any(observer.waits_for_overflows for observer in self._attached)
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """See `StepObserver.prepared`."""
+        for observer in list(self._attached):
+            observer.prepared(models)
 
     def scaled(
         self,

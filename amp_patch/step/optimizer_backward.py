@@ -24,7 +24,7 @@ from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
-from .param_pairs import ParamPairs
+from .param_pairs import ParamPairs, Params
 from .skip import Skip, skips_by_flag
 
 
@@ -120,7 +120,7 @@ class OptimizerBackward:
         self._foreign.note_own_pass()
         self.is_open = False
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, list[Tensor]]:
+    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         try:
             return self.gradients.receive(pairs, scale)

@@ -9,6 +9,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 
+class Params(list[Tensor]):
+    """Parameters in an optimizer's order; unlike a plain list it can be referenced weakly."""
+
+
 class ParamPairs(NamedTuple):
     """The parameters of one optimizer in its order, each with the tensor that it steps for it.
 

@@ -22,6 +22,8 @@ COMMANDS = {
     "check": ("check", "Name mistakes in training scripts without running them."),
     "compare": ("compare.command", "Compare levels with fp32, output by output."),
     "tune": ("tune.command", "Tune levels, rules and regions to a script."),
+    "stats": ("stats", "Count the operators of a script by dtype, and its casts."),
+    "diagnose": ("diagnose", "Find the module and operator of a script that overflow."),
 }
 
 

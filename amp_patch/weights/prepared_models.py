@@ -146,6 +146,32 @@ class PreparedModels:
                     return name
         return f"a parameter of shape {tuple(param.shape)}"
 
+    def label_of(self, model: nn.Module) -> str:
+        """Return what tells a model from the others: nothing of the only one, else its class.
+
+        ``"Generator"``; ``"Linear 2"`` for the second of two models of a class.
+        """
+        models = list(self.levels)
+        if len(models) < 2:
+            return ""
+        alike = [other for other in models if type(other) is type(model)]
+        name = type(model).__name__
+        if len(alike) < 2:
+            return name
+        return f"{name} {next((n for n, other in enumerate(alike, 1) if other is model), 0)}"
+
+    def places(self) -> Callable[[Tensor], str]:
+        """Return what names parameters now: ``"0.weight"``, of several ``"Generator: 0.weight"``.
+
+        One look through the models, for a caller that asks for many; see `name_of`.
+        """
+        names: dict[int, str] = {}
+        for model in list(self.levels):
+            label = self.label_of(model)
+            for name, param in model.named_parameters():
+                names.setdefault(id(param), f"{label}: {name}" if label else name)
+        return lambda param: names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
+
     def follow_device(self, model: nn.Module) -> None:
         """Casts act on the device types of the models' parameters, moved ones included."""
         # One parameter speaks for all: looking through a model takes longer than its hooks.

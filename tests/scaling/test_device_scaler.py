@@ -52,7 +52,7 @@ def flag(overflow: bool) -> Tensor:
     return torch.full((1,), float(overflow))
 
 
-def nothing() -> None:
+def nothing(scale: float = 0.0) -> None:
     pass
 
 
@@ -98,7 +98,7 @@ def test_who_reads_the_scaler_waits_for_the_outcome(slow: type[SlowCopy], read: 
     scaler = LossScaler(ScaleRule())
     twin = DeviceScaler.of(scaler, CPU)
     outcomes = []
-    twin.update(flag(True), lambda: outcomes.append(scaler.skipped))
+    twin.update(flag(True), lambda before: outcomes.append(scaler.skipped))
     twin.poll()
     assert (scaler.scale, outcomes) == (65536.0, [])
     assert READERS[read](scaler) == 32768.0
@@ -126,7 +126,7 @@ def test_poll_takes_in_what_arrived_and_lets_the_host_run_two_passes_ahead(
     twin = DeviceScaler.of(scaler, CPU)
     outcomes: list[int] = []
     for number in range(4):
-        twin.update(flag(True), lambda number=number: outcomes.append(number))
+        twin.update(flag(True), lambda before, number=number: outcomes.append(number))
         twin.poll()
     assert outcomes == [0, 1]
     assert scaler.scale == 16384.0

@@ -1,0 +1,238 @@
+"""What left the finite range in a step, where, and what mends it: in words and as JSON.
+
+Knows what was found, and nothing of how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from amp_patch.casting import rules, targets
+
+from .ranges import Range
+from .watch import Counts
+
+#: Where it came up: in the model's forward or backward, in what the model was given or holds, in
+#: the loss outside of the models, in their gradients' sum; or it could not be found.
+Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "unknown"]
+#: What in fp32 makes the step finite; "level" where all is finite in fp32, but what the level keeps
+#: in half is not. None where that was not tried.
+Mend = Literal["module", "model", "level", "nothing"]
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The cause of an overflow.
+
+    Attributes:
+        where: see `Where`.
+        model: the class of the model, numbered where there are several of a class.
+        module: the path of the module, "" for the model itself.
+        call: which call of the module in its model's forward, from 1.
+        operator: the function, such as "linear"; "cast" where a dtype changed.
+        dtype: of what the operator returned.
+        level: the opt_level of the model.
+        scale: the loss scale.
+        fits: the largest power of two that is no overflow as a loss scale; None where that was
+            not found, 0 where no scale is.
+        mended_by: what computed in fp32 makes this step finite.
+        result, operands, inputs, weights: ranges of the operator's result and arguments, the
+            arguments of the module and its own parameters.
+        counts: by the path of a module, how many values were near the limits of float16.
+        note: further words.
+    """
+
+    where: Where
+    scale: float
+    model: str = ""
+    module: str = ""
+    call: int = 1
+    operator: str = ""
+    dtype: str = ""
+    level: str = ""
+    fits: float | None = None
+    mended_by: Mend | None = None
+    result: Range | None = None
+    operands: tuple[Range, ...] = ()
+    inputs: tuple[Range, ...] = ()
+    weights: tuple[Range, ...] = ()
+    counts: Mapping[str, Counts] = field(default_factory=dict, compare=False)
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The same for causes that one mend cures."""
+        return self.where, self.model, self.module, self.operator
+
+    @property
+    def is_loss_scale(self) -> bool:
+        """Whether nothing but the loss scale is to blame: the unscaled gradient is in range."""
+        return self.fits is not None and 1.0 <= self.fits < self.scale
+
+    def title(self) -> str:
+        """Return one line: where it was."""
+        place = f"{self.model}: " if self.model else ""
+        module = f"`{self.module}`" if self.module else "the model itself"
+        place += module + (f" (call {self.call})" if self.call > 1 else "")
+        kinds = " and ".join(self.result.kinds) if self.result is not None else "not finite"
+        of = f"`{self.operator}`"
+        if self.operator == "cast":
+            of = f"the cast to {self.dtype}"
+        return {
+            "forward": f"{place}: {of} returned {kinds}, in forward",
+            "backward": f"{place}: the backward of {of} returned {kinds}",
+            "weight": f"{place}: its {self.operator} holds {kinds} in {self.dtype}",
+            "input": f"{place}: it was given {kinds}",
+            "loss": f"the loss, outside of the model: {self._of_loss(kinds)}",
+            "sum": "the sum of gradients: each is finite, and float16 cannot hold their sum",
+            "unknown": "not found",
+        }[self.where]
+
+    def advice(self) -> str:
+        """Return what mends it, in a sentence or two."""
+        if self.is_loss_scale:
+            return (
+                f"It is only the loss scale: a scale of {self.fits:g} is no overflow. A dynamic "
+                f"scale comes there by itself, with {self._skips()} skipped at the start. To "
+                f"start lower, call amp.initialize(..., max_loss_scale={self.fits:g})."
+            )
+        return _ADVICE[self.where](self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as what JSON can hold."""
+        found = {
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if one.name not in ("result", "operands", "inputs", "weights", "counts")
+        }
+        for name in ("operands", "inputs", "weights"):
+            found[name] = [dataclasses.asdict(one) for one in getattr(self, name)]
+        found["result"] = None if self.result is None else dataclasses.asdict(self.result)
+        found["counts"] = {name: dataclasses.asdict(one) for name, one in self.counts.items()}
+        return {**found, "title": self.title(), "advice": self.advice()}
+
+    def __str__(self) -> str:
+        lines = [self.title()]
+        for words, ranges in (
+            ("operator", (*self.operands, *([self.result] if self.result else []))),
+            ("module", self.inputs),
+            ("weights", self.weights),
+        ):
+            lines += [f"  {words}: {one}" for one in ranges]
+        if self.note:
+            lines.append(f"  {self.note}")
+        return "\n".join([*lines, f"  mend: {self.advice()}"])
+
+    def _of_loss(self, kinds: str) -> str:
+        if not self.operator:
+            return f"it is {kinds}"
+        of = f"the cast to {self.dtype}" if self.operator == "cast" else f"`{self.operator}`"
+        return f"the backward of {of} returned {kinds}"
+
+    def _skips(self) -> str:
+        count = round(math.log2(self.scale / (self.fits or 1.0)))
+        return f"{count} step{'s' if count != 1 else ''}"
+
+
+def _region(module: str) -> str:
+    around = f"`{module}`" if module else "the model"
+    return f"compute {around} in `with amp.float_region():`"
+
+
+def _of_operator(cause: Cause) -> str:
+    if cause.mended_by == "nothing":
+        return (
+            "float32 does not help, for it comes out so there, too: look for a division by zero, "
+            "the square root or logarithm of 0, or for values that grow from step to step (the "
+            "learning rate)."
+        )
+    if cause.mended_by == "level" and cause.where == "forward":
+        return (
+            "float16, to which this level casts, cannot hold such values: bring them below 65504 "
+            "(normalize the input, say), or take O5, for bfloat16 has the range of float32."
+        )
+    if cause.mended_by == "level":
+        return (
+            "In float32 all of it is finite, but the weights of this level have their gradients in "
+            "float16, which cannot hold them even unscaled: take O1, or O5 for bfloat16."
+        )
+    module = "" if cause.mended_by == "model" else cause.module
+    rule = ""
+    if cause.level in ("O1", "O4") and _has_rule(cause.operator) and cause.mended_by != "model":
+        rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'
+    after = ""
+    if module and cause.level not in ("O0", "O1", "O4"):
+        after = " Hand its result on in the dtype of its input (`.to(x.dtype)`)."
+    if cause.mended_by == "model":
+        after = " What it returns is too large for float16 wherever it is used next."
+    return (
+        f"{_capital(_region(module))}{rule}. bfloat16 has the range of float32: "
+        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'} needs neither.{after}"
+    )
+
+
+def _of_weight(cause: Cause) -> str:
+    if cause.result is not None and "NaN" not in cause.result.kinds:
+        if cause.level in ("O1", "O4"):
+            return f"It is too large for float16: {_region(cause.module)}, or take O4."
+        return "It is too large for float16, in which this level stores weights: take O5, or O1."
+    return "It was so before this step: a step before wrote it, or a checkpoint has it."
+
+
+def _of_input(cause: Cause) -> str:
+    return "Look at what makes it: the data, or what the script computes before the model."
+
+
+def _of_loss(cause: Cause) -> str:
+    if cause.dtype in ("float16", "bfloat16"):
+        return "Compute the loss in float32: loss_function(model(x).float(), target)."
+    return (
+        "Look at the loss: a division by zero, a square root or logarithm of 0 (add an epsilon); "
+        "precision has no part in it, for it is computed in float32."
+    )
+
+
+def _of_sum(cause: Cause) -> str:
+    return "Divide each loss by the number of backward passes that a step takes."
+
+
+def _of_unknown(cause: Cause) -> str:
+    return "Run with amp.initialize(..., opt_level='O4') to see whether bfloat16 is finite."
+
+
+_ADVICE = {
+    "forward": _of_operator,
+    "backward": _of_operator,
+    "weight": _of_weight,
+    "input": _of_input,
+    "loss": _of_loss,
+    "sum": _of_sum,
+    "unknown": _of_unknown,
+}
+
+
+def _has_rule(operator: str) -> bool:
+    """Return whether a rule would keep the operator in fp32, and costs little."""
+    if operator in rules.HALF:
+        return False  # the products that half precision is for
+    try:
+        return bool(targets.user_rule_targets(operator))
+    except ValueError:
+        return False
+
+
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
+def largest_scale(peak: float) -> float:
+    """Return the largest power of two that keeps a magnitude within float16; 0 for none above 0."""
+    if not 0.0 < peak < math.inf:
+        return 0.0 if peak else math.inf
+    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))

@@ -1,0 +1,158 @@
+"""Where in a model the code runs that an operator is called by: module and function, also backward.
+
+Knows modules, and the nodes of autograd's graphs; nothing of values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
+
+from amp_patch.casting import rules
+
+#: The number that the next node of an autograd graph gets.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+#: Functions in Python that call many others: their operators are told by their own names.
+_COMPOSITES = {"multi_head_attention_forward", "apply", "checkpoint", "backward", "grad"}
+#: What an operator of ATen is called by users.
+_OPERATORS = {
+    "addmm": "linear",
+    "mm": "matmul",
+    "convolution": "conv",
+    "native_layer_norm": "layer_norm",
+    "native_group_norm": "group_norm",
+    "native_batch_norm": "batch_norm",
+    "_native_batch_norm_legit": "batch_norm",
+    "nll_loss_forward": "nll_loss",
+}
+
+
+class Place(NamedTuple):
+    """A place in a model.
+
+    Attributes:
+        module: the innermost module's path, "" for the model itself.
+        call: which call of that module, from 1.
+        operator: the function that users call, such as "linear".
+    """
+
+    module: str
+    call: int
+    operator: str
+
+
+class Places(TorchFunctionMode):
+    """Follows the modules and functions that run, while it is entered.
+
+    Attributes:
+        innermost: the module that runs, and its arguments; None outside of the model.
+
+    Args:
+        names: the path of each module, by its id.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self._calls: Counter[str] = Counter()
+        self._modules: list[tuple[nn.Module, int, Any]] = []
+        self._functions: list[str] = []
+        self._of_nodes: dict[int, Place] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._functions.append(getattr(func, "__name__", ""))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._functions.pop()
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow inside the block."""
+        before = module_hooks.register_module_forward_pre_hook(self._enter)
+        after = module_hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._modules.clear()
+
+    @property
+    def innermost(self) -> tuple[nn.Module, Any] | None:
+        """The innermost module of the model that runs, and its arguments."""
+        return (self._modules[-1][0], self._modules[-1][2]) if self._modules else None
+
+    def here(self, operator: str, is_cast: bool) -> Place:
+        """Return where an operator of ATen is called, and note it for the node that it made.
+
+        Args:
+            operator: the name, such as "addmm".
+            is_cast: whether all it does is to change a dtype.
+        """
+        place = Place(*self._module(), "cast" if is_cast else self._name(operator))
+        # The node is made before its operator is called.
+        self._of_nodes.setdefault(next_node() - 1, place)
+        return place
+
+    def of_node(self, node: Any) -> Place:
+        """Return where the forward was whose backward a node of autograd's graph is."""
+        place = self._of_nodes.get(node._sequence_nr())
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            return Place("", 1, name) if place is None else place._replace(operator=name)
+        return Place("", 1, readable(node.name())) if place is None else place
+
+    def _module(self) -> tuple[str, int]:
+        if not self._modules:
+            return "", 1
+        module, call, _ = self._modules[-1]
+        return self._names[id(module)], call
+
+    def _name(self, operator: str) -> str:
+        function = self._functions[-1] if self._functions else ""
+        if not function or function in _COMPOSITES:
+            return _OPERATORS.get(operator, operator.strip("_"))
+        return rules.OPERATORS.get(function, function.strip("_"))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if id(module) in self._names:
+            name = self._names[id(module)]
+            if not in_backward():  # a checkpoint runs its modules again there
+                self._calls[name] += 1
+            self._modules.append((module, self._calls[name], args))
+
+    def _leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        # A checkpoint that has recomputed enough leaves its modules without a word.
+        while any(known is module for known, _, _ in self._modules):
+            if self._modules.pop()[0] is module:
+                return
+
+
+def in_backward() -> bool:
+    """Return whether the autograd engine is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Return the path of each module by its id; of a shared one the first."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def readable(node: str) -> str:
+    """Return the function of a node: "mse_loss" of "MseLossBackward0"."""
+    name = node.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    if name == "ToCopy":
+        return "cast"
+    return "".join("_" + c.lower() if c.isupper() else c for c in name).lstrip("_")

@@ -1,0 +1,87 @@
+"""How large the values of tensors are, and which are not finite; knows single tensors only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.kernels import values
+
+#: Half of float16's largest value: what is above is counted as near the limit.
+NEAR_LIMIT = torch.finfo(torch.float16).max / 2
+#: Below it float16 has fewer digits, down to none.
+SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
+
+#: Kinds of values that are not finite, in the order in which they are told.
+KINDS = ("inf", "-inf", "NaN")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values of one tensor.
+
+    Attributes:
+        name: what it is to its module or operator.
+        dtype: "float16".
+        shape: its shape.
+        smallest, largest: of the magnitudes of its finite values; None where it has none.
+        kinds: which of `KINDS` it holds.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float | None
+    largest: float | None
+    kinds: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = "no finite value"
+        if self.largest is not None:
+            shown = f"magnitudes {self.smallest:.3g} to {self.largest:.3g}"
+        also = f", and {' and '.join(self.kinds)}" if self.kinds else ""
+        return f"{self.name}: {self.dtype} {list(self.shape)}, {shown}{also}"
+
+
+def can_look(tensor: Any) -> bool:
+    """Return whether a tensor holds floating numbers that can be read."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and tensor.device.type != "meta"
+        and tensor.layout in (torch.strided, torch.sparse_coo)
+        and values(tensor).numel() > 0
+    )
+
+
+@torch.no_grad()
+def kinds_of(tensor: Tensor) -> tuple[str, ...]:
+    """Return which of `KINDS` a tensor holds; most often none, which is one pass."""
+    numbers = values(tensor.detach())
+    low, high = (bound.item() for bound in torch.aminmax(numbers))
+    if math.isfinite(low) and math.isfinite(high):
+        return ()
+    tests = (numbers == math.inf, numbers == -math.inf, numbers.isnan())
+    return tuple(kind for kind, test in zip(KINDS, tests, strict=True) if test.any())
+
+
+@torch.no_grad()
+def range_of(name: str, tensor: Tensor) -> Range:
+    """Return the range of a tensor's values."""
+    numbers = values(tensor.detach()).float()
+    finite = numbers[numbers.isfinite()].abs()
+    smallest, largest = (finite.min().item(), finite.max().item()) if len(finite) else (None, None)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Range(name, dtype, tuple(tensor.shape), smallest, largest, kinds_of(tensor))
+
+
+def ranges_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[Range, ...]:
+    """Return the ranges of those tensors that can be looked at, by their names."""
+    return tuple(
+        range_of(name, tensor) for name, tensor in dict(tensors).items() if can_look(tensor)
+    )

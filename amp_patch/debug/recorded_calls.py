@@ -1,0 +1,175 @@
+"""What a traced run keeps of each call of a model: enough to run it a second time.
+
+Knows models and autograd; nothing of loss scales, nor of what is looked for in the second run.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casting.mode import mode
+from amp_patch.casting.nested import map_tensors
+from amp_patch.kernels.graph_capture import captures
+
+from .places import next_node
+from .saved_state import RandomState
+
+
+class Call:
+    """One call of a model with gradients on.
+
+    It belongs to its graph: the hooks of the outputs hold it, and it goes when the graph goes.
+
+    Attributes:
+        model: held weakly.
+        inputs: ``(args, kwargs)``, with copies of the tensors.
+        random: the state of the random numbers when it began.
+        buffers: copies of those buffers that a forward changes, by name.
+        region: the dtype of the region around it; None outside of regions.
+        casts_off: whether ``disable_casts`` was around it.
+        grads: the gradients that arrived, by the number of the pass and that of the output.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Any, kwargs: Mapping[str, Any], names: Sequence[str]
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.inputs: Any = copied((tuple(args), dict(kwargs)))
+        self.random = RandomState()
+        buffers = dict(model.named_buffers())
+        self.buffers = {name: buffers[name].clone() for name in names if name in buffers}
+        self.region = None if mode.region is None else mode.region.dtype
+        self.casts_off = mode.off and mode.region is None
+        self.grads: dict[int, dict[int, Tensor]] = {}
+
+
+class RecordedCalls:
+    """The calls that the graphs of this step come from.
+
+    Attributes:
+        passes: how many backward passes have begun; whoever begins one counts.
+        reached: the calls whose outputs a gradient has reached since `forget`, in their order.
+        is_off: True while nothing is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.reached: list[Call] = []
+        self.is_off = True
+        self._ranges: deque[tuple[int, int]] = deque(maxlen=1000)
+        self._open = _Open()
+        self._order: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
+        self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def forget(self) -> None:
+        """The step is over: its gradients are used up."""
+        self.reached.clear()
+
+    def of_pass(self, number: int) -> list[Call]:
+        """Return the calls that a pass has reached, the earliest first."""
+        calls = [call for call in self.reached if number in call.grads]
+        return sorted(calls, key=lambda call: self._order[call])
+
+    def made(self, node: Any) -> bool:
+        """Return whether a node of an autograd graph was made inside of a recorded call."""
+        number = node._sequence_nr()
+        return any(first <= number < end for first, end in self._ranges)
+
+    def before(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A model's forward begins."""
+        if self.is_off or not torch.is_grad_enabled() or getattr(model, "_is_replica", False):
+            return
+        param = next(model.parameters(), None)
+        if self._open.calls or (param is not None and captures.are_made(param.device)):
+            # Inside of another model's, which is run again as a whole; or in a CUDA graph.
+            self._open.calls.append((model, None))
+            return
+        names = self._changing.get(model)
+        if names is None:  # until its first call has shown which of them a forward changes
+            names = {name for name, _ in model.named_buffers()}
+        self._open.first_node = next_node()
+        self._open.calls.append((model, Call(model, args, kwargs, sorted(names))))
+
+    def after(self, model: nn.Module, outputs: Any) -> None:
+        """The forward has ended."""
+        calls = self._open.calls
+        while calls:  # a forward that raised has no end
+            known, call = calls.pop()
+            if known is model:
+                break
+        else:
+            return
+        if call is None:
+            return
+        self._ranges.append((self._open.first_node, next_node()))
+        if model not in self._changing:
+            buffers = dict(model.named_buffers())
+            changed = {
+                name
+                for name, before in call.buffers.items()
+                if name not in buffers or not torch.equal(before, buffers[name])
+            }
+            self._changing[model] = changed
+            call.buffers = {name: call.buffers[name] for name in changed}
+        self._count += 1
+        self._order[call] = self._count
+        for index, output in enumerate(tensors_of(outputs)):
+            if output.requires_grad and output.grad_fn is not None:
+                output.register_hook(_Arrival(self, call, index))
+
+    def arrived(self, call: Call, index: int, grad: Tensor) -> None:
+        """A gradient has reached an output."""
+        if self.is_off:
+            return
+        grads = call.grads.setdefault(self.passes, {})
+        grads[index] = grads[index] + grad if index in grads else grad.detach()
+        if not any(known is call for known in self.reached):
+            self.reached.append(call)
+
+
+class _Open(threading.local):
+    """The forwards that run in this thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, Call | None]] = []
+        self.first_node = 0
+
+
+class _Arrival:
+    """The hook of one output; its graph holds it, and by it the call."""
+
+    def __init__(self, recorded: RecordedCalls, call: Call, index: int) -> None:
+        self._recorded, self._call, self._index = recorded, call, index
+
+    def __call__(self, grad: Tensor) -> None:
+        self._recorded.arrived(self._call, self._index, grad)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, in an order that is always the same."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, tree)
+    return found
+
+
+def copied(tree: Any) -> Any:
+    """Return nested containers with copies of the tensors, leaves of a graph of their own."""
+    return map_tensors(_copy, tree)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if tensor.requires_grad else copy

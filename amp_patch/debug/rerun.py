@@ -1,0 +1,189 @@
+"""Runs recorded calls of models a second time, forward and backward, and leaves no trace of it.
+
+Knows models and how calls were recorded; what is looked for is somebody else's (`watch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casting import regions
+from amp_patch.casting.mode import HALVES, mode
+from amp_patch.session import session
+from amp_patch.weights.half_model import cast_floats
+
+from .places import Place, Places, names_of
+from .recorded_calls import Call, copied, tensors_of
+from .saved_state import ModelState, RandomState, set_buffers
+from .watch import Origin, Watch, Watched
+
+
+class Rerun:
+    """A second run of a call.
+
+    Args:
+        call: of a model that still lives.
+        in_float: a module that computes in fp32 this time; None changes nothing.
+
+    Attributes:
+        watched: what it showed.
+        model: the call's.
+    """
+
+    def __init__(self, call: Call, in_float: nn.Module | None = None) -> None:
+        model = call.model()
+        assert model is not None
+        self.model = model
+        self.watched = Watched()
+        self._call, self._in_float = call, in_float
+        self._places = Places(names_of(model))
+        self._watch = Watch(self._places, self.watched, model)
+        self._outputs: list[Tensor] = []
+        self._inputs: Any = None
+
+    def forward(self) -> Origin | None:
+        """Run the forward; return where an output that is not finite came from."""
+        # Copies once more, for the model may write to them and there may be further runs.
+        args, kwargs = self._inputs = copied(self._call.inputs)
+        self._introduce()
+        set_buffers(self.model, self._call.buffers)
+        self._call.random.restore()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_around(self._call))
+            stack.enter_context(_computing_in_float(self._in_float, self._dtype_after()))
+            stack.enter_context(self._places.followed())
+            stack.enter_context(self._watch)
+            self._outputs = tensors_of(self.model(*args, **kwargs))
+        return self._first(self._outputs)
+
+    def backward(self, grads: Mapping[int, Tensor]) -> Origin | None:
+        """Run the backward; return where a gradient that is not finite came from.
+
+        Args:
+            grads: of the outputs, by their numbers.
+        """
+        reached = [
+            index
+            for index in sorted(grads)
+            if index < len(self._outputs) and self._outputs[index].requires_grad
+        ]
+        outputs = [self._outputs[index] for index in reached]
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        leaves = params + [one for one in tensors_of(self._inputs) if one.requires_grad]
+        in_float = _computing_in_float(self._in_float, self._dtype_after())
+        with in_float, self._places.followed(), self._watch:  # a checkpoint computes forward again
+            found = _gradients(outputs, [grads[index] for index in reached], leaves)
+        return self._first(found)
+
+    def _first(self, tensors: Sequence[Tensor]) -> Origin | None:
+        origins = self.watched.origins
+        found = [origin for one in tensors if (origin := self._watch.origin_of(one)) is not None]
+        return min(
+            (origin for origin in found if not origin.is_meant), key=origins.index, default=None
+        )
+
+    def _dtype_after(self) -> torch.dtype | None:
+        """Return what a module that computes in fp32 has to return: half, where no function casts.
+
+        None: as it comes.
+        """
+        level = session.models.levels.get(self.model)
+        if level is None or self._in_float is self.model:
+            return None
+        return level.cast_model_type if level.cast_model_type in HALVES else None
+
+    def _introduce(self) -> None:
+        for number, tensor in enumerate(tensors_of(self._inputs)):
+            self._watch.introduce("input", Place("", 1, ""), f"input {number}", tensor)
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            place = Place(name.rpartition(".")[0], 1, "")
+            self._watch.introduce("weight", place, name.rpartition(".")[2], tensor)
+
+
+@contextlib.contextmanager
+def leaving_no_trace(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back what runs inside the block change: random numbers, buffers, attributes."""
+    random, states = RandomState(), [ModelState(model) for model in models]
+    saved = mode.save()
+    try:
+        yield
+    finally:
+        mode.restore(saved)
+        for state in states:
+            state.restore()
+        random.restore()
+        session.cache.mark_stale()
+
+
+@contextlib.contextmanager
+def _around(call: Call) -> Iterator[None]:
+    """Compute as around the call: in its region, or with casts off."""
+    block: Any = contextlib.nullcontext()
+    if call.casts_off:
+        block = regions.CastsOff()
+    elif call.region is not None:
+        is_float = call.region is torch.float32
+        block = regions.FloatRegion() if is_float else regions.HalfRegion()
+    with block:
+        yield
+
+
+@contextlib.contextmanager
+def _computing_in_float(module: nn.Module | None, after: torch.dtype | None) -> Iterator[None]:
+    """Let a module compute in fp32, as ``amp.float_region()`` in its forward does.
+
+    Args:
+        module: None for none.
+        after: the dtype of what it returns; None leaves it.
+    """
+    if module is None:
+        yield
+        return
+    region = regions.FloatRegion()
+
+    def enter(*_: Any) -> None:
+        region.__enter__()
+
+    def leave(_: nn.Module, args: Any, outputs: Any) -> Any:
+        region.__exit__(None, None, None)
+        return outputs if after is None else cast_floats(outputs, after)
+
+    handles = [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, prepend=True, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gradients(outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of the leaves that have one; no hook of theirs accumulates any."""
+    try:
+        found = torch.autograd.grad(outputs, leaves, grads, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:
+        if "reentrant" not in str(error):
+            raise
+        return _accumulated(outputs, grads, leaves)
+    return [grad for grad in found if grad is not None]
+
+
+def _accumulated(outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """The same by ``backward()``, as a reentrant checkpoint wants it."""
+    saved = [(leaf, leaf.grad) for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(outputs, grads)
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+    finally:
+        for leaf, grad in saved:
+            leaf.grad = grad

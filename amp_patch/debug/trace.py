@@ -1,0 +1,315 @@
+"""Finds the cause of each overflow: runs the calls of the step again, and looks at every operator.
+
+Knows the order in which to look; what a call is, how it is run and what is seen there are in
+`recorded_calls`, `rerun` and `watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from amp_patch.session import session
+from amp_patch.step.loss_scaling import Found
+from amp_patch.step.observers import StepObserver
+from amp_patch.step.skip import Skip
+
+from .cause import Cause, Mend, largest_scale
+from .loss_watch import LossStep, LossWatch
+from .ranges import Range
+from .recorded_calls import Call, RecordedCalls
+from .rerun import Rerun, leaving_no_trace
+from .watch import Counts, Origin, near_limits
+
+logger = logging.getLogger(__name__)
+
+#: Different causes that are remembered.
+MOST_CAUSES = 100
+
+
+class Tracer(StepObserver):
+    """Traces the overflows of the models that are initialized from `start` on.
+
+    Attributes:
+        causes: each different one, with how often it was found.
+        overflows: how many there were.
+        steps: how many steps there were, skipped ones included, of the optimizer that has most.
+    """
+
+    waits_for_overflows = True
+
+    def __init__(self) -> None:
+        self.recorded = RecordedCalls()
+        self._detach: Callable[[], None] | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.causes: dict[tuple[str, ...], tuple[Cause, int]] = {}
+        self.overflows = 0
+        self.passes: list[tuple[int, float, LossWatch]] = []
+        self._handles: list[Any] = []
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def start(self, models: Sequence[nn.Module] = ()) -> None:
+        """Trace these and all models initialized from now on, until the session ends."""
+        if self._detach is None:
+            self._clear()
+            self._detach = session.observers.attach(self)
+            self.recorded.is_off = False
+            self._handles.append(register_optimizer_step_pre_hook(self._before_step))
+        self.prepared(models)
+
+    def stop(self) -> None:
+        """Trace no more; forget what was found."""
+        if self._detach is not None:
+            self._detach()
+            self._detach = None
+        self.recorded.is_off = True
+        self.recorded.forget()
+        for handle in self._handles:
+            handle.remove()
+        self._clear()
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """See `StepObserver`."""
+        session.call_at_deactivate(self.stop)
+        for model in set(models) - set(self._models):
+            self._models.add(model)
+            self._handles += [
+                model.register_forward_pre_hook(_before, with_kwargs=True, prepend=True),
+                model.register_forward_hook(_after),
+            ]
+
+    def scaled(
+        self,
+        loss: Tensor,
+        scale: float | Tensor,
+        scaler_id: int,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """See `StepObserver`."""
+        self.recorded.passes += 1
+        watch = LossWatch(loss, self.recorded.made)
+        self.passes.append((self.recorded.passes, float(scale), watch))
+
+    def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
+        """See `StepObserver`."""
+        self.overflows += 1
+        try:
+            cause = self._find()
+        except Exception as error:
+            # To trace must not end a training that goes on without.
+            cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")
+        before = self.causes.get(cause.key)
+        if before is None and len(self.causes) < MOST_CAUSES:
+            logger.warning("Gradient overflow: %s", cause)
+        if before is not None or len(self.causes) < MOST_CAUSES:
+            self.causes[cause.key] = (cause, 1 if before is None else before[1] + 1)
+
+    def survey(self) -> dict[str, Counts]:
+        """Run the calls of this step again; return the counts of modules that are near limits."""
+        counts: dict[str, Counts] = {}
+        number = self.passes[-1][0] if self.passes else 0
+        with self._looking() as calls:
+            for call in calls:
+                if number in call.grads:
+                    one = Rerun(call)
+                    one.forward()
+                    one.backward(call.grads[number])
+                    label = session.models.label_of(one.model)
+                    for name, found in near_limits(one.watched.counts).items():
+                        counts[f"{label}: {name}" if label else name] = found
+        return counts
+
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """See `StepObserver`."""
+        self.recorded.forget()
+        self.passes.clear()
+
+    def _find(self) -> Cause:
+        with self._looking() as calls:
+            for number, scale, watch in reversed(self.passes):
+                cause = _Search(self.recorded.of_pass(number), number, scale, watch).find()
+                if cause is not None:
+                    return cause
+        scale = self.passes[-1][1] if self.passes else 1.0
+        if not calls:
+            return Cause(
+                "unknown",
+                scale,
+                note="No call of an initialized model was seen that made these gradients. A "
+                "compiled model is not: trace without torch.compile.",
+            )
+        return Cause("sum", scale)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[list[Call]]:
+        """Yield the calls that gradients reached; what is run inside is not recorded."""
+        calls = [call for call in self.recorded.reached if call.model() is not None]
+        models = [model for call in calls if (model := call.model()) is not None]
+        self.recorded.is_off = True
+        try:
+            with leaving_no_trace(list(dict.fromkeys(models))):
+                yield calls
+        finally:
+            self.recorded.is_off = False
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Where there is no loss scale, nobody looks at the gradients: look at the loss."""
+        if all(scale == 1.0 for _, scale, _ in self.passes) and any(
+            watch.found is not None or any(one.kinds for one in watch.loss)
+            for _, _, watch in self.passes
+        ):
+            self.overflowed(0, [])
+
+
+class _Search:
+    """The search in one backward pass.
+
+    Args:
+        calls: that its gradients reached, the earliest first.
+        number: of the pass.
+        scale: of the loss.
+        watch: of what is outside of the models.
+    """
+
+    def __init__(self, calls: list[Call], number: int, scale: float, watch: LossWatch) -> None:
+        self._calls = [call for call in calls if call.model() is not None]
+        self._number, self._scale, self._watch = number, scale, watch
+
+    def find(self) -> Cause | None:
+        """Return what came first: in the forwards, in the loss, or in the backwards."""
+        for call in self._calls:
+            one = Rerun(call)
+            origin = one.forward()
+            if origin is not None:
+                return self._in_model(one, origin, self._mend(call, origin, None))
+        if self._watch.loss and self._watch.loss[0].kinds:
+            return self._of_loss(self._watch.loss[0])
+        if self._watch.found is not None:
+            return self._in_loss(self._watch.found)
+        for call in reversed(self._calls):
+            cause = self._in_backward(call, call.grads[self._number])
+            if cause is not None:
+                return cause
+        return None
+
+    def _in_loss(self, found: LossStep) -> Cause | None:
+        """Return the cause where a gradient was not finite before it came to a model."""
+        result = next(one for one in found.made if one.kinds)
+        if found.uncast is None:
+            return self._of_loss(result, operator=found.operator, operands=found.given)
+        # What was cast has the shape of an output: look whether the model bears it unscaled.
+        unscaled, fits = found.uncast / self._scale, largest_scale(_peak(found.given) / self._scale)
+        for call in reversed(self._calls):
+            grads = {
+                index: unscaled.to(grad.dtype)
+                for index, grad in call.grads[self._number].items()
+                if grad.shape == unscaled.shape
+            }
+            one = Rerun(call)
+            one.forward()
+            origin = one.backward(grads) if grads else None
+            if origin is not None:
+                return self._in_model(one, origin, self._mend(call, origin, grads))
+            fits = min(fits, largest_scale(one.watched.peak))
+        return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
+
+    def _in_backward(self, call: Call, grads: Mapping[int, Tensor]) -> Cause | None:
+        one = Rerun(call)
+        one.forward()
+        origin = one.backward(grads)
+        if origin is None:
+            return None
+        unscaled = {index: grad / self._scale for index, grad in grads.items()}
+        other = Rerun(call)
+        other.forward()
+        real = other.backward(unscaled)
+        if real is None:
+            return self._in_model(one, origin, None, largest_scale(other.watched.peak))
+        # Whatever the scale: the first at the present one may be another.
+        return self._in_model(other, real, self._mend(call, real, unscaled))
+
+    def _of_loss(self, result: Range, **more: Any) -> Cause:
+        return Cause(
+            "loss", self._scale, dtype=result.dtype, level=self._level(), result=result, **more
+        )
+
+    def _in_model(
+        self, one: Rerun, origin: Origin, mended_by: Mend | None, fits: float | None = None
+    ) -> Cause:
+        assert origin.source != "mask"
+        return Cause(
+            origin.source,
+            self._scale,
+            model=session.models.label_of(one.model) or type(one.model).__name__,
+            module=origin.place.module,
+            call=origin.place.call,
+            operator=origin.place.operator or origin.result.name,
+            dtype=origin.result.dtype,
+            level=_level_of(one.model),
+            fits=fits,
+            mended_by=mended_by,
+            result=origin.result,
+            operands=origin.operands,
+            inputs=origin.inputs,
+            weights=origin.weights,
+            counts=near_limits(one.watched.counts),
+        )
+
+    def _mend(self, call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mend | None:
+        """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
+        model = call.model()
+        if model is None or origin.source not in ("forward", "backward"):
+            return None
+        tries: dict[Mend, nn.Module] = {
+            "module": model.get_submodule(origin.place.module),
+            "model": model,
+        }
+        for name, module in tries.items():
+            one = Rerun(call, module)
+            left = one.forward()
+            if left is None and grads is not None:
+                left = one.backward(grads)
+            if left is None:
+                return name
+        return "level" if left is not None and left.place.operator == "cast" else "nothing"
+
+    def _level(self) -> str:
+        models = [call.model() for call in self._calls]
+        return next((_level_of(one) for one in models if one is not None), "")
+
+
+def _level_of(model: nn.Module) -> str:
+    """Return the name of the model's level, "" for a copy that nobody initialized."""
+    level = session.models.levels.get(model)
+    return "" if level is None else level.name
+
+
+def _peak(ranges: Sequence[Range]) -> float:
+    return max((one.largest or 0.0) for one in ranges)
+
+
+# Hooks on models must be picklable, so they are functions that find the tracer below.
+
+
+def _before(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        tracer.recorded.before(model, args, kwargs)
+
+
+def _after(model: nn.Module, args: Any, outputs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        tracer.recorded.after(model, outputs)
+
+
+#: The tracer of this process.
+tracer = Tracer()

@@ -1,0 +1,310 @@
+"""Looks at what every operator of a run returns, and finds where values left the finite range.
+
+Knows operators and their places; nothing of loss scales, nor of what is to be done about it.
+
+A value that is not finite comes from somewhere: it is followed from operator to operator, so that
+what is reported is where it came up. Infinities that are meant, in the mask of an attention say,
+are followed too, and are no cause by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .places import Place, Places, in_backward
+from .ranges import (
+    NEAR_LIMIT,
+    SMALLEST_NORMAL,
+    Range,
+    can_look,
+    kinds_of,
+    range_of,
+    ranges_of,
+)
+
+#: What came up where: an operator of the model, a weight or buffer, or what the model was given.
+Source = Literal["forward", "backward", "weight", "input", "mask"]
+
+
+#: Operators that write a number that they are given.
+_FILLING = {
+    "constant_pad_nd",
+    "fill",
+    "full",
+    "full_like",
+    "index_fill",
+    "masked_fill",
+    "new_full",
+    "scalar_tensor",
+    "where",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Where values came up that are not finite.
+
+    Attributes:
+        source: what made them; "mask": somebody who meant it.
+        place: the module and the operator.
+        result: the range of what the operator returned.
+        operands: the ranges of what it was called with.
+        inputs: the ranges of what its module was called with; none in backward.
+        weights: the ranges of the module's own parameters.
+    """
+
+    source: Source
+    place: Place
+    result: Range
+    operands: tuple[Range, ...] = ()
+    inputs: tuple[Range, ...] = ()
+    weights: tuple[Range, ...] = ()
+
+    @property
+    def is_meant(self) -> bool:
+        """Whether the values are no error by themselves."""
+        return self.source == "mask"
+
+
+@dataclass
+class Counts:
+    """How many float16 values of a module's operators were near a limit.
+
+    Attributes:
+        values: all that were looked at, forward and backward.
+        large: of a magnitude above half of float16's largest, and finite.
+        grads: those of backward.
+        flushed: of these, not zero in float32 and zero when they were cast to float16.
+        subnormal: of these, so small that float16 has fewer digits for them.
+    """
+
+    values: int = 0
+    large: int = 0
+    grads: int = 0
+    flushed: int = 0
+    subnormal: int = 0
+
+
+@dataclass
+class Watched:
+    """What a run showed.
+
+    Attributes:
+        origins: in the order in which they came up.
+        counts: by the path of the module.
+        peak: the largest finite magnitude of a float16 value in backward.
+    """
+
+    origins: list[Origin] = field(default_factory=list)
+    counts: dict[str, Counts] = field(default_factory=dict)
+    peak: float = 0.0
+
+
+class Watch(TorchDispatchMode):
+    """Looks at every operator while it is entered.
+
+    Args:
+        places: follows the modules meanwhile.
+        watched: filled in.
+        model: whose weights are told from other tensors.
+    """
+
+    def __init__(self, places: Places, watched: Watched, model: nn.Module) -> None:
+        super().__init__()
+        self._weights = {
+            _storage(param): (name.rpartition(".")[0], name.rpartition(".")[2])
+            for name, param in model.named_parameters()
+        }
+        self._places, self._watched = places, watched
+        # By the storage. One that is freed is overwritten here when it is allocated again.
+        self._origins: dict[int, Origin] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [one for one in tree_leaves((args, kwargs)) if can_look(one)]
+        bad = [(one, origin) for one in inputs if (origin := self.origin_of(one)) is not None]
+        written = _written(func, args)
+        before = ranges_of(_numbered(inputs)) if written else None
+        result = func(*args, **kwargs)
+        place = self._place(func, inputs, result)
+        outputs = [one for one in tree_leaves(result) if can_look(one)]
+        for output in _unique([*outputs, *written]):
+            self._look(func, args, inputs, bad, output, place, before)
+        self._count_flushed(place, inputs, outputs)
+        return result
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        """Return where a tensor's values came up that are not finite; None if all are."""
+        origin = self._origins.get(_storage(tensor))
+        return origin if origin is not None and kinds_of(tensor) else None
+
+    def introduce(self, source: Source, place: Place, name: str, tensor: Any) -> None:
+        """Look at a tensor that was there before the run."""
+        if not can_look(tensor) or not (kinds := kinds_of(tensor)):
+            return
+        if kinds == ("-inf",):
+            source = "mask"
+        self._add(Origin(source, place, range_of(name, tensor)), tensor)
+
+    def _add(self, origin: Origin, tensor: Tensor) -> None:
+        self._origins[_storage(tensor)] = origin
+        if not any(known is origin for known in self._watched.origins):
+            self._watched.origins.append(origin)
+
+    def _place(self, func: Any, inputs: list[Tensor], result: Any) -> Place:
+        name = func._schema.name.rpartition("::")[2]
+        is_cast = name in ("_to_copy", "copy_", "_foreach_copy_")
+        node = torch._C._current_autograd_node() if in_backward() else None
+        if node is None or torch.is_grad_enabled():  # a checkpoint recomputes with grad
+            return self._places.here(name, is_cast)
+        return self._places.of_node(node)
+
+    def _look(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        inputs: list[Tensor],
+        bad: list[tuple[Tensor, Origin]],
+        output: Tensor,
+        place: Place,
+        before: tuple[Range, ...] | None,
+    ) -> None:
+        kinds = kinds_of(output)
+        self._count(place, output)
+        if not kinds:
+            if all(_storage(output) != _storage(one) for one in inputs):
+                self._origins.pop(_storage(output), None)
+            return
+        found = [origin for _, origin in bad if not origin.is_meant]
+        if found:
+            self._add(min(found, key=self._watched.origins.index), output)
+            return
+        meant = {kind for one, _ in bad for kind in kinds_of(one)}
+        if bad and set(kinds) <= meant:
+            self._add(bad[0][1], output)
+        elif _is_meant(func, args) and not bad:
+            self._add(Origin("mask", place, range_of("result", output)), output)
+        else:
+            self._add(self._describe(func, args, inputs, output, place, before), output)
+
+    def _describe(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        inputs: list[Tensor],
+        output: Tensor,
+        place: Place,
+        before: tuple[Range, ...] | None,
+    ) -> Origin:
+        source_of_cast = _source_of_cast(func, args, inputs, output)
+        if source_of_cast is not None and _storage(source_of_cast) in self._weights:
+            module_name, name = self._weights[_storage(source_of_cast)]
+            operands = ranges_of({name: source_of_cast})
+            return Origin("weight", Place(module_name, 1, name), range_of(name, output), operands)
+        operands = ranges_of(_numbered(inputs)) if before is None else before
+        unknown = [one for one in operands if one.kinds and one.kinds != ("-inf",)]
+        is_backward = in_backward() and not torch.is_grad_enabled()
+        source: Source = "backward" if is_backward else "forward"
+        if unknown and not is_backward:
+            source = "input"  # a tensor that the model had from elsewhere
+        innermost = self._places.innermost
+        module, given = (None, ()) if innermost is None else innermost
+        given = tree_leaves(given)
+        return Origin(
+            source,
+            place,
+            range_of("result", output),
+            operands,
+            ranges_of((f"input {n}", one) for n, one in enumerate(given)),
+            weights_of(module),
+        )
+
+    def _count(self, place: Place, output: Tensor) -> None:
+        if output.dtype is not torch.float16:
+            return
+        counts = self._watched.counts.setdefault(place.module, Counts())
+        magnitudes = output.detach().abs()
+        is_finite = magnitudes.isfinite()
+        counts.values += output.numel()
+        counts.large += int((is_finite & (magnitudes > NEAR_LIMIT)).sum())
+        if in_backward() and not torch.is_grad_enabled():
+            finite = magnitudes[is_finite]
+            counts.grads += output.numel()
+            counts.subnormal += int(((finite > 0) & (finite < SMALLEST_NORMAL)).sum())
+            if len(finite):
+                self._watched.peak = max(self._watched.peak, finite.max().item())
+
+    def _count_flushed(self, place: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if not (in_backward() and len(inputs) == len(outputs) == 1):
+            return
+        (given,), (made,) = inputs, outputs
+        if given.dtype is torch.float16 or made.dtype is not torch.float16:
+            return
+        if given.shape == made.shape:
+            counts = self._watched.counts.setdefault(place.module, Counts())
+            counts.flushed += int(((given != 0) & (made == 0)).sum())
+            largest = given.detach().abs().amax().item()
+            if math.isfinite(largest):
+                self._watched.peak = max(self._watched.peak, largest)
+
+
+def weights_of(module: nn.Module | None) -> tuple[Range, ...]:
+    """Return the ranges of the parameters that belong to a module itself."""
+    return () if module is None else ranges_of(module.named_parameters(recurse=False))
+
+
+def near_limits(counts: Mapping[str, Counts]) -> dict[str, Counts]:
+    """Return the counts of those modules of which any value was near a limit."""
+    return {name: one for name, one in counts.items() if one.large or one.flushed or one.subnormal}
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the floating tensors that an operator writes to."""
+    found: list[Tensor] = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [one for one in tree_leaves(value) if can_look(one)]
+    return found
+
+
+def _source_of_cast(
+    func: Any, args: tuple[Any, ...], inputs: list[Tensor], output: Tensor
+) -> Tensor | None:
+    """Return the tensor that was cast; None where an operator does more than that."""
+    name = func._schema.name.rpartition("::")[2]
+    if name == "_foreach_copy_":
+        pairs = zip(args[0], args[1], strict=True)
+        return next((source for target, source in pairs if target is output), None)
+    if name == "copy_":
+        return inputs[-1] if inputs else None
+    return inputs[0] if name == "_to_copy" and inputs else None
+
+
+def _is_meant(func: Any, args: Iterable[Any]) -> bool:
+    """Return whether somebody fills a mask with an infinite number."""
+    name = func._schema.name.rpartition("::")[2].strip("_")
+    return name in _FILLING and any(
+        isinstance(one, float) and math.isinf(one) for one in tree_leaves(list(args))
+    )
+
+
+def _numbered(tensors: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    return [(f"operand {n}", tensor) for n, tensor in enumerate(tensors)]
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

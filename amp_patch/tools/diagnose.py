@@ -1,0 +1,90 @@
+"""``amp-patch diagnose -- script.py``: the module and operator that overflow, and what mends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .observed import first_of, observe
+from .options import known_level, writable_folder
+
+
+@click.command()
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="End the script after N optimizer steps.",
+)
+@click.option(
+    "--opt-level",
+    metavar="LEVEL",
+    callback=known_level,
+    help="In place of the script's own level.",
+)
+@click.option(
+    "--out",
+    "folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write diagnose.json there.",
+)
+@click.argument("script", nargs=-1, type=click.UNPROCESSED)
+def command(
+    steps: int, opt_level: str | None, folder: Path | None, script: tuple[str, ...]
+) -> None:
+    """Find the module and operator of a script that overflow.
+
+    Every step that is skipped is run again, and each different cause is told once. The script
+    follows --, with its arguments:
+
+        amp-patch diagnose --steps 20 -- train.py --epochs 1
+    """
+    if folder is not None:
+        writable_folder(folder)
+    tool = "amp_patch.tools.diagnose_child:start"
+    observed = observe(tool, script, {"steps": steps}, opt_level)
+    found = first_of(observed)
+    click.echo(report(found))
+    if folder is not None:
+        path = folder / "diagnose.json"
+        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if observed.error:
+        raise click.ClickException(observed.error)
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return what was found in words.
+
+    Args:
+        found: as `diagnose_child` writes it.
+    """
+    steps, overflows = found["steps"], found["overflows"]
+    if not overflows:
+        lines = [f"Nothing overflowed in {steps} steps."]
+    else:
+        lines = [f"{overflows} of {steps} steps overflowed."]
+    for cause in found["causes"]:
+        lines += ["", f"{cause['count']} of {overflows}: {cause['text']}"]
+    if found["near_limits"]:
+        lines += ["", "Near the limits of float16 in the last step:"]
+        lines += [f"  {_near(name, one)}" for name, one in found["near_limits"].items()]
+    return "\n".join(lines)
+
+
+def _near(name: str, counts: dict[str, int]) -> str:
+    words = [
+        f"{counts[key]} of {counts[total]} {what}"
+        for key, total, what in (
+            ("large", "values", "values above 32752"),
+            ("flushed", "grads", "gradients flushed to zero"),
+            ("subnormal", "grads", "gradients subnormal"),
+        )
+        if counts[key]
+    ]
+    return f"`{name}`: {', '.join(words)}" if name else f"the model itself: {', '.join(words)}"

@@ -1,0 +1,70 @@
+"""Traces the overflows of a script, in the script's process; see `diagnose`."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from amp_patch.debug.trace import tracer
+from amp_patch.session import session
+from amp_patch.step.observers import StepObserver
+
+from . import child
+from .step_limit import StepLimit
+
+
+class DiagnoseRecorder(StepObserver):
+    """Traces all models from the first `amp.initialize` on, also after `amp.deactivate`.
+
+    Args:
+        out: the folder to write to.
+        steps: after which the script is ended; 0 for none.
+    """
+
+    def __init__(self, out: str, steps: int) -> None:
+        self._lines = child.Lines(out, "found")
+        self._overflows = 0
+        self._causes: list[dict[str, Any]] = []
+        self._near_limits: dict[str, Any] = {}
+        self._has_ended = False
+        self.limit = StepLimit(steps, self._end)
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """See `StepObserver`."""
+        tracer.start(models)
+        session.call_at_deactivate(self._take_over)
+        atexit.register(self._write)
+
+    def _take_over(self) -> None:
+        """Take what the tracer has found, which forgets it when the session ends."""
+        self._overflows += tracer.overflows
+        self._causes += [
+            {**cause.to_json(), "count": count, "text": str(cause)}
+            for cause, count in tracer.causes.values()
+        ]
+
+    def _end(self) -> None:
+        counts = tracer.survey()
+        self._near_limits = {name: dataclasses.asdict(one) for name, one in counts.items()}
+
+    def _write(self) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._take_over()
+        if self.limit.steps:
+            found = {"steps": self.limit.steps, "overflows": self._overflows}
+            self._lines.write({**found, "causes": self._causes, "near_limits": self._near_limits})
+
+
+def start(module: ModuleType) -> None:
+    """Begin; called when the script has imported amp_patch."""
+    options = child.options()
+    recorder = DiagnoseRecorder(options["out"], options["steps"])
+    session.observers.attach(recorder)
+    session.observers.attach(recorder.limit)

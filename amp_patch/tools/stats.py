@@ -1,0 +1,87 @@
+"""``amp-patch stats -- script.py``: what a script computes in, and what it casts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from amp_patch.debug import op_table
+
+from .errors import BadArguments
+from .observed import first_of, observe
+from .options import known_level
+
+
+@click.command()
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="End the script after N optimizer steps; without it, it runs to its end.",
+)
+@click.option(
+    "--opt-level",
+    metavar="LEVEL",
+    callback=known_level,
+    help="In place of the script's own level.",
+)
+@click.option(
+    "--json",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the numbers there, too.",
+)
+@click.argument("script", nargs=-1, type=click.UNPROCESSED)
+def command(
+    steps: int | None, opt_level: str | None, file: Path | None, script: tuple[str, ...]
+) -> None:
+    """Count the operators of a script by dtype, and its casts.
+
+    The script follows --, with its arguments:
+
+        amp-patch stats --steps 20 -- train.py --epochs 1
+    """
+    if file is not None and not file.absolute().parent.is_dir():
+        raise BadArguments(f"--json must name a file in a folder that is there; got {file}")
+    tool = "amp_patch.tools.stats_child:start"
+    observed = observe(tool, script, {"steps": steps or 0}, opt_level)
+    found = first_of(observed)
+    show(found)
+    if len(observed.found) > 1:
+        click.echo(f"These are of the first of {len(observed.found)} processes that trained.")
+    if file is not None:
+        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if observed.error:
+        raise click.ClickException(observed.error)
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print statistics: as wide as the terminal where rich is installed, else as plain text.
+
+    Args:
+        found: as `OpStats.to_json` returns them.
+    """
+    if importlib.util.find_spec("rich") is None:
+        click.echo(op_table.table(found))
+        return
+    console, new_table = _rich()
+    for title, header, rows in op_table.tables(found):
+        table = new_table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column(header[0], overflow="fold")
+        for name in header[1:]:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        console.print()
+    console.print(op_table.summary(found), highlight=False)
+
+
+def _rich() -> tuple[Any, Any]:
+    console = importlib.import_module("rich.console").Console()
+    return console, importlib.import_module("rich.table").Table

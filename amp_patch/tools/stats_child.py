@@ -1,0 +1,58 @@
+"""Counts the operators of a script, in the script's process; see `stats`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Sequence
+from types import ModuleType
+
+from torch import nn
+
+from amp_patch.debug.op_stats import Counting, OpStats
+from amp_patch.session import session
+from amp_patch.step.observers import StepObserver
+
+from . import child
+from .step_limit import StepLimit
+
+
+class StatsRecorder(StepObserver):
+    """Counts from the first `amp.initialize` on.
+
+    Args:
+        out: the folder to write to.
+        steps: after which the script is ended; 0 for none.
+    """
+
+    def __init__(self, out: str, steps: int) -> None:
+        self._lines = child.Lines(out, "found")
+        self._stats = OpStats()
+        self._counting = Counting(self._stats)
+        self._blocks = contextlib.ExitStack()
+        self._has_begun = False
+        self.limit = StepLimit(steps, self.end)
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """See `StepObserver`."""
+        self._counting.forget_places()
+        if not self._has_begun:
+            self._has_begun = True
+            self._blocks.enter_context(self._counting.of_steps())
+            self._blocks.enter_context(self._counting)
+            atexit.register(self.end)
+
+    def end(self) -> None:
+        """Write what was counted, once."""
+        atexit.unregister(self.end)
+        self._blocks.close()
+        if self._stats.steps or self.limit.steps:
+            self._lines.write(self._stats.to_json())
+
+
+def start(module: ModuleType) -> None:
+    """Begin; called when the script has imported amp_patch."""
+    options = child.options()
+    recorder = StatsRecorder(options["out"], options["steps"])
+    session.observers.attach(recorder)
+    session.observers.attach(recorder.limit)

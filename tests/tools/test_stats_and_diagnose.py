@@ -1,0 +1,175 @@
+"""``amp-patch stats`` and ``amp-patch diagnose`` over scripts, which run in forks here."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+from click.testing import CliRunner, Result
+
+from amp_patch.apex.process import environment_of_run
+from amp_patch.tools import diagnose, launch, observed
+from amp_patch.tools import stats as op_report
+from amp_patch.tools.command_line import main
+
+
+class ForkedRun:
+    """A `ScriptRun` whose script ends before it is made, in a fork."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        tool: str,
+        options: Mapping[str, Any],
+        log: Path,
+        opt_level: str | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        added = {launch.TOOL: tool, launch.OPTIONS: json.dumps(dict(options)), **environment}
+        env = {**environment_of_run(os.environ, opt_level, force=True), **added}
+        done = processes.run(command, env=env)
+        log.write_text(done.stdout + done.stderr)
+        self.code = done.returncode
+
+    def wait(self, seconds: float) -> int:
+        return self.code
+
+    def stop(self) -> None:
+        pass
+
+
+SCRIPT = """
+    import sys, torch
+    from torch import nn
+    {imported}
+
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            q, k = self.q(x) + float(sys.argv[1]), self.k(x) + float(sys.argv[1])
+            return torch.softmax(q @ k.t(), -1) @ x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Scores(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=16.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    {last}
+"""
+
+
+@pytest.fixture(autouse=True)
+def forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observed, "ScriptRun", ForkedRun)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def called(
+    *arguments: str, value: str = "0", imported: str = "from amp_patch import amp", last: str = ""
+) -> Result:
+    Path("train.py").write_text(textwrap.dedent(SCRIPT.format(imported=imported, last=last)))
+    return CliRunner().invoke(main, [*arguments, "--", "train.py", value], prog_name="amp-patch")
+
+
+@pytest.mark.parametrize("imported", ["from amp_patch import amp", "from apex import amp"])
+def test_diagnose_names_module_and_operator(imported: str) -> None:
+    result = called("diagnose", "--steps", "3", "--out", "found", value="300", imported=imported)
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 steps overflowed." in result.output
+    assert "3 of 3: Sequential: `1`: `matmul` returned inf, in forward" in result.output
+    found = json.loads(Path("found/diagnose.json").read_text())
+    (cause,) = found["causes"]
+    assert (cause["module"], cause["operator"], cause["count"]) == ("1", "matmul", 3)
+    assert sorted(path.name for path in Path().iterdir()) == ["found", "train.py"]
+
+
+def test_diagnose_says_that_nothing_overflowed() -> None:
+    result = called("diagnose", "--steps", "4")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Nothing overflowed in 4 steps.\n")
+
+
+def test_diagnose_shows_what_it_found_before_the_script_failed() -> None:
+    result = called("diagnose", "--opt-level", "O2", value="300", last="amp.deactivate(); 1 / 0")
+    assert result.exit_code == 1
+    assert "8 of 8 steps overflowed." in result.output
+    assert result.output.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_stats_are_shown_and_written() -> None:
+    result = called("stats", "--steps", "2", "--json", "stats.json", "--opt-level", "O2")
+    assert result.exit_code == 0, result.output
+    found = json.loads(Path("stats.json").read_text())
+    assert found["steps"] == 2
+    calls = {(one["phase"], one["operator"], one["dtype"]): one["calls"] for one in found["calls"]}
+    assert calls["forward", "addmm", "float16"] == 2 * 4
+    assert "Forward: calls" in result.output
+    assert f"{found['casts_avoided']} casts of" in " ".join(result.output.split())
+
+
+def test_figures_are_not_cut_at_60_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    calls = [
+        {"phase": "step", "operator": "a" * 50, "dtype": dtype, "calls": 123456789}
+        for dtype in ("float16", "bfloat16", "float32", "int64")
+    ]
+    found = {"calls": calls, "casts": [], "bulk_casts": 0}
+    found |= {"casts_avoided": 0, "cache_hits": 0, "half_weights": 0}
+    for output in (shown(found), shown(found, monkeypatch)):
+        assert output.count("123456789") == 4
+
+
+def shown(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch | None = None) -> str:
+    import click
+
+    if monkeypatch is not None:  # without rich
+        monkeypatch.setattr(op_report.importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(click.Command("x", callback=lambda: op_report.show(found)))
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_a_script_that_does_not_train_is_an_error() -> None:
+    Path("other.py").write_text("print(1)")
+    result = CliRunner().invoke(main, ["stats", "--", "other.py"], prog_name="amp-patch")
+    assert result.exit_code == 1
+    assert result.output.count("\n") == 1
+    assert "amp.initialize()" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["diagnose"],
+        ["diagnose", "--steps", "0", "--", "x.py"],
+        ["diagnose", "--opt-level", "O9", "--", "x.py"],
+        ["stats", "--json", "no/folder/x.json", "--", "x.py"],
+        ["stats", "--", "missing.py"],
+    ],
+)
+def test_bad_arguments_are_one_line_and_code_2(arguments: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments, prog_name="amp-patch")
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+
+
+def test_values_near_the_limits_are_told() -> None:
+    counts = {"values": 100, "large": 3, "grads": 50, "flushed": 2, "subnormal": 1}
+    found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {"a.b": counts}}
+    text = diagnose.report(found)
+    assert "`a.b`: 3 of 100 values above 32752, 2 of 50 gradients flushed to zero" in text
