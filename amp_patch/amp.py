@@ -156,8 +156,7 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    begin_trace = _tracing(models, trace_overflow)
-    sinks = logs.prepare(tensorboard=tensorboard, wandb=wandb, logger=logger)
+    attach = _observing(models, trace_overflow, tensorboard=tensorboard, wandb=wandb, logger=logger)
     initialize_at(
         resolved,
         models,
@@ -173,16 +172,21 @@ def initialize(
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
     )
-    logs.attach(sinks)
-    begin_trace()
+    attach()
     return result
 
 
-def _tracing(models: Any, trace_overflow: Any) -> Callable[[], None]:
-    """Return what begins to trace models, when they are initialized; does nothing unless asked."""
-    if not arguments.trace_overflow_of(trace_overflow):
-        return lambda: None
-    return lambda: tracer.start(arguments.models_of(models, allow_half=True))
+def _observing(models: Any, trace_overflow: Any, **loggers: Any) -> Callable[[], None]:
+    """Return what attaches loggers and the tracer, all checked, when the models are initialized."""
+    traces = arguments.trace_overflow_of(trace_overflow)
+    sinks = logs.prepare(**loggers)
+
+    def attach() -> None:
+        logs.attach(sinks)
+        if traces:
+            tracer.start(arguments.models_of(models, allow_half=True))
+
+    return attach
 
 
 def deactivate() -> None:
