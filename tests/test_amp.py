@@ -63,6 +63,7 @@ APEX = {
     "register_bfloat16_function": {"module": ..., "name": ...},
     # not apex's
     "deactivate": {},
+    "overflow_report": {},
     "step_was_skipped": {"optimizer": ...},
     "loss_scale": {"loss_id": 0},
     "clip_grad_norm_": {"optimizer": ..., "max_norm": ...},
