@@ -80,6 +80,8 @@ class Counts:
 
     Attributes:
         values: all that were looked at, forward and backward.
+        beyond: of forward, inf or NaN. What follows may hide them: 1 / inf is 0, and every gradient
+            finite. A -inf is left out, for masks are made of it.
         large: of a magnitude above half of float16's largest, and finite.
         grads: those of backward.
         flushed: of these, not zero in float32 and zero when they were cast to float16.
@@ -87,6 +89,7 @@ class Counts:
     """
 
     values: int = 0
+    beyond: int = 0
     large: int = 0
     grads: int = 0
     flushed: int = 0
@@ -243,6 +246,8 @@ class Watch(TorchDispatchMode):
             counts.subnormal += int(((finite > 0) & (finite < SMALLEST_NORMAL)).sum())
             if len(finite):
                 self._watched.peak = max(self._watched.peak, finite.max().item())
+        else:
+            counts.beyond += int((~is_finite & (output.detach() != -math.inf)).sum())
 
     def _count_flushed(self, place: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         if not (in_backward() and len(inputs) == len(outputs) == 1):
@@ -264,8 +269,13 @@ def weights_of(module: nn.Module | None) -> tuple[Range, ...]:
 
 
 def near_limits(counts: Mapping[str, Counts]) -> dict[str, Counts]:
-    """Return the counts of those modules of which any value was near a limit."""
-    return {name: one for name, one in counts.items() if one.large or one.flushed or one.subnormal}
+    """Return the counts of those modules of which any value was near a limit, the worst first."""
+    near = [(_worst(one), name, one) for name, one in counts.items() if any(_worst(one))]
+    return {name: one for _, name, one in sorted(near, key=lambda it: it[0], reverse=True)}
+
+
+def _worst(counts: Counts) -> tuple[int, ...]:
+    return counts.beyond, counts.large, counts.flushed, counts.subnormal
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:

@@ -58,6 +58,15 @@ def command(
         raise click.ClickException(observed.error)
 
 
+#: Modules near the limits that are told.
+_MOST_LINES = 10
+_HIDDEN = (
+    "inf or NaN came up in a forward, and no gradient shows it: what follows made them finite, and "
+    "wrong. Compute those modules in `with amp.float_region():`; amp-patch compare tells how far "
+    "off they are."
+)
+
+
 def report(found: dict[str, Any]) -> str:
     """Return what was found in words.
 
@@ -73,7 +82,12 @@ def report(found: dict[str, Any]) -> str:
         lines += ["", f"{cause['count']} of {overflows}: {cause['text']}"]
     if found["near_limits"]:
         lines += ["", "Near the limits of float16 in the last step:"]
-        lines += [f"  {_near(name, one)}" for name, one in found["near_limits"].items()]
+        near = [f"  {_near(name, one)}" for name, one in found["near_limits"].items()]
+        lines += near[:_MOST_LINES]
+        if len(near) > _MOST_LINES:
+            lines.append(f"  and {len(near) - _MOST_LINES} modules with fewer")
+    if any(one["beyond"] for one in found["near_limits"].values()) and not overflows:
+        lines += ["", _HIDDEN]
     return "\n".join(lines)
 
 
@@ -81,6 +95,7 @@ def _near(name: str, counts: dict[str, int]) -> str:
     words = [
         f"{counts[key]} of {counts[total]} {what}"
         for key, total, what in (
+            ("beyond", "values", "values inf or NaN"),
             ("large", "values", "values above 32752"),
             ("flushed", "grads", "gradients flushed to zero"),
             ("subnormal", "grads", "gradients subnormal"),

@@ -505,3 +505,33 @@ def test_nothing_is_traced_unless_it_is_asked_for(amp) -> None:
 def test_trace_overflow_must_be_a_bool(amp) -> None:
     with pytest.raises(TypeError, match="trace_overflow must be a bool; got 'yes'"):
         prepared(amp, around(nn.Tanh()), "O1", trace_overflow="yes")
+
+
+def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1000.0 + 1000.0
+            return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(Norm(), after=0), "O2", loss_scale=2.0)
+    train(amp, model, optimizer)
+    detach()
+    assert not amp.step_was_skipped(optimizer)
+    assert next(iter(observer.counts)) == "1.1"
+    assert observer.counts["1.1"].beyond > 0
+    assert observer.counts["0.0"].beyond == 0 if "0.0" in observer.counts else True
+
+
+def test_a_mask_of_minus_inf_is_not_counted(amp) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(x.masked_fill(x > 0, -torch.inf), -1).nan_to_num()
+
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(Masked(), after=0), "O2", loss_scale=2.0)
+    train(amp, model, optimizer)
+    detach()
+    assert all(one.beyond == 0 for one in observer.counts.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -81,6 +82,17 @@ def test_random_numbers_are_the_same_in_every_precision(draw, half: torch.dtype)
     one, other = results
     assert other.dtype is (half if one.is_floating_point() else one.dtype)
     torch.testing.assert_close(other.float(), one.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_fused_attention_has_its_backward(half: torch.dtype) -> None:
+    x = torch.linspace(0.5, 1.5, 240, dtype=half).reshape(1, 2, 12, 10).requires_grad_()
+    grads = []
+    for around in (contextlib.nullcontext(), SameRandomNumbers()):
+        with around:
+            y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            grads.append(torch.autograd.grad(y.float().square().sum(), x)[0])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 def line(module: str, within: int, out: float, came: float = 1.0, step: int = 0, call: int = 1):

@@ -169,7 +169,18 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: list[str]) -> None:
 
 
 def test_values_near_the_limits_are_told() -> None:
-    counts = {"values": 100, "large": 3, "grads": 50, "flushed": 2, "subnormal": 1}
+    counts = {"values": 100, "large": 3, "grads": 50, "flushed": 2, "subnormal": 1, "beyond": 0}
     found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {"a.b": counts}}
     text = diagnose.report(found)
     assert "`a.b`: 3 of 100 values above 32752, 2 of 50 gradients flushed to zero" in text
+    assert "no gradient shows it" not in text
+
+
+def test_many_modules_near_the_limits_are_counted() -> None:
+    counts = dict.fromkeys(("values", "large", "grads", "flushed", "subnormal", "beyond"), 1)
+    near = {f"blocks.{number}": counts for number in range(30)}
+    text = diagnose.report({"steps": 4, "overflows": 0, "causes": [], "near_limits": near})
+    assert "`blocks.9`" in text
+    assert "`blocks.10`" not in text
+    assert "and 20 modules with fewer" in text
+    assert "no gradient shows it" in text
