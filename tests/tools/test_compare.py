@@ -227,3 +227,18 @@ def test_bad_arguments_are_one_line(arguments: list[str]) -> None:
     result = CliRunner().invoke(main, arguments, prog_name="amp-patch")
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
+
+
+def test_a_gradient_that_is_rounding_only_is_no_error() -> None:
+    def gradient(name: str, value: float) -> dict:
+        tensor = {"shape": [1], "values": torch.tensor([value]), "nonfinite": 0}
+        return {"parameter": name, "step": 0, "gradient": tensor}
+
+    usual = [gradient(f"layer{number}.weight", 1.0) for number in range(3)]
+    reference = record(gradients=[*usual, gradient("attn.k.bias", 1e-9)])
+    level = record(gradients=[*usual[:2], gradient("layer2.weight", 1.01),
+                              gradient("attn.k.bias", 1e-6)])  # fmt: skip
+    found = compare("O1", level, reference, None)
+    assert found.gradients[0].parameter == "layer2.weight"
+    by_name = {one.parameter: one.error for one in found.gradients}
+    assert by_name["attn.k.bias"] == pytest.approx(1e-3, rel=1e-2)

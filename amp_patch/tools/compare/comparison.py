@@ -6,16 +6,21 @@ Pure functions over records, as `recorder` writes them; starts and prints nothin
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .samples import relative_error
+from .samples import magnitude, relative_error
 
 Record = Mapping[str, Any]
 #: What one rounding to a half dtype changes at most, as a share of the value.
 ROUNDING = {"O0": 2.0**-24, "O4": 2.0**-8, "O5": 2.0**-8}
 HALF_ROUNDING = 2.0**-11
+
+
+#: The share of the usual gradient of a step below which a gradient counts as 0.
+_NOTHING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,7 @@ def _badness(one: ModuleError) -> tuple[bool, float, float]:
 def _gradients(record: Record, reference: Record, notes: list[str]) -> list[GradientError]:
     found = []
     twins = {_gradient_key(line): line for line in reference["gradients"]}
+    least = _least_magnitudes(reference)
     # An overflow while the loss scale still finds its place says little where a later step is made.
     compared = {line["parameter"] for line in record["gradients"] if "gradient" in line}
     for line in record["gradients"]:
@@ -155,7 +161,8 @@ def _gradients(record: Record, reference: Record, notes: list[str]) -> list[Grad
                 found.append(GradientError(name, step, math.inf))
         elif "gradient" in line and "gradient" in twin:
             gradients = [line["gradient"]], [twin["gradient"]]
-            error = _largest(*gradients, f"gradient of {name}, step {step}", notes)
+            what = f"gradient of {name}, step {step}"
+            error = _largest(*gradients, what, notes, least[line["step"]])
             found.append(GradientError(name, step, error))
         elif ("gradient" in line) != ("gradient" in twin):
             where = "the level" if "gradient" in line else "the reference"
@@ -163,7 +170,26 @@ def _gradients(record: Record, reference: Record, notes: list[str]) -> list[Grad
     return found
 
 
-def _largest(ones: Sequence[Any], others: Sequence[Any], what: str, notes: list[str]) -> float:
+def _least_magnitudes(reference: Record) -> dict[int, float]:
+    """Return, for each step, the magnitude below which a gradient counts as 0.
+
+    Some gradients are 0 but for rounding, as that of the bias of an attention's keys: an error
+    relative to that would stand above all others, and mean nothing.
+    """
+    found: dict[int, list[float]] = {}
+    for line in reference["gradients"]:
+        if "gradient" in line:
+            found.setdefault(line["step"], []).append(magnitude(line["gradient"]["values"]))
+    return {step: _NOTHING * statistics.median(each) for step, each in found.items()}
+
+
+def _largest(
+    ones: Sequence[Any],
+    others: Sequence[Any],
+    what: str,
+    notes: list[str],
+    least: float = 0.0,
+) -> float:
     """Return the largest error of the tensors of a call; 0 where there is none to compare."""
     if len(ones) != len(others):
         notes.append(f"{what}: {len(ones)} tensors, and {len(others)} in the reference")
@@ -175,7 +201,7 @@ def _largest(ones: Sequence[Any], others: Sequence[Any], what: str, notes: list[
         elif one["nonfinite"] > other["nonfinite"]:
             errors.append(math.inf)
         else:
-            errors.append(relative_error(one["values"], other["values"]))
+            errors.append(relative_error(one["values"], other["values"], least))
     return max(errors)
 
 

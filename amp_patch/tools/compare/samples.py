@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -35,7 +36,13 @@ def places(count: int) -> Tensor:
     return torch.randint(count, (SAMPLE,), generator=generator).sort().values
 
 
-def relative_error(level: Tensor, reference: Tensor) -> float:
+def magnitude(reference: Tensor) -> float:
+    """Return the root of the mean square of the finite values; 0 where there are none."""
+    finite = reference[torch.isfinite(reference)].double()
+    return float(finite.square().mean().sqrt()) if len(finite) else 0.0
+
+
+def relative_error(level: Tensor, reference: Tensor, least: float = 0.0) -> float:
     """Return the norm of the difference over the norm of the reference.
 
     Values that are inf or NaN in the reference are left out. Where only the level's are, the error
@@ -43,12 +50,14 @@ def relative_error(level: Tensor, reference: Tensor) -> float:
 
     Args:
         level, reference: fp32, of the same shape.
+        least: a magnitude (see `magnitude`) that the reference is taken to have at least.
     """
     finite = torch.isfinite(reference)
     level, reference = level[finite].double(), reference[finite].double()
     if not torch.isfinite(level).all():
         return float("inf")
     difference, norm = float((level - reference).norm()), float(reference.norm())
+    norm = max(norm, least * math.sqrt(len(reference)))
     if norm == 0:
         return 0.0 if difference == 0 else 1.0
     return difference / norm
