@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 import click
@@ -39,6 +39,10 @@ def writable_folder(path: Path) -> Path:
         raise BadArguments(
             f"the folder to write to must be one that can be made; got {path}: {error.strerror}"
         ) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise BadArguments(f"the folder to write to must be writable; got {path}")
-    return path
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise BadArguments(
+            f"the folder to write to must be writable; got {path}: {error.strerror}"
+        ) from error

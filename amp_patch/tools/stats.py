@@ -13,7 +13,7 @@ from amp_patch.debug import op_table
 
 from .errors import BadArguments
 from .observed import first_of, observe
-from .options import known_level
+from .options import known_level, writable_folder
 
 
 @click.command()
@@ -48,6 +48,8 @@ def command(
     """
     if file is not None and not file.absolute().parent.is_dir():
         raise BadArguments(f"--json must name a file in a folder that is there; got {file}")
+    if file is not None:
+        writable_folder(file.absolute().parent)
     tool = "amp_patch.tools.stats_child:start"
     observed = observe(tool, script, {"steps": steps or 0}, opt_level)
     found = first_of(observed)

@@ -70,3 +70,11 @@ def test_a_folder_is_made_where_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadArguments, match="got .*file"):
         options.writable_folder(tmp_path / "file")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="asks for a folder that refuses root")
+def test_a_folder_that_refuses_files_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(BadArguments, match="must be writable; got /proc"):
+        options.writable_folder(Path("/proc"))
+    assert options.writable_folder(tmp_path) == tmp_path
+    assert list(tmp_path.iterdir()) == []

@@ -407,6 +407,7 @@ def test_the_command_writes_json_and_fails_where_something_is_broken(
     amp, monkeypatch: pytest.MonkeyPatch, one_source: None
 ) -> None:
     monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "02")
+    monkeypatch.setenv("AMP_PATCH_RULES", "missing.toml")
     result = CliRunner().invoke(command_line.main, ["doctor", "--json", "--seconds", "0"])
     content = json.loads(result.output)
     assert result.exit_code == 1

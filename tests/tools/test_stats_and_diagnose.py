@@ -17,6 +17,7 @@ from amp_patch.apex.process import environment_of_run
 from amp_patch.tools import diagnose, launch, observed
 from amp_patch.tools import stats as op_report
 from amp_patch.tools.command_line import main
+from amp_patch.tools.observed import Observed
 
 
 class ForkedRun:
@@ -184,3 +185,14 @@ def test_many_modules_near_the_limits_are_counted() -> None:
     assert "`blocks.10`" not in text
     assert "and 20 modules with fewer" in text
     assert "no gradient shows it" in text
+
+
+def test_of_several_processes_the_one_that_overflows_is_told(monkeypatch) -> None:
+    found = [
+        {"steps": 4, "overflows": number, "causes": [], "near_limits": {}} for number in (0, 3, 1)
+    ]
+    monkeypatch.setattr(diagnose, "observe", lambda *_: Observed(found, ""))
+    result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
+    assert result.exit_code == 0, result.output
+    assert "3 processes" in result.output
+    assert "3 of 4 steps overflowed" in result.output

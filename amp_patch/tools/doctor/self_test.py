@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from amp_patch import amp
 from amp_patch.levels import FORCED_BY, OPT_LEVELS
+from amp_patch.rules_file import RULES_BY
 
 from .finding import Finding
 
@@ -45,7 +46,7 @@ class Outcome:
 
 def check_levels(device: torch.device) -> list[Outcome]:
     """Make a step at each level; amp is deactivated afterwards."""
-    forced = os.environ.pop(FORCED_BY, None)
+    forced = {name: os.environ.pop(name, None) for name in (FORCED_BY, RULES_BY)}
     random_state = torch.random.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -55,8 +56,7 @@ def check_levels(device: torch.device) -> list[Outcome]:
         return [_test(name, copy.deepcopy(model).to(device), batch, wanted) for name in OPT_LEVELS]
     finally:
         torch.random.set_rng_state(random_state)
-        if forced is not None:
-            os.environ[FORCED_BY] = forced
+        os.environ.update({name: value for name, value in forced.items() if value is not None})
 
 
 def judge(tested: list[Outcome]) -> list[Finding]:

@@ -97,6 +97,8 @@ def command(
         out.write_text(explanation.text(call, search, found, ended), encoding="utf-8")
         verdict, code = _verified(trials, search, out, ended)
     click.echo(f"{out}: {found.setting}. {verdict}")
+    if ended is not None:
+        click.echo(f"The search was not finished: {ended}. There may be something faster.")
     if code:
         raise click.exceptions.Exit(code)
 
