@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,8 +106,16 @@ def test_a_crash_is_told_by_its_last_line_and_the_next_level_runs(tmp_path: Path
     assert other.outcome.kind == "finished"
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT interrupt: a shell starts background jobs so that they ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_script_and_the_sweep(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_script_and_the_sweep(tmp_path: Path, number: int, ctrl_c: None) -> None:
     ending = "if level == 'O4': time.sleep(60)"
     view = Watcher(lambda run: os.kill(os.getpid(), number) if run.level == "O4" else None)
     one = runner(tmp_path, ending, view, levels=["O0", "O4", "O5"])
