@@ -288,14 +288,6 @@ class Search:
         self._say(f"{second} against {first}: {between.words()}")
         return between
 
-    def _is_clearly_slower(self, level: str, best: Found) -> bool:
-        """Return whether a level is, by the first times and by a pair of runs in turns."""
-        if self.seconds[level] <= CLEARLY_SLOWER * best.seconds:
-            return False
-        best_now = self._trials.seconds(best.setting)
-        now = self._trials.seconds(Setting(level))
-        return best_now is not None and now is not None and now > CLEARLY_SLOWER * best_now
-
     def _loses_to_fp32_clearly(self, seconds: float) -> bool:
         fp32 = self.seconds.get("O0")
         return "O0" in self._levels and fp32 is not None and seconds > CLEARLY_SLOWER * fp32
