@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,7 +118,7 @@ class Expressions(Reader):
     def _read_IfExp(self, node: ast.IfExp) -> Value:
         when_true, when_false = truth_of(self.evaluate(node.test), self.guards)
         found = [
-            (condition, self.under(condition, lambda one=one: self.evaluate(one)))  # type: ignore[misc]
+            (condition, self.under(condition, functools.partial(self.evaluate, one)))
             for condition, one in ((when_true, node.body), (when_false, node.orelse))
             if condition is not None and not contradict(condition, self.guards)
         ]
