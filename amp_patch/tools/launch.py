@@ -120,9 +120,3 @@ class ScriptRun:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:
             return  # all of the group has ended
-
-
-def last_line(log: Path) -> str:
-    """Return the last line that a script printed which is not empty: of a crash, the error."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from .launch import ScriptRun, last_line, python_command
+from .crash import crash_reason
+from .launch import ScriptRun, python_command
 
 #: Seconds between two looks at the script.
 _PAUSE = 0.5
@@ -62,7 +63,11 @@ def observe(
         run.stop()
         files = sorted(Path(folder).glob("found-*.jsonl"))
         found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        error = "" if code == 0 else f"the script ended with exit code {code}: {last_line(log)}"
+        error = (
+            ""
+            if code == 0
+            else f"the script ended with exit code {code}: {crash_reason(code, log)}"
+        )
         return Observed(found, error)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from amp_patch.tools import launch
+from amp_patch.tools.crash import crash_reason
 from amp_patch.tools.errors import BadArguments
 
 TOOL = """
@@ -58,7 +59,7 @@ def test_the_level_of_the_script_is_overridden(folder: Path) -> None:
     assert run.wait(60) == 1
     run.close()
     assert (folder / "log.txt").read_text().startswith("O2\n")
-    assert launch.last_line(folder / "log.txt") == "ZeroDivisionError: division by zero"
+    assert crash_reason(1, folder / "log.txt") == "ZeroDivisionError: division by zero"
 
 
 HANGS = """

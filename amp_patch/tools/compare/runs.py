@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from amp_patch.tools.launch import ScriptRun, last_line
+from amp_patch.tools.crash import crash_reason
+from amp_patch.tools.launch import ScriptRun
 
 RECORDER = "amp_patch.tools.compare.recorder:start"
 #: Added to the environment of a run that is compared with others.
@@ -82,4 +83,4 @@ def run_to_end(run: ScriptRun, log: Path, timeout: float | None) -> str | None:
         run.close()
     if run.code == 0:
         return None
-    return last_line(log) or f"ended with exit code {run.code}"
+    return crash_reason(run.code or 0, log)

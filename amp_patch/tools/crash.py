@@ -1,0 +1,45 @@
+"""Why a script ended, in one line; knows exit codes and what scripts and launchers print."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+# Launchers put the rank in front: "[rank0]: ValueError: ..."
+_ERROR = re.compile(r"^(?:\[[^\]]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
+_OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+_MOST = 200
+
+
+def crash_reason(code: int, log: Path) -> str:
+    """Return the error that a script ended with, in one line."""
+    lines = [plain(line) for line in log.read_text("utf-8", "replace").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+    own = [error for error in errors if not any(name in error for name in _OF_LAUNCHERS)]
+    if code < 0:
+        return f"ended by {_signal(-code)}"
+    if own:
+        return shortened(own[-1])
+    return shortened(lines[-1]) if lines else f"exit code {code}, and nothing was printed"
+
+
+def plain(line: str) -> str:
+    """Return a line without colours, and without what is no character."""
+    text = _ESCAPES.sub("", line)
+    return "".join(one for one in text if one.isprintable() and one != "\ufffd").strip()
+
+
+def shortened(line: str) -> str:
+    """Return the start of a line that is too long to show."""
+    return line if len(line) <= _MOST else line[: _MOST - 3] + "..."
+
+
+def _signal(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (out of memory?)" if name == "SIGKILL" else name
