@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,6 +17,10 @@ from typing import Any
 from wrapt import register_post_import_hook, resolve_path
 
 _ABSENT = object()
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# The modules of installed packages of which no global was torch's when all were last looked
+# through, and their fingerprints. A script assigns to globals of its own modules, not to theirs.
+_WITHOUT_TORCH: dict[str, tuple[int, int]] = {}
 
 
 def resolve(path: str) -> tuple[object, str, Any]:
@@ -56,6 +61,7 @@ class Patches:
         self._undo: list[tuple[Callable[[], Any], str, Callable[[], Any], Callable[[], Any]]] = []
         self._originals: dict[int, tuple[Any, Any]] = {}
         self._left_alone: set[str] = set()
+        self._users_only = False
 
     def __bool__(self) -> bool:
         return bool(self._undo)
@@ -75,7 +81,7 @@ class Patches:
         self._undo.append((reference, name, old, current))
 
     def replace_bindings(
-        self, replacements: Mapping[int, tuple[Any, Any]]
+        self, replacements: Mapping[int, tuple[Any, Any]], *, users_only: bool = False
     ) -> list[types.ModuleType]:
         """Replace module globals bound to an original, outside torch.
 
@@ -83,15 +89,17 @@ class Patches:
 
         Args:
             replacements: ``id(original) -> (original, replacement)``.
+            users_only: pass over installed packages that do not use torch, now and in `undo`: the
+                originals are all torch's. Of thousands of modules most are in such packages.
 
         Returns:
             The modules that use torch, see `users_of_torch`.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        self._left_alone = {name for name in sys.modules if is_left_alone(name)}
+        self._left_alone, self._users_only = _names_left_alone(), users_only
         # Both in one pass: there may be a thousand modules.
         users = {}
-        for module, name, new in _bindings({**_torch_modules(), **replacements}, self._left_alone):
+        for module, name, new in _bindings_of_torch(replacements, self._left_alone, users_only):
             users[module.__name__] = module
             if not isinstance(new, types.ModuleType):
                 self.replace(module, name, new)
@@ -102,7 +110,8 @@ class Patches:
 
         Modules imported since then, of torch too, may have bound a replacement as a global.
         """
-        for module, name, original in _bindings(self._originals, self._left_alone):
+        late = _bindings(self._originals, self._left_alone, self._users_only)
+        for module, name, original in late:
             setattr(module, name, original)
         self._originals.clear()
         while self._undo:
@@ -123,6 +132,7 @@ def remove(owner: Any, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
+@functools.cache
 def is_left_alone(name: str) -> bool:
     """Tell whether nothing is replaced in a module of this name: torch's, and this package's."""
     return name.partition(".")[0] in ("torch", __package__)
@@ -130,9 +140,8 @@ def is_left_alone(name: str) -> bool:
 
 def users_of_torch() -> list[types.ModuleType]:
     """Return the imported modules, outside torch, of which a global is torch or a module of it."""
-    left_alone = {name for name in sys.modules if is_left_alone(name)}
-    users = {module.__name__: module for module, _, _ in _bindings(_torch_modules(), left_alone)}
-    return list(users.values())
+    found = _bindings_of_torch({}, _names_left_alone(), users_only=True)
+    return list({module.__name__: module for module, _, _ in found}.values())
 
 
 def put(holder: Any, key: Any, new: Any) -> None:
@@ -159,9 +168,47 @@ def put(holder: Any, key: Any, new: Any) -> None:
         object.__setattr__(holder, key, new)
 
 
+def _names_left_alone() -> set[str]:
+    return set(filter(is_left_alone, sys.modules))
+
+
+def _bindings_of_torch(
+    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], users_only: bool
+) -> list[tuple[Any, str, Any]]:
+    """As `_bindings`, of torch's modules as well; remember the packages in which there is none."""
+    everything = {**_torch_modules(), **replacements}
+    found = list(_bindings(everything, left_alone, users_only))
+    packages = {_package(module.__name__) for module, _, _ in found}
+    if not packages.isdisjoint(map(_package, _WITHOUT_TORCH)):
+        # A package uses torch from now on, and its modules of before may do so, too.
+        _WITHOUT_TORCH.clear()
+        found = list(_bindings(everything, left_alone, users_only))
+    for name, module in _modules(left_alone, users_only=True):
+        if _package(name) not in packages and _is_installed(name, module):
+            _WITHOUT_TORCH[name] = _fingerprint(module)
+    return found
+
+
 def _torch_modules() -> dict[int, tuple[Any, Any]]:
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
     return {id(module): (module, module) for module in modules}
+
+
+@functools.cache
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _fingerprint(module: types.ModuleType) -> tuple[int, int]:
+    """Return what differs once a module is loaded anew or has more or fewer globals."""
+    return id(module), len(vars(module))
+
+
+def _is_installed(name: str, module: types.ModuleType) -> bool:
+    """Tell whether nobody assigns to a module's globals by hand: it is Python's or a package's."""
+    if _package(name) in sys.stdlib_module_names:
+        return True
+    return str(vars(module).get("__file__")).startswith(_INSTALLED)
 
 
 def _reference_to(owner: Any) -> Callable[[], Any]:
@@ -177,14 +224,10 @@ def _holder_of(value: Any) -> Callable[[], Any]:
 
 
 def _bindings(
-    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str]
+    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], users_only: bool
 ) -> Iterator[tuple[Any, str, Any]]:
     """Yield ``(module, name, replacement)`` for each global bound to a key, but in some modules."""
-    for module_name, module in list(sys.modules.items()) if replacements else ():
-        if module_name in left_alone:
-            continue
-        if not isinstance(module, types.ModuleType):
-            continue
+    for _, module in _modules(left_alone, users_only) if replacements else ():
         own = vars(module)
         # Most modules have none, which this tells five times as fast as a loop of Python's.
         if replacements.keys().isdisjoint(map(id, list(own.values()))):
@@ -193,6 +236,17 @@ def _bindings(
             found = replacements.get(id(value))
             if found is not None and found[0] is value:
                 yield module, name, found[1]
+
+
+def _modules(
+    left_alone: Collection[str], users_only: bool
+) -> Iterator[tuple[str, types.ModuleType]]:
+    """Yield the name and the object of each module, of those without torch only if asked to."""
+    for name, module in list(sys.modules.items()):
+        if name in left_alone or not isinstance(module, types.ModuleType):
+            continue
+        if not (users_only and _WITHOUT_TORCH.get(name) == _fingerprint(module)):
+            yield name, module
 
 
 def as_if_defined_at(function: Callable[..., Any], path: str) -> None:

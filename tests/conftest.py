@@ -112,11 +112,17 @@ def seeded() -> None:
 
 @pytest.fixture
 def amp() -> Iterator[ModuleType]:
-    """Give ``amp_patch.amp``, and deactivate it at the end of the test, also when that fails."""
+    """Give ``amp_patch.amp``, and deactivate it at the end of the test, also when that fails.
+
+    Functions that the test registered are forgotten, which nothing but the end of a process does:
+    each of them is patched anew for every test that follows.
+    """
     from amp_patch import amp
+    from amp_patch.session import session
 
     yield amp
     amp.deactivate()
+    session._registered.clear()
 
 
 @pytest.fixture(

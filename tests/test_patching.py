@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from amp_patch.patching import (
     resolve,
     resolve_in,
     split_path,
+    users_of_torch,
     when_imported,
 )
 
@@ -296,6 +298,63 @@ def test_globals_of_users_are_replaced_and_restored(
     assert user.other is len
     patches.undo()
     assert user.function is user.alias is inner.function is Functions.original
+
+
+@pytest.fixture
+def import_installed(
+    import_user: Callable[..., types.ModuleType],
+) -> Callable[..., types.ModuleType]:
+    """Make a module of a package that pip installed."""
+
+    def make(name: str, **names: Any) -> types.ModuleType:
+        path = Path(sysconfig.get_path("purelib"), *name.split("."))
+        return import_user(name, __file__=f"{path}.py", **names)
+
+    return make
+
+
+def test_an_installed_package_without_torch_is_passed_over_until_it_has_other_globals(
+    patches: Patches, import_installed: Callable[..., types.ModuleType]
+) -> None:
+    module = import_installed("installed_without", value=None)
+    patches.replace_bindings(BINDINGS, users_only=True)
+    patches.undo()
+    module.value = Functions.original  # what no package does
+    patches.replace_bindings(BINDINGS, users_only=True)
+    assert module.value is Functions.original
+    patches.undo()
+    module.another = Functions.original
+    patches.replace_bindings(BINDINGS, users_only=True)
+    assert module.value is module.another is Functions.replacement
+
+
+def test_a_package_that_uses_torch_later_is_looked_through_as_a_whole(
+    patches: Patches, import_installed: Callable[..., types.ModuleType]
+) -> None:
+    first = import_installed("installed_later.first", value=None)
+    patches.replace_bindings(BINDINGS, users_only=True)
+    patches.undo()
+    first.value = Functions.original
+    second = import_installed("installed_later.second", torch=torch)
+    patches.replace_bindings(BINDINGS, users_only=True)
+    assert first.value is Functions.replacement
+    assert second.torch is torch
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_other_functions_than_torchs_and_modules_of_a_script_are_always_looked_for(
+    patches: Patches,
+    import_user: Callable[..., types.ModuleType],
+    import_installed: Callable[..., types.ModuleType],
+    installed: bool,
+) -> None:
+    module = (import_installed if installed else import_user)("config", value=None)
+    users_of_torch()
+    module.value = Functions.original
+    patches.replace_bindings(BINDINGS, users_only=not installed)
+    assert module.value is Functions.replacement
+    patches.undo()
+    assert module.value is Functions.original
 
 
 class Equal:

@@ -46,12 +46,13 @@ def test_arguments_come_as_the_rule_says_at_o1_and_o4_only(
 
 
 def test_a_registered_function_is_put_back_by_deactivate(amp: ModuleType) -> None:
-    library = types.SimpleNamespace(function=dtypes)
+    original = dtypes  # this module's global is another while the function is registered
+    library = types.SimpleNamespace(function=original)
     model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     amp.register_half_function(library, "function")
-    assert library.function is not dtypes
+    assert library.function is not original
     amp.deactivate()
-    assert library.function is dtypes
+    assert library.function is original is dtypes
     del model
 
 

@@ -96,13 +96,13 @@ class HeldFunctions:
         originals, classes = self._originals, list(self._classes)
         self._wrappers, self._originals = {}, {}
         self._classes.clear()
-        if not _are_held(originals):
+        _drop_released(originals)
+        if originals:
+            _undo_in(users_of_torch(), classes, originals)
+            _drop_released(originals)
+        if not originals:
             return []
         walk = _Walk(originals)
-        for module in users_of_torch():
-            walk.through_globals(module)
-        for owner in classes:
-            walk.through(owner)
         return [module for module in living_modules() if walk.through(module)]
 
 
@@ -120,11 +120,27 @@ def _of_kind(objects: list[Any], kind: type | tuple[type, ...]) -> list[Any]:
     return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
 
 
-def _are_held(pairs: Mapping[int, tuple[Any, Any]]) -> bool:
-    """Tell whether anybody but ``pairs`` refers to the first object of one of them."""
+def _undo_in(
+    users: Iterable[types.ModuleType], classes: Iterable[type], originals: Replacements
+) -> None:
+    """Put functions back in globals and classes; nothing of the walk lives on, see below."""
+    walk = _Walk(originals)
+    for module in users:
+        walk.through_globals(module)
+    for owner in classes:
+        walk.through(owner)
+
+
+def _drop_released(pairs: dict[int, tuple[Any, Any]]) -> None:
+    """Delete the pairs to whose first object nothing but the pair refers.
+
+    A tuple was added after the wrappers that it holds, and so is asked before them.
+    """
     nobodys = (object(), None)
-    counts = [sys.getrefcount(new) for new, _ in (*pairs.values(), nobodys)]
-    return any(count > counts[-1] for count in counts)
+    unused = sys.getrefcount(nobodys[0])
+    for key in reversed(list(pairs)):
+        if sys.getrefcount(pairs[key][0]) <= unused:
+            del pairs[key]
 
 
 class _Walk:

@@ -41,11 +41,13 @@ def install(
         ``id(original) -> (original, wrapper)``, and the modules that use torch.
     """
     installation = _Installation(patches, wrap)
-    registered_rules = {}
+    registered_rules, only_torchs = {}, True
     for module, name, rule in registered:
         found = resolve_in(module, name)
         registered_rules[id(found[2])] = rule
-        installation.replace(found, rule, alone=_is_torchs(found[2]))
+        torchs = _is_torchs(found[2])
+        only_torchs = only_torchs and torchs
+        installation.replace(found, rule, alone=torchs)
     # First the user's: of a function found in several places (`torch.conv2d` and
     # `torch.nn.functional.conv2d`) a global that is bound to it follows the user's rule.
     for path, rule in {**rules, **targets.rule_targets(), **rules}.items():
@@ -54,7 +56,7 @@ def install(
         alone = asked is not None or path in rules
         installation.replace(found, asked or rule, path, alone)
     bindings = installation.bindings()
-    return bindings, patches.replace_bindings(bindings)
+    return bindings, patches.replace_bindings(bindings, users_only=only_torchs)
 
 
 class _Installation:

@@ -32,7 +32,7 @@ def install(patches: Patches) -> None:
         as_if_defined_at(replacement, path)
         patches.replace(owner, name, replacement)
         bindings[id(original)] = (original, replacement)
-    patches.replace_bindings(bindings)
+    patches.replace_bindings(bindings, users_only=True)
 
 
 def _checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -154,7 +154,7 @@ class Recorder(StepObserver):
 
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             patches.replace(owner, "clip_grad_norm_", clip_grad_norm_)
-        patches.replace_bindings({id(original): (original, clip_grad_norm_)})
+        patches.replace_bindings({id(original): (original, clip_grad_norm_)}, users_only=True)
 
     def _close(self) -> None:
         """Write the round, and begin another; end the script where it was the last."""
