@@ -1,9 +1,9 @@
 """A short training run that can be stopped, saved and resumed; as a script, resumes it.
 
-    python resumed_training.py FOLDER
+    python resumed_training.py FOLDER ORDER...
 
-resumes each checkpoint in FOLDER, once per order of the load calls, and writes what each run
-ended with next to it.
+resumes each checkpoint in FOLDER, once per order of the load calls ("initialize-model-amp"), and
+writes what each run ended with next to it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LOADS = ("model", "optimizer", "amp")
 # Loading a model or an optimizer before initialize is as good as after it.
 ORDERS = [
-    *(("initialize", *order) for order in itertools.permutations(LOADS)),
-    ("model", "initialize", "amp", "optimizer"),
-    ("optimizer", "initialize", "model", "amp"),
-    ("model", "optimizer", "initialize", "amp"),
+    *("-".join(("initialize", *order)) for order in itertools.permutations(LOADS)),
+    "model-initialize-amp-optimizer",
+    "optimizer-initialize-model-amp",
+    "model-optimizer-initialize-amp",
 ]
+ORDINARY_ORDERS = ("initialize-model-optimizer-amp", "model-optimizer-initialize-amp")
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 VARIANTS = list(itertools.product(LEVELS, OPTIMIZERS, OPTIONS))
@@ -90,7 +91,7 @@ def ending(run: Run, losses: list[float]) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "masters": masters, **state(run)}
 
 
-def resume(path: Path, order: Sequence[str]) -> dict[str, Any]:
+def resume(path: Path, order: str) -> dict[str, Any]:
     """Resume in the given order of calls, from other weights than the saved ones."""
     saved = torch.load(path, weights_only=True)
     level, optimizer_name, options = path.stem.split("-")
@@ -101,17 +102,17 @@ def resume(path: Path, order: Sequence[str]) -> dict[str, Any]:
         "optimizer": lambda: run[1].load_state_dict(saved["optimizer"]),
         "amp": lambda: amp.load_state_dict(saved["amp"]),
     }
-    for call in order:
+    for call in order.split("-"):
         calls[call]()
     return ending(run, train(run, range(SAVED_AT, STEPS), options))
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, orders: Sequence[str]) -> None:
     for path in sorted(folder.glob("*.pt")):
-        for order in ORDERS:
-            torch.save(resume(path, order), folder / f"{path.stem}-{'-'.join(order)}.resumed")
+        for order in orders:
+            torch.save(resume(path, order), folder / f"{path.stem}-{order}.resumed")
             amp.deactivate()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,8 +1,13 @@
-"""What tests of several rooms share: how often a property is drawn."""
+"""What tests of several rooms share: how often a property is drawn, which cases are nightly."""
 
+import os
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
+import filelock
 import hypothesis
+import pytest
 
 
 def examples(times: float, **options: Any) -> hypothesis.settings:
@@ -21,3 +26,23 @@ def examples(times: float, **options: Any) -> hypothesis.settings:
 def trains(**options: Any) -> hypothesis.settings:
     """Return settings for a property that trains for each example: a quarter of the profile's."""
     return examples(1 / 4, **options)
+
+
+def nightly_but(ordinary: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return values for ``parametrize``, of which only these are in the ordinary run."""
+    slow = pytest.mark.slow
+    return [value if value in ordinary else pytest.param(value, marks=slow) for value in values]
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder of this name, made by the first process of pytest-xdist that asks for it."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, unfinished = base / name, base / f"{name}.unfinished"
+    with filelock.FileLock(base / f"{name}.lock"):
+        if not folder.exists():
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder

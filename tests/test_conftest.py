@@ -161,6 +161,7 @@ def test_a_kernel_test_says_what_is_wrong_with_cupy(
     result.stdout.fnmatch_lines(f"*{said}*")
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_collected_where_other_tests_lack_their_packages(tmp_path: Path) -> None:
     """What is imported here is all that a machine with a GPU is asked to have."""
     missing = ("click", "expecttest", "mypy", "rich", "sklearn")

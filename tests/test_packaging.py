@@ -142,6 +142,7 @@ def test_each_cuda_extra_brings_cupy_its_compiler_and_the_headers(wheel: Path, m
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
 @pytest.mark.parametrize("source", [name for name in SOURCES if name.endswith(".cu")])
 def test_each_source_compiles_alone(source: str, tmp_path: Path) -> None:

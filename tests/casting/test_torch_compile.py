@@ -11,12 +11,15 @@ from collections import OrderedDict, deque
 import pytest
 import torch
 import torch._dynamo
+from support import nightly_but
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# Compiling takes long. O1 and O4 share their code, as do O2 and O3, which the others' tests run.
+LEVELS = nightly_but(("O1", "O2", "O5"), ("O0", "O1", "O2", "O3", "O4", "O5"))
+BACKENDS = nightly_but(("aot_eager",), ("eager", "aot_eager"))
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 FUNCTION_LEVELS = ("O1", "O4")
 
@@ -96,7 +99,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_a_function_computes_what_eager_computes(amp, function, backend):
     model = start(amp)
@@ -161,7 +164,7 @@ def pair(amp, opt_level, net, **options):
     return models, optimizers
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_training_equals_eager_training_and_compiles_once(amp, opt_level, backend):
     (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, Net(), loss_scale=128.0)
@@ -360,7 +363,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*AccumulateGrad.*:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_checkpoint_inside_a_compiled_model(amp, opt_level, backend):
     (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, Checkpointed())
@@ -371,7 +374,7 @@ def test_a_checkpoint_inside_a_compiled_model(amp, opt_level, backend):
 
 
 @pytest.mark.filterwarnings("ignore:.*AccumulateGrad.*:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_a_checkpoint_around_a_whole_model(amp, opt_level, backend):
     (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, Checkpointed().block)
@@ -397,7 +400,7 @@ class Nested(nn.Module):
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("around", [None, "O1", "O4", "O5"])
+@pytest.mark.parametrize("around", nightly_but((None, "O4"), (None, "O1", "O4", "O5")))
 def test_a_model_that_calls_itself_is_at_its_level_to_the_end(amp, opt_level, around):
     model = start(amp, opt_level, Nested())
     outer = model if around is None else start(amp, around, Nested(model))
@@ -498,7 +501,7 @@ RULED = {
 }
 
 
-@pytest.mark.parametrize("rule", ["off", "half", "float"])
+@pytest.mark.parametrize("rule", nightly_but(("off", "half"), ("off", "half", "float")))
 @pytest.mark.parametrize("path", RULED)
 def test_a_rule_for_a_dotted_path_decides_all_that_the_function_does(amp, path, rule):
     dtype = {"off": None, "half": torch.float16, "float": torch.float32}[rule]
@@ -545,7 +548,7 @@ def test_dynamic_shapes_do_not_compile_for_each_batch(amp):
 
 # torch 2.6's own
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles_inline:UserWarning")
-@pytest.mark.parametrize("opt_level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O1", "O2")))
 def test_inductor_trains_near_eager(amp, opt_level):
     net = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2))
     (plain, model), (plain_optimizer, optimizer) = pair(amp, opt_level, net, loss_scale=128.0)
@@ -663,7 +666,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("opt_level", nightly_but(("O1",), ("O1", "O2")))
 def test_attention_compiles_where_initialize_was_the_first_to_import_dynamo(opt_level):
     # Here the tests, or the making of an optimizer, have imported it.
     run = [sys.executable, "-c", FIRST_IMPORT, opt_level]

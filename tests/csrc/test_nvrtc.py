@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from cuda_on_cpu import CSRC
 from cuda_on_cpu.kernel_names import KERNELS
+from support import nightly_but
 
-# the oldest, and one that has everything in hardware; the others between and beyond are nightly
-ARCHITECTURES = (75, 90, *(pytest.param(one, marks=pytest.mark.slow) for one in (80, 100, 120)))
+# the oldest: what it takes, the others take
+ARCHITECTURES = nightly_but((75,), (75, 80, 90, 100, 120))
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="the extra 'test' brings NVRTC for Linux only"
 )
