@@ -69,12 +69,13 @@ class DeviceScaler:
             self._state.write(self._scaler)
             self._scale = None
 
-    def update(self, found_inf: Tensor, on_outcome: Callable[[float], None]) -> None:
+    def update(self, found_inf: Tensor, expect: Callable[[], Callable[[float], None]]) -> None:
         """Move the scale after one backward pass, without waiting.
 
         Args:
             found_inf: fp32, shape (1,), on the device; not 0 where a gradient overflowed.
-            on_outcome: called when the scaler has been brought up to date, with the scale that
+            expect: called when the device has been told, in a CUDA graph at each replay. What it
+                returns is called when the scaler has been brought up to date, with the scale that
                 the pass had.
         """
         try:
@@ -83,7 +84,7 @@ class DeviceScaler:
             state = self._state.buffer
             if captures.are_made(self.device):
                 state = state.clone()  # a graph may move the scale again
-            captures.follow(self.device, functools.partial(self._expect, state, on_outcome))
+            captures.follow(self.device, functools.partial(self._expect, state, expect))
         except BaseException:
             # Nobody would tell the host of this update: the device takes over what the host knows.
             self.settle()
@@ -100,9 +101,9 @@ class DeviceScaler:
         while self._pending:
             self._take_in()
 
-    def _expect(self, state: Tensor, on_outcome: Callable[[float], None]) -> None:
+    def _expect(self, state: Tensor, expect: Callable[[], Callable[[float], None]]) -> None:
         self._scale = None
-        self._pending.append((HostCopy(state), on_outcome))
+        self._pending.append((HostCopy(state), expect()))
 
     def _take_in(self) -> None:
         copy, on_outcome = self._pending.popleft()

@@ -187,18 +187,28 @@ class DeviceScaling:
             skip.ask_where(found_inf)
         # Last, for what the device has done cannot be taken back.
         late = [] if captures.are_made(flags[0].device) else [LateCheck(*one) for one in found]
-        report = functools.partial(self._announce, skips, late)
-        self._device_scaler.update(found_inf, report)
+        self._device_scaler.update(found_inf, functools.partial(self._expect, skips, late))
 
     def moves(self, scaler: LossScaler) -> bool:
         """See `LossScaling`."""
         return scaler is self._scaler
 
-    def _announce(self, skips: Sequence[Skip], late: Sequence[LateCheck], scale: float) -> None:
-        """Say which steps were skipped, when the scaler has heard of it."""
-        if self._scaler.skipped:
-            for skip in skips:
-                skip.announce(self._scaler.skip_message(self._scaler_id))
+    def _expect(self, skips: Sequence[Skip], late: Sequence[LateCheck]) -> Callable[[float], None]:
+        """The device is at work; return what is to be called when the scaler has heard of it."""
+        tell = [skip.expect(self._scaler) for skip in skips]
+        return functools.partial(self._report, tell, late)
+
+    def _report(
+        self,
+        tell: Sequence[Callable[[str | None], None]],
+        late: Sequence[LateCheck],
+        scale: float,
+    ) -> None:
+        scaler = self._scaler
+        reason = scaler.skip_message(self._scaler_id) if scaler.skipped else None
+        for one in tell:
+            one(reason)
+        if scaler.skipped:
             found = [Found(check, check.params()) for check in late]
             self._on_host.on_overflow(self._scaler_id, found, scale)
 

@@ -142,7 +142,7 @@ class OptimizerStep:
 
     def _has_to_know(self) -> bool:
         """Return whether the host skips the next step; else the device does."""
-        if self.skip.reason is not None:
+        if self.skip.is_certain:
             return True
         optimizer = self._optimizer()
         return self._fused is None and optimizer is not None and must_be_told(optimizer)

@@ -31,6 +31,54 @@ class Pending(Protocol):
         """Leave it to the caller, if it moves this scaler; return whether it overflowed."""
 
 
+class Announcement:
+    """The line about one step of an optimizer, if that is skipped.
+
+    There is one line for a step, as in apex, however many of its losses overflowed: that of the
+    first one's scaler, as it stands after that scaler's last overflow. Outcomes of a device may
+    come after the step, and those of several scalers in any order.
+
+    Args:
+        announce: gets the line, when the step is over and all outcomes have come; nothing where
+            all were finite.
+    """
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._overflows: list[tuple[str, LossScaler | None] | None] = []
+        self._waiting = 0
+        self._is_over = False
+
+    def expect(self) -> int:
+        """Return the number of an outcome that is to come."""
+        self._waiting += 1
+        self._overflows.append(None)
+        return len(self._overflows) - 1
+
+    def tell(self, number: int, scaler: LossScaler | None, reason: str | None) -> None:
+        """Take an outcome in.
+
+        Args:
+            number: as `expect` returned it.
+            scaler: whose outcome it is; None: of no scaler.
+            reason: the line, after an overflow; else None.
+        """
+        self._waiting -= 1
+        self._overflows[number] = None if reason is None else (reason, scaler)
+        self._say_when_complete()
+
+    def end(self) -> None:
+        """The step was made or skipped."""
+        self._is_over = True
+        self._say_when_complete()
+
+    def _say_when_complete(self) -> None:
+        found = [one for one in self._overflows if one is not None]
+        if found and self._is_over and not self._waiting:
+            first = found[0][1]
+            self._announce([reason for reason, scaler in found if scaler is first][-1])
+
+
 class Skip:
     """The skipped steps of one optimizer.
 
@@ -38,15 +86,15 @@ class Skip:
         announce: gets the message of each step that was skipped.
 
     Attributes:
-        reason: the host's words for why the next step is to be skipped; None where it has none.
+        is_certain: True where the host knows a reason to skip the next step.
         flag: fp32, 0-dim, not 0 where a device found a reason; None where no device was asked.
         pending: checks that may yet ask for a skip, the earliest first.
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
-        self.announce = announce
-        self.reason: str | None = None
-        self._asked_by: LossScaler | None = None
+        self._announce = announce
+        self._announcement: Announcement | None = None
+        self.is_certain = False
         self.flag: Tensor | None = None
         self.pending: list[Pending] = []
         self._was_skipped: bool | HostCopy = False
@@ -54,27 +102,34 @@ class Skip:
     @property
     def is_possible(self) -> bool:
         """True where the next step will or may be skipped."""
-        return self.reason is not None or self.flag is not None
+        return self.is_certain or self.flag is not None
 
     def ask(self, reason: str, scaler: LossScaler | None = None) -> None:
         """Skip the next step, and say why when it comes.
 
         Args:
-            reason: of several scalers' reasons the first scaler's is said, as in apex.
+            reason: said if it is the first, see `Announcement`.
             scaler: whose overflow it is.
         """
-        if self.reason is None or scaler is self._asked_by:
-            self.reason, self._asked_by = reason, scaler
+        self.is_certain = True
+        self.expect(scaler)(reason)
 
     def ask_where(self, found_inf: Tensor) -> None:
         """Skip the next step where a flag (fp32, one element) or an earlier one is not 0.
 
-        Whoever made the flag says why, when he hears of it.
+        Whoever made the flag says why, see `expect`.
         """
         flag, earlier = found_inf.reshape(()), self.flag
         if earlier is not None:
             flag = torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))
         self.flag = flag
+
+    def expect(self, scaler: LossScaler | None) -> Callable[[str | None], None]:
+        """Return what is to be told of an outcome for the next step: why, or None to make it."""
+        if self._announcement is None:
+            self._announcement = Announcement(self._announce)
+        number = self._announcement.expect()
+        return functools.partial(self._announcement.tell, number, scaler)
 
     def settle(self) -> None:
         """Finish the checks that are pending."""
@@ -83,11 +138,12 @@ class Skip:
 
     def found(self) -> bool:
         """Return whether the next step is to be skipped. Waits for the device."""
-        return self.reason is not None or (self.flag is not None and captures.wait_for(self.flag))
+        return self.is_certain or (self.flag is not None and captures.wait_for(self.flag))
 
     def forget(self) -> None:
         """The next step has other gradients."""
-        self.reason = self._asked_by = self.flag = None
+        self.is_certain = False
+        self.flag = self._announcement = None
 
     @property
     def outcome(self) -> bool | HostCopy:
@@ -105,18 +161,23 @@ class Skip:
         """The step was made; where it was given a flag, that says later if it changed anything."""
         self._was_skipped = False
         if flag is not None:
-            captures.follow(flag.device, functools.partial(self._expect, flag))
+            captures.follow(flag.device, functools.partial(self._end_made, flag))
         self.forget()
 
     def note_skipped(self) -> None:
-        """The step was skipped; say why, if nobody else does."""
+        """The step was skipped; say why, when that is known."""
         self._was_skipped = True
-        if self.reason is not None:
-            self.announce(self.reason)
+        self._end_announcement()
         self.forget()
 
-    def _expect(self, flag: Tensor) -> None:
+    def _end_made(self, flag: Tensor) -> None:
         self._was_skipped = HostCopy(flag)
+        self._end_announcement()
+
+    def _end_announcement(self) -> None:
+        announcement, self._announcement = self._announcement, None
+        if announcement is not None:
+            announcement.end()
 
 
 def skips_by_flag(optimizer: Optimizer) -> bool:

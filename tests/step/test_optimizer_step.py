@@ -1,4 +1,4 @@
-"""An optimizer's step: skipped as if it had never been called, with closures, copied, freed."""
+"""An optimizer's step: skipped as if it had never been called, hooked, scheduled, copied, freed."""
 
 import copy
 import gc
@@ -13,70 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from linear_training import (
+    LEVELS,
+    OPTIMIZERS,
+    assert_unchanged,
+    backward,
+    everything,
+    linear,
+    prepared,
+    train_step,
+)
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 F16, F32 = torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")
-EPS = 1e-3  # the default is 0 in fp16, in which O3 steps
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": lambda params: SGD(params, lr=0.125, momentum=0.5),
-    "adam fused": lambda params: Adam(params, lr=0.125, eps=EPS, fused=True),
-    "adam foreach": lambda params: Adam(params, lr=0.125, eps=EPS, foreach=True),
-    "adam loop": lambda params: Adam(params, lr=0.125, eps=EPS, foreach=False),
-}
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(4, 3)
-
-
-def prepared(
-    amp: ModuleType, level: str = "O2", make: Callable[..., Optimizer] | None = None, **options: Any
-) -> tuple[nn.Module, Optimizer]:
-    model = linear()
-    optimizer = (make or OPTIMIZERS["sgd"])(model.parameters())
-    return amp.initialize(
-        model, optimizer, opt_level=level, **{"loss_scale": 16.0, "verbosity": 0, **options}
-    )
-
-
-def backward(
-    amp: ModuleType, model: nn.Module, optimizer: Any, factor: float = 1.0, seed: int = 0
-) -> None:
-    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
-    loss = model(inputs).float().square().mean() * factor
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
-def train_step(
-    amp: ModuleType, model: nn.Module, optimizer: Any, factor: float = 1.0, seed: int = 0
-) -> None:
-    optimizer.zero_grad()
-    backward(amp, model, optimizer, factor, seed)
-    optimizer.step()
-
-
-def everything(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Return copies of all that a step changes."""
-    tensors = [*model.parameters(), *model.state_dict().values()]
-    for state in optimizer.state_dict()["state"].values():
-        tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-def assert_unchanged(model: nn.Module, optimizer: Optimizer, before: list[Tensor]) -> None:
-    after = everything(model, optimizer)
-    assert len(after) == len(before)
-    for new, old in zip(after, before, strict=True):
-        assert new.dtype is old.dtype
-        assert torch.equal(new, old)
 
 
 # --- skipped steps ---
@@ -237,221 +188,6 @@ def test_lbfgs_is_refused(amp: ModuleType, level: str) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         amp.initialize(model, LBFGS(model.parameters()), opt_level=level, verbosity=0)
     assert model.weight.dtype is F32
-
-
-# --- closures ---
-
-
-class TwoEvaluations(Optimizer):
-    """Walks along the gradient, evaluates there, and steps by both: changes, then evaluates."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.125, "calls": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            group["calls"] += 1
-            for param in group["params"]:
-                self.state[param]["sum"] = self.state[param].get("sum", 0) + param.grad
-                param.sub_(param.grad, alpha=group["lr"])
-        with torch.enable_grad():
-            closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad, alpha=group["lr"])
-        return loss
-
-
-CLOSURE_OPTIMIZERS = {**OPTIMIZERS, "two evaluations": TwoEvaluations}
-
-
-def closure_of(
-    amp: ModuleType, model: nn.Module, optimizer: Optimizer, factors: list[float]
-) -> Callable[[], Tensor]:
-    """Return a closure that multiplies its n-th loss by the n-th factor."""
-    evaluations = iter(factors)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).float().square().mean() * next(evaluations)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss
-
-    return closure
-
-
-#: Adam's second moments are no more than noise in fp16.
-CLOSE_TO_FP32 = [
-    (level, make)
-    for level in LEVELS
-    for make in CLOSURE_OPTIMIZERS
-    if level != "O3" or not make.startswith("adam")
-]
-
-
-@pytest.mark.parametrize(("level", "make"), CLOSE_TO_FP32)
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_closure_steps_as_in_fp32(amp: ModuleType, level: str, make: str, by_name: bool) -> None:
-    reference = linear()
-    reference_optimizer = CLOSURE_OPTIMIZERS[make](reference.parameters())
-
-    def plain() -> Tensor:
-        reference_optimizer.zero_grad()
-        loss = reference(torch.ones(2, 4)).square().mean()
-        loss.backward()
-        return loss
-
-    model, optimizer = prepared(amp, level, CLOSURE_OPTIMIZERS[make])
-    for _ in range(3):
-        expected = reference_optimizer.step(plain)
-        closure = closure_of(amp, model, optimizer, [1.0, 1.0])
-        result = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.01)
-    for param, goal in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
-        tolerance = 1e-6 if level == "O0" else 0.04
-        torch.testing.assert_close(param.float(), goal, rtol=tolerance, atol=tolerance)
-    assert not amp.step_was_skipped(optimizer)
-
-
-def test_masters_are_published_before_each_evaluation(amp: ModuleType) -> None:
-    model, optimizer = prepared(amp, make=TwoEvaluations)
-    seen = []
-
-    def closure() -> Tensor:
-        seen.append((model.weight.detach().clone(), next(amp.master_params(optimizer)).clone()))
-        return closure_of(amp, model, optimizer, [1.0])()
-
-    optimizer.step(closure)
-    assert len(seen) == 2
-    for half, master in seen:
-        assert torch.equal(half, master.half())
-    assert not torch.equal(seen[0][0], seen[1][0])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("make", "factors"),
-    [
-        ("sgd", [INF]),
-        ("adam fused", [NAN]),
-        ("adam foreach", [-INF]),
-        ("two evaluations", [NAN, 1.0]),
-        ("two evaluations", [1.0, INF]),
-    ],
-)
-def test_a_closure_that_is_not_finite_leaves_all_as_before(
-    amp: ModuleType, level: str, make: str, factors: list[float]
-) -> None:
-    model, optimizer = prepared(amp, level, CLOSURE_OPTIMIZERS[make])
-    optimizer.step(closure_of(amp, model, optimizer, [1.0, 1.0]))
-    before = everything(model, optimizer)
-    options = [dict(group, params=None) for group in optimizer.param_groups]
-    assert optimizer.step(closure_of(amp, model, optimizer, factors)) is None
-    assert amp.step_was_skipped(optimizer)
-    assert_unchanged(model, optimizer, before)
-    assert [dict(group, params=None) for group in optimizer.param_groups] == options
-    optimizer.step(closure_of(amp, model, optimizer, [1.0, 1.0]))
-    assert not amp.step_was_skipped(optimizer)
-
-
-@pytest.mark.parametrize("make", ["sgd", "two evaluations"])
-def test_a_closures_loss_is_looked_at_where_gradients_are_finite(
-    amp: ModuleType, capsys: pytest.CaptureFixture[str], make: str
-) -> None:
-    model, optimizer = prepared(amp, make=CLOSURE_OPTIMIZERS[make], verbosity=1)
-    before = everything(model, optimizer)
-    capsys.readouterr()
-
-    def closure() -> Tensor:
-        return closure_of(amp, model, optimizer, [1.0])() + INF
-
-    optimizer.step(closure)
-    assert_unchanged(model, optimizer, before)
-    assert capsys.readouterr().out == (
-        "Gradient overflow.  Skipping step, the closure returned a loss that is not finite\n"
-    )
-
-
-def test_a_closure_may_return_anything(amp: ModuleType) -> None:
-    model, optimizer = prepared(amp)
-
-    def closure() -> None:
-        closure_of(amp, model, optimizer, [1.0])()
-
-    assert optimizer.step(closure) is None
-    assert not amp.step_was_skipped(optimizer)
-
-
-def test_an_error_in_a_closure_reaches_the_caller(amp: ModuleType) -> None:
-    model, optimizer = prepared(amp)
-    before = everything(model, optimizer)
-
-    def closure() -> Tensor:
-        raise ArithmeticError("closure")
-
-    with pytest.raises(ArithmeticError, match="closure"):
-        optimizer.step(closure)
-    assert_unchanged(model, optimizer, before)
-    train_step(amp, model, optimizer)
-
-
-def test_a_closure_that_leaves_gradients_scaled_is_refused(amp: ModuleType) -> None:
-    model, optimizer = prepared(amp)
-
-    def closure() -> Tensor:
-        loss = model(torch.ones(2, 4)).sum()
-        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
-            scaled_loss.backward()
-        return loss
-
-    with pytest.raises(RuntimeError, match=r"^optimizer.step\(closure\) needs unscaled gradients"):
-        optimizer.step(closure)
-
-
-@pytest.mark.parametrize("make", ["sgd", "two evaluations"])
-def test_what_a_closure_writes_to_half_weights_is_stepped_from(amp: ModuleType, make: str) -> None:
-    model, optimizer = prepared(amp, make=CLOSURE_OPTIMIZERS[make])
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (model.weight.float() * 0.0).sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        model.weight.data.fill_(0.5)
-        model.bias.grad = None
-        return loss
-
-    for param in model.parameters():
-        param.requires_grad_(param is model.weight)
-    optimizer.param_groups[0]["params"].pop()
-    optimizer.step(closure)
-    assert torch.equal(model.weight, torch.full((3, 4), 0.5, dtype=F16))
-    assert torch.equal(model.state_dict()["weight"], torch.full((3, 4), 0.5))
-
-
-def test_casts_are_on_in_a_closure_and_off_in_the_step(amp: ModuleType) -> None:
-    seen: dict[str, torch.dtype] = {}
-
-    class Watching(SGD):
-        def step(self, closure: Any = None) -> Any:
-            seen["before"] = F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype
-            with torch.enable_grad():
-                loss = closure()
-            seen["after"] = F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype
-            return loss
-
-    model, optimizer = prepared(amp, "O1", lambda params: Watching(params, lr=0.125))
-
-    def closure() -> Tensor:
-        seen["closure"] = F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype
-        return torch.zeros(())
-
-    optimizer.step(closure)
-    assert seen == {"before": F32, "closure": F16, "after": F32}
 
 
 # --- step hooks of users ---

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
+from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
 from amp_patch.step import loss_scaling
 from amp_patch.step.skip import Skip, skips_by_flag
@@ -218,6 +220,22 @@ def test_the_message_is_out_at_exit_and_after_deactivate(
         amp.deactivate()
 
 
+@pytest.mark.usefixtures("ahead")
+def test_a_step_has_one_line_however_many_of_its_losses_overflow(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = start(amp, "O1", "adamw", num_losses=2)
+    session.verbosity = 1
+    for loss_id in (1, 0, 1):
+        loss = model(torch.ones(1, 4)).sum() * torch.inf
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    session.settle()
+    message = "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 256.0\n"
+    assert capsys.readouterr().out == message
+
+
 LAST_STEP_OVERFLOWS = """
     import torch
     from amp_patch import amp
@@ -329,6 +347,26 @@ def test_a_reason_of_the_host_is_said_when_the_step_is_skipped(
     assert not skip.is_possible
     skip.note_made(None)
     assert not skip.was_skipped
+
+
+def test_a_line_waits_for_the_step_and_for_every_outcome() -> None:
+    said: list[str] = []
+    skip, ones, others = Skip(said.append), LossScaler(ScaleRule()), LossScaler(ScaleRule())
+    first, second, third = (skip.expect(one) for one in (ones, others, ones))
+    second("of the others")
+    skip.ask_where(torch.ones(1))
+    skip.note_made(skip.flag)
+    third("the last of the first")
+    assert said == []
+    first("the first")
+    assert said == ["the last of the first"]
+    finite = skip.expect(ones)
+    skip.note_skipped()
+    finite(None)
+    dropped = skip.expect(ones)
+    skip.forget()  # the gradients were cleared: no step was skipped
+    dropped("dropped")
+    assert said == ["the last of the first"]
 
 
 def test_a_step_that_was_given_a_flag_is_asked_about_later() -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from amp_patch.tools import command_line, options
-from amp_patch.tools.errors import BadArguments
+from amp_patch.tools import command_line
 
 
 def called(*arguments: str) -> tuple[int, str]:
@@ -59,22 +57,3 @@ def test_help_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_levels_are_named_with_commas() -> None:
-    assert options.known_levels(None, None, "O0, O2,O0") == ["O0", "O2"]  # type: ignore[arg-type]
-
-
-def test_a_folder_is_made_where_there_is_none(tmp_path: Path) -> None:
-    assert options.writable_folder(tmp_path / "a" / "b").is_dir()
-    (tmp_path / "file").touch()
-    with pytest.raises(BadArguments, match="got .*file"):
-        options.writable_folder(tmp_path / "file")
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="asks for a folder that refuses root")
-def test_a_folder_that_refuses_files_is_told_of(tmp_path: Path) -> None:
-    with pytest.raises(BadArguments, match="must be writable; got /proc"):
-        options.writable_folder(Path("/proc"))
-    assert options.writable_folder(tmp_path) == tmp_path
-    assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ class AmpOptimizerState:
     @property
     def already_patched(self) -> bool:
         """Whether the next step is to be skipped."""
-        return self._step().skip.reason is not None
+        return self._step().skip.is_certain
 
     @property
     def params_have_scaled_gradients(self) -> bool:

@@ -1,0 +1,33 @@
+"""The modules on the stack: those that are being called in this thread, and no other."""
+
+import threading
+
+import torch
+from torch import nn
+
+from amp_patch.casting.running_modules import running_modules
+
+
+class Seen(nn.Module):
+    """Notes which modules run while it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+        self.in_thread: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found = running_modules()
+        thread = threading.Thread(target=lambda: self.in_thread.update(running_modules()))
+        thread.start()
+        thread.join()
+        return x
+
+
+def test_it_is_the_stack_that_tells() -> None:
+    seen, beside = Seen(), nn.Identity()
+    model = nn.Sequential(beside, seen)
+    model(torch.zeros(1))
+    assert seen.found == {id(model), id(seen)}
+    assert seen.in_thread == set()
+    assert running_modules() == set()

@@ -1,0 +1,36 @@
+"""What tests of updates share: the inputs of a group's step, and a comparison of two optimizers."""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch.optimizers.groups import StepInputs
+
+
+def random_values(generator: torch.Generator) -> list[Tensor]:
+    """Return tensors of several shapes and magnitudes."""
+    shapes = [(3, 5), (1,), (17,)]
+    return [
+        torch.randn(shape, generator=generator) * 10.0**power
+        for power, shape in enumerate(shapes, start=-1)
+    ]
+
+
+def inputs_of(optimizer: Optimizer) -> StepInputs:
+    """Return what its first group steps now; all of its parameters have gradients."""
+    group = optimizer.param_groups[0]
+    params = group["params"]
+    states = [optimizer.state[param] for param in params]
+    return StepInputs(group, group, params, [param.grad for param in params], states)
+
+
+def same_state(ours: Optimizer, theirs: Optimizer) -> None:
+    """Assert that parameters and state are equal to the bit."""
+    for one, other in zip(
+        ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True
+    ):
+        assert torch.equal(one, other)
+        mine, expected = ours.state.get(one, {}), theirs.state.get(other, {})
+        assert mine.keys() == expected.keys()
+        for name, value in expected.items():
+            assert value is mine[name] is None or torch.equal(mine[name], value)

@@ -1,0 +1,105 @@
+"""A group of Adam or AdamW: torch's bits, its state, and what the kernels are given."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepping import inputs_of, random_values, same_state
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from amp_patch.optimizers.adam import AdamUpdate, AdamWUpdate
+
+TYPES = {Adam: AdamUpdate, AdamW: AdamWUpdate}
+
+
+@given(
+    kind=st.sampled_from([Adam, AdamW]),
+    options=st.fixed_dictionaries(
+        {
+            "amsgrad": st.booleans(),
+            "maximize": st.booleans(),
+            "weight_decay": st.sampled_from([0.0, 0.1]),
+            "fused": st.booleans(),
+        }
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_steps_have_the_bits_and_the_state_of_torchs(
+    kind: type[Optimizer], options: dict[str, Any], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = random_values(generator)
+    ours, theirs = (
+        kind([nn.Parameter(value.clone()) for value in values], lr=0.1, **options) for _ in range(2)
+    )
+    update = TYPES[kind]()
+    for _ in range(3):
+        grads = random_values(generator)
+        for optimizer in (ours, theirs):
+            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+                param.grad = grad.clone()
+        theirs.step()
+        with torch.no_grad():
+            update.step(inputs_of(ours))
+        same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_is_made_as_torch_makes_it(fused: bool, dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        ours, theirs = (Adam([nn.Parameter(torch.ones(2))], fused=fused) for _ in range(2))
+        param = theirs.param_groups[0]["params"][0]
+        param.grad = torch.ones(2)
+        theirs.step()
+        ours.param_groups[0]["params"][0].grad = torch.ones(2)
+        AdamUpdate().make_states(inputs_of(ours))
+    finally:
+        torch.set_default_dtype(before)
+    made, expected = (next(iter(one.state.values())) for one in (ours, theirs))
+    assert list(made) == list(expected)
+    assert [value.dtype for value in made.values()] == [one.dtype for one in expected.values()]
+
+
+def test_a_step_that_fails_is_not_counted() -> None:
+    optimizer = Adam([nn.Parameter(torch.ones(2))])
+    update = AdamUpdate()
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    with torch.no_grad():
+        update.step(inputs_of(optimizer))
+    inputs = inputs_of(optimizer)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="size"):
+        update.step(inputs._replace(grads=[torch.ones(3)]))
+    assert inputs.states[0]["step"].item() == 1.0
+
+
+def test_kernels_get_a_column_for_each_tensor_and_the_options_in_order() -> None:
+    options = {"lr": 0.5, "betas": (0.25, 0.125), "eps": 2.0, "weight_decay": 0.75}
+    optimizer = Adam([nn.Parameter(torch.ones(2))], **options, maximize=True)
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones(2)
+    weight = torch.ones(2, dtype=torch.float16)
+    rows = AdamUpdate().kernel_rows(inputs_of(optimizer), [weight])
+    state = optimizer.state[param]
+    expected = [param.grad, param, state["exp_avg"], state["exp_avg_sq"], None, weight]
+    assert [id(column[0]) for column in rows.columns[:-1]] == [id(one) for one in expected]
+    counter = rows.columns[-1][0]
+    assert counter is state["step"]
+    assert counter.dtype is torch.float32
+    assert rows.arguments == [0.5, None, 0.25, 0.125, 2.0, 0.75, 0, 1]
+    assert AdamWUpdate().arguments({**optimizer.defaults, "lr": param})[:2] == [0.0, param]
+    decoupled = {key: one for key, one in optimizer.defaults.items() if "decoupled" not in key}
+    assert [type_().arguments(decoupled)[6] for type_ in (AdamUpdate, AdamWUpdate)] == [0, 1]
+
+
+def test_amsgrad_has_a_column_of_its_own() -> None:
+    optimizer = Adam([nn.Parameter(torch.ones(2))], amsgrad=True)
+    param = optimizer.param_groups[0]["params"][0]
+    param.grad = torch.ones(2)
+    rows = AdamUpdate().kernel_rows(inputs_of(optimizer), [None])
+    assert rows.columns[4][0] is optimizer.state[param]["max_exp_avg_sq"]

@@ -1,0 +1,131 @@
+"""One optimizer around its backward passes: its pairs, what is refused, what `release` leaves."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from amp_patch.step.optimizer_backward import OptimizerBackward
+from amp_patch.step.skip import Skip
+
+
+@pytest.fixture
+def optimizer() -> Optimizer:
+    return SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+@pytest.fixture
+def backward(optimizer: Optimizer) -> OptimizerBackward:
+    return OptimizerBackward(optimizer, masters=None, fused=None, skip=Skip(print))
+
+
+def make_pass(
+    backward: OptimizerBackward, optimizer: Optimizer, gradient: float, scale: float
+) -> None:
+    """Begin a pass, and write what its backward would."""
+    pairs = backward.pairs()
+    backward.begin(pairs, scale)
+    for param in pairs.model:
+        scaled = torch.full_like(param, gradient * scale)
+        param.grad = scaled if param.grad is None else param.grad + scaled
+
+
+def gradients(optimizer: Optimizer) -> list[list[float] | None]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [None if param.grad is None else param.grad.tolist() for param in params]
+
+
+def test_the_pairs_are_those_of_the_optimizer_now(
+    optimizer: Optimizer, backward: OptimizerBackward
+) -> None:
+    pairs = backward.pairs()
+    assert backward.pairs() is pairs
+    added = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [added]})
+    assert [id(one) for one in backward.pairs().model] == [*map(id, pairs.model), id(added)]
+
+
+def test_without_its_optimizer_it_has_no_pairs() -> None:
+    backward = OptimizerBackward(SGD([nn.Parameter(torch.zeros(1))]), None, None, Skip(print))
+    assert backward.pairs().model == []
+    assert not backward.skips_by_flag
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_torchs_fused_optimizers_skip_by_a_flag(fused: bool) -> None:
+    optimizer = AdamW([nn.Parameter(torch.zeros(1))], fused=fused)
+    assert OptimizerBackward(optimizer, None, None, Skip(print)).skips_by_flag == fused
+
+
+def test_passes_add_up(optimizer: Optimizer, backward: OptimizerBackward) -> None:
+    for scale in (4.0, 8.0):
+        make_pass(backward, optimizer, 3.0, scale)
+        check, params = backward.receive(backward.pairs(), scale)
+        assert not check.overflow
+        assert [id(one) for one in params] == [id(one) for one in backward.pairs().model]
+    assert gradients(optimizer) == [[6.0, 6.0], [6.0]]
+
+
+def test_an_abandoned_pass_leaves_what_was_before(
+    optimizer: Optimizer, backward: OptimizerBackward
+) -> None:
+    make_pass(backward, optimizer, 3.0, 4.0)
+    backward.receive(backward.pairs(), 4.0)
+    make_pass(backward, optimizer, 5.0, 4.0)
+    assert backward.is_open
+    backward.abandon(backward.pairs())
+    assert not backward.is_open
+    assert gradients(optimizer) == [[3.0, 3.0], [3.0]]
+
+
+def test_inside_a_pass_another_one_and_a_step_are_refused(
+    optimizer: Optimizer, backward: OptimizerBackward
+) -> None:
+    backward.refuse_nested()
+    backward.refuse_scaled("optimizer.step()")
+    make_pass(backward, optimizer, 3.0, 4.0)
+    with pytest.raises(RuntimeError, match="got one inside another"):
+        backward.refuse_nested()
+    with pytest.raises(RuntimeError, match=r"^optimizer.step\(\) needs unscaled .* inside"):
+        backward.refuse_scaled("optimizer.step()")
+
+
+def test_gradients_left_scaled_are_refused_until_they_are_cleared(
+    optimizer: Optimizer, backward: OptimizerBackward
+) -> None:
+    make_pass(backward, optimizer, 3.0, 4.0)
+    backward.leave_scaled(4.0)
+    assert gradients(optimizer) == [[12.0, 12.0], [12.0]]
+    assert not backward.takes_grads_as_they_are
+    with pytest.raises(RuntimeError, match="delay_unscale=True"):
+        backward.refuse_scaled("optimizer.step()")
+    optimizer.zero_grad()
+    backward.refuse_scaled("optimizer.step()")
+
+
+def test_a_pass_after_cleared_gradients_skips_nothing(
+    optimizer: Optimizer, backward: OptimizerBackward
+) -> None:
+    backward.skip.ask("an overflow")
+    make_pass(backward, optimizer, 3.0, 4.0)
+    backward.receive(backward.pairs(), 4.0)
+    assert not backward.skip.is_possible
+    backward.skip.ask("an overflow")
+    make_pass(backward, optimizer, 3.0, 4.0)
+    assert backward.skip.is_possible
+
+
+def test_release_unscales_what_was_left_scaled(
+    optimizer: Optimizer, backward: OptimizerBackward
+) -> None:
+    make_pass(backward, optimizer, 3.0, 4.0)
+    backward.leave_scaled(4.0)
+    backward.release()
+    assert gradients(optimizer) == [[3.0, 3.0], [3.0]]
+
+
+def test_release_drops_what_overflowed(optimizer: Optimizer, backward: OptimizerBackward) -> None:
+    make_pass(backward, optimizer, float("inf"), 4.0)
+    backward.leave_scaled(4.0)
+    backward.release()
+    assert gradients(optimizer) == [None, None]

@@ -1,0 +1,71 @@
+"""Gradients that stay multiplied by a loss scale: they follow the scale, to the bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_patch.step.scaled_gradients import ScaledGradients
+
+
+@pytest.fixture
+def params() -> list[nn.Parameter]:
+    """Two parameters, of which one has a gradient of 6 that is multiplied by 2."""
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    params[0].grad = torch.full((2,), 12.0)
+    return params
+
+
+@pytest.fixture
+def scaled() -> ScaledGradients:
+    scaled = ScaledGradients()
+    scaled.begin(2.0)
+    return scaled
+
+
+@pytest.mark.parametrize("scale", [2.0, 8.0, 0.5, torch.tensor(8.0)])
+def test_they_follow_the_scale(
+    params: list[nn.Parameter], scaled: ScaledGradients, scale: float | torch.Tensor
+) -> None:
+    scaled.bring_to(scale, params)
+    assert params[0].grad.tolist() == [6.0 * float(scale)] * 2
+    assert params[1].grad is None
+    assert scaled.scale == scale
+
+
+def test_sparse_gradients_follow_the_scale(scaled: ScaledGradients) -> None:
+    param = nn.Parameter(torch.zeros(3, 2))
+    param.grad = torch.sparse_coo_tensor([[2]], [[1.0, 2.0]], (3, 2))
+    scaled.bring_to(4.0, [param])
+    assert param.grad.to_dense().tolist() == [[0.0, 0.0], [0.0, 0.0], [2.0, 4.0]]
+
+
+def test_equal_scales_touch_nothing(params: list[nn.Parameter], scaled: ScaledGradients) -> None:
+    version = params[0].grad._version
+    scaled.bring_to(2.0, params)
+    assert params[0].grad._version == version
+
+
+def test_a_write_is_seen_in_place_and_where_there_was_none(
+    params: list[nn.Parameter], scaled: ScaledGradients
+) -> None:
+    scaled.bring_to(4.0, params)
+    assert not scaled.were_written()
+    params[0].grad += 1
+    assert scaled.were_written()
+    scaled.bring_to(4.0, params)
+    assert not scaled.were_written()
+    params[1].grad = torch.ones(2)
+    assert scaled.were_written()
+    scaled.bring_to(4.0, params)
+    params[0].grad = params[0].grad.clone()
+    assert scaled.were_written()
+
+
+def test_none_are_left_when_they_are_forgotten(
+    params: list[nn.Parameter], scaled: ScaledGradients
+) -> None:
+    scaled.bring_to(4.0, params)
+    scaled.forget()
+    params[0].grad += 1
+    assert scaled.scale is None
+    assert not scaled.were_written()

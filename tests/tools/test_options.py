@@ -1,0 +1,47 @@
+"""Options that several commands have: names of levels, a folder to write to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from amp_patch.tools import options
+from amp_patch.tools.errors import BadArguments
+
+
+def levels(text: str | None) -> str | None:
+    """Return what one level is read as."""
+    return options.known_level(None, None, text)  # type: ignore[arg-type]  # not looked at
+
+
+def test_a_level_is_one_of_the_table_or_is_not_given() -> None:
+    assert levels("O4") == "O4"
+    assert levels(None) is None
+    with pytest.raises(click.BadParameter, match="'o4' is not one of 'O0', 'O1'"):
+        levels("o4")
+
+
+def test_an_unknown_level_among_others_is_named() -> None:
+    with pytest.raises(click.BadParameter, match="'O9' is not one of"):
+        options.known_levels(None, None, "O0,O9")  # type: ignore[arg-type]
+
+
+def test_levels_are_named_with_commas() -> None:
+    assert options.known_levels(None, None, "O0, O2,O0") == ["O0", "O2"]  # type: ignore[arg-type]
+
+
+def test_a_folder_is_made_where_there_is_none(tmp_path: Path) -> None:
+    assert options.writable_folder(tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(BadArguments, match="got .*file"):
+        options.writable_folder(tmp_path / "file")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="asks for a folder that refuses root")
+def test_a_folder_that_refuses_files_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(BadArguments, match="must be writable; got /proc"):
+        options.writable_folder(Path("/proc"))
+    assert options.writable_folder(tmp_path) == tmp_path
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,74 @@
+"""What ``amp-patch run`` hands on to Python; what that does with it is tested in test_process.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from amp_patch.tools import run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Give what would have been started, and find no real apex."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(run, "run_python", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(run, "real_amp", lambda: None)
+    return calls
+
+
+def called(*arguments: str) -> Result:
+    return CliRunner().invoke(run.command, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["train.py"], (["train.py"], None, False, None)),
+        (["train.py", "--opt-level", "x"], (["train.py", "--opt-level", "x"], None, False, None)),
+        (["--opt-level", "O2", "train.py", "-m"], (["train.py", "-m"], "O2", False, None)),
+        (["-m", "package.train", "--help"], (["-m", "package.train", "--help"], None, False, None)),
+        (["--force", "--", "train.py", "--"], (["train.py", "--"], None, True, None)),
+    ],
+)
+def test_options_before_the_script_are_ours_and_those_behind_it_are_its_own(
+    started: list[tuple[Any, ...]], arguments: list[str], expected: tuple[Any, ...]
+) -> None:
+    assert called(*arguments).exit_code == 0
+    assert started == [expected]
+
+
+def test_a_rules_file_must_be_there(started: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    assert called("--rules", str(rules), "train.py").exit_code == 2
+    rules.touch()
+    assert called("--rules", str(rules), "train.py").exit_code == 0
+    assert started == [(["train.py"], None, False, str(rules))]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--opt-level", "O9", "train.py"]])
+def test_bad_arguments_start_nothing(started: list[tuple[Any, ...]], arguments: list[str]) -> None:
+    assert called(*arguments).exit_code == 2
+    assert started == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_real_apex_is_said_to_be_used_unless_amp_patch_takes_its_place(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    monkeypatch.setattr(run, "real_amp", lambda: "/site/apex")
+    result = called(*["--force"] * force, "train.py")
+    assert ("the script uses the apex.amp in /site/apex" in result.stderr) == (not force)
+    assert started == [(["train.py"], None, force, None)]
+
+
+def test_what_python_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("got a Python started with -S")
+
+    monkeypatch.setattr(run, "run_python", refuse)
+    result = called("train.py")
+    assert (result.exit_code, result.stderr) == (1, "Error: got a Python started with -S\n")
