@@ -6,6 +6,7 @@ every rule can fail.
 
 import ast
 import functools
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from own_objects import Classes, assigned_attributes
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "amp_patch"
@@ -38,6 +40,8 @@ FLOORS = (
     {"kernels"},
     {"levels", "arguments", "patching", "rules_file", "warn_once", "__init__"},
 )
+#: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py.
+MIRRORED = ("casting", "kernels", "optimizers", "scaling", "step", "weights")
 MAX_FUNCTION_LINES = 60
 MAY_IMPORT_CUPY = ("kernels/cuda_compiler.py", "kernels/cuda_module.py")
 # cupy is optional; importing dynamo replaces torch.manual_seed, so importing amp_patch must not;
@@ -58,6 +62,7 @@ METADATA |= {"__prepare_scriptable__", "_dynamo_marked_constant"}
 Rule = Callable[[ast.Module], list[str]]
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -175,18 +180,13 @@ def global_statements(tree: ast.Module) -> list[str]:
     return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Global)]
 
 
-def foreign_assignments(tree: ast.Module, own: Collection[str] | None = None) -> list[str]:
-    """Assignments to attributes of objects that the module does not own.
+def foreign_assignments(tree: ast.Module) -> list[str]:
+    """Assignments to attributes of objects that are not of our classes.
 
-    An attribute counts as the package's own where some class of it declares the name, and a
-    variable does where it holds an object just made; a foreign attribute of such a name would be
-    missed, everything else is caught.
-
-    Args:
-        tree: the module.
-        own: the names that are declared; None: by the core.
+    An object is ours where annotations or constructors say that it is of a class of the package,
+    and its attribute is one that this class declares; a variable is, where it holds an object just
+    made.
     """
-    own = OWN_ATTRIBUTES if own is None else own
     made = {
         target.id
         for node in ast.walk(tree)
@@ -194,12 +194,17 @@ def foreign_assignments(tree: ast.Module, own: Collection[str] | None = None) ->
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    return [
+    calls = [
         ast.unparse(node)
         for node in ast.walk(tree)
-        if is_foreign_setattr(node, made)
-        or is_namespace_write(node, made)
-        or is_foreign_target(node, own)
+        if is_foreign_setattr(node, made) or is_namespace_write(node, made)
+    ]
+    return calls + [
+        ast.unparse(node)
+        for node, owners in assigned_attributes(tree, OWN_CLASSES)
+        if not is_self(node.value)
+        and node.attr not in {*FOREIGN_DATA, *METADATA}
+        and not any(OWN_CLASSES.declare(owner, node.attr) for owner in owners)
     ]
 
 
@@ -237,35 +242,12 @@ def is_namespace(node: ast.expr, made: set[str]) -> bool:
     return not is_self(owner) and last_name(owner) not in made
 
 
-def is_foreign_target(node: ast.AST, own: Collection[str]) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and not isinstance(node.ctx, ast.Load)
-        and not is_self(node.value)
-        and node.attr not in {*FOREIGN_DATA, *METADATA, *own}
-    )
-
-
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in {"self", "cls"}
 
 
 def last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def declared_attributes(tree: ast.Module) -> set[str]:
-    """The attributes that the classes of a module declare: their fields, and what they set."""
-    declared = set()
-    for owner in ast.walk(tree):
-        if not isinstance(owner, ast.ClassDef):
-            continue
-        for node in ast.walk(owner):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                declared.add(node.target.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                declared |= {node.attr} if is_self(node.value) else set()
-    return declared
 
 
 def private(tree: ast.Module) -> list[str]:
@@ -352,8 +334,8 @@ def is_literal(node: ast.expr | None) -> bool:
     return True
 
 
-OWN_ATTRIBUTES = set().union(*(declared_attributes(parse(path)) for path in CORE))
-DROP_IN_ATTRIBUTES = set().union(*(declared_attributes(parse(path)) for path in DROP_IN))
+OWN_CLASSES = Classes(map(parse, (*CORE, *DROP_IN)))
+OF_OPTIMIZER = ["self.optimizer.state", "self.optimizer.param_groups"]
 #: Assignments of the drop-in that are no patch, and why.
 NO_PATCHES = {
     # of a module that is just made, by its loader
@@ -361,9 +343,14 @@ NO_PATCHES = {
     # of the module itself, as Python's documentation has it
     "amp_patch/apex/packages/apex/amp/_amp_state.py": ["_module.__class__"],
     # what the script assigns is handed on to the optimizer inside
-    "amp_patch/apex/packages/apex/fp16_utils/fp16_optimizer.py": ["self.optimizer.param_groups"],
-    "amp_patch/apex/packages/apex/optimizers/scaled_optimizer.py": ["self.optimizer.param_groups"],
-    "amp_patch/apex/packages/apex/parallel/LARC.py": ["self.optim.param_groups"],
+    "amp_patch/apex/packages/apex/fp16_utils/fp16_optimizer.py": OF_OPTIMIZER,
+    "amp_patch/apex/packages/apex/optimizers/scaled_optimizer.py": OF_OPTIMIZER,
+    "amp_patch/apex/packages/apex/parallel/LARC.py": [
+        "self.optim.param_groups",
+        "self.optim.state",
+    ],
+    # what an autograd function keeps for its backward, as torch's documentation has it
+    "amp_patch/apex/packages/apex/parallel/sync_batchnorm.py": ["ctx.group"],
 }
 
 
@@ -424,8 +411,7 @@ def test_only_patching_assigns_to_foreign_attributes() -> None:
 
 
 def test_the_drop_in_assigns_to_foreign_attributes_by_patching() -> None:
-    rule = functools.partial(foreign_assignments, own=OWN_ATTRIBUTES | DROP_IN_ATTRIBUTES)
-    assert violations(rule, DROP_IN) == NO_PATCHES
+    assert violations(foreign_assignments, DROP_IN) == NO_PATCHES
 
 
 def test_only_the_cuda_side_may_import_cupy() -> None:
@@ -436,6 +422,25 @@ def test_only_the_cuda_side_may_import_cupy() -> None:
 
 def test_cast_rules_are_data() -> None:
     assert not not_literal(parse(PACKAGE / "casting" / "rules.py"))
+
+
+def without_tests(modules: Iterable[str], tests: Collection[str]) -> list[str]:
+    """Return the modules, ``"step/skip.py"``, that no test file is named after."""
+    named = {module: re.sub(r"(\w+\.py)$", r"test_\1", module) for module in modules}
+    return [module for module, test in named.items() if test not in tests]
+
+
+def test_each_module_of_the_core_has_tests_of_its_own() -> None:
+    modules = [path.relative_to(PACKAGE).as_posix() for path in CORE if path.stem != "__init__"]
+    mirrored = [module for module in modules if module.startswith(MIRRORED)]
+    assert len(mirrored) > 50
+    tests = {path.relative_to(ROOT / "tests").as_posix() for path in TESTS}
+    assert without_tests(mirrored, tests) == []
+
+
+def test_a_module_without_tests_is_seen() -> None:
+    modules = ["step/skip.py", "step/closure.py"]
+    assert without_tests(modules, {"step/test_skip.py", "test_closure.py"}) == ["step/closure.py"]
 
 
 def test_how_often_properties_are_drawn_stands_in_the_profiles() -> None:
@@ -465,6 +470,9 @@ def test_a_room_without_a_floor_is_seen() -> None:
 
 def test_a_circle_is_seen() -> None:
     assert set(circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+
+
+STEPS = "session.optimizers.steps"
 
 
 @pytest.mark.parametrize(
@@ -502,6 +510,15 @@ def test_a_circle_is_seen() -> None:
         (foreign_assignments, "vars(torch)['sin'] = f"),
         (foreign_assignments, "del model.__dict__['forward']"),
         (foreign_assignments, "torch.__dict__.update(sin=f)"),
+        # names that classes of ours declare, on objects that are not ours
+        (foreign_assignments, "model.training = False"),
+        (foreign_assignments, "def f(optimizer: Optimizer):\n    optimizer.state = {}"),
+        (foreign_assignments, "def f(module):\n    module.scale = 1.0"),
+        (foreign_assignments, "def f(session):\n    session.verbosity = 1"),
+        (foreign_assignments, "def f():\n    for one in session.models.levels: one.scale = 1"),
+        (foreign_assignments, "class C:\n    def f(self, x: Tensor):\n        x.version = 1"),
+        # an attribute that the object's own class does not declare
+        (foreign_assignments, "def f(skip: Skip):\n    skip.training = True"),
     ],
 )
 def test_every_rule_can_fail(rule: Rule, snippet: str) -> None:
@@ -521,6 +538,9 @@ def test_every_rule_can_fail(rule: Rule, snippet: str) -> None:
         (foreign_assignments, "p.grad = None"),
         (foreign_assignments, "wrapper.__name__ = 'sin'"),
         (foreign_assignments, "vars(self)['x'] = 1"),
+        (foreign_assignments, "def f(skip: Skip):\n    skip.flag = None"),
+        (foreign_assignments, "def f(skips: dict[str, Skip]):\n    skips['a'].flag = None"),
+        (foreign_assignments, f"def f():\n    for one in {STEPS}.values(): one.ended = 0"),
         (long_functions, "def f():\n    '''" + "\n" * 100 + "    '''\n    pass"),
         (not_literal, "'''Doc.'''\nimport x\nA = frozenset({'a'})\ndef f(): return 1"),
     ],

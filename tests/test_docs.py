@@ -1,10 +1,9 @@
-"""The pages of docs/: the files that they name exist, and the picture shows the rooms' order."""
+"""The pages of docs/: their snippets run, and the files that they name exist."""
 
 import re
 from pathlib import Path
 
 import pytest
-from test_architecture import FLOORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/**/*.md"))
@@ -38,15 +37,3 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
 def test_a_file_that_does_not_exist_is_seen() -> None:
     assert named_files("see `amp_patch/step/skip.py` and `step.skip`") == ["amp_patch/step/skip.py"]
     assert len(named_files(ARCHITECTURE)) > 25
-
-
-def test_the_picture_shows_every_room_above_those_that_it_imports() -> None:
-    picture = ARCHITECTURE.partition("```mermaid")[2].partition("```")[0]
-    files = dict(re.findall(r"(\w+)\[\"<b>(\w+)[/.\w]*</b>", picture))
-    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-    shown = set(files.values())
-    assert shown == set(floor) - {"__main__", "__init__", "half_model"} - FLOORS[-1]
-    line = re.compile(r"^\s*(\w+)(?:\[.*?\])? --> (\w+)(?:\[.*?\])?(?: --> (\w+))?", re.MULTILINE)
-    arrows = [pair for a, b, c in line.findall(picture) for pair in ((a, b), (b, c)) if pair[1]]
-    assert len(arrows) >= len(shown) - 1
-    assert all(floor[files[above]] < floor[files[below]] for above, below in arrows)

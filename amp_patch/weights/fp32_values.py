@@ -7,7 +7,7 @@ A half parameter is its fp32 value, rounded. Users write to either: to the param
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class FP32Values:
 
     def clear(self) -> None:
         """Forget every value."""
-        self._values = WeakTensorKeyDictionary()
+        self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._converted: set[int] = set()
 
     def set(

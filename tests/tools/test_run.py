@@ -1,4 +1,4 @@
-"""What ``amp-patch run`` hands on to Python; what that does with it is tested in test_process.py."""
+"""What ``amp-patch run`` hands on to Python; what comes of it is in test_process.py."""
 
 from __future__ import annotations
 
