@@ -96,8 +96,8 @@ def train_py(tmp_path: Path) -> Path:
 def test_what_is_found_is_said_with_its_mend_in_one_line(train_py: Path) -> None:
     assert checked(str(train_py)) == (
         1,
-        f"{train_py}:7: opt-level: opt_level='01'; write 'O0', 'O1', 'O2', 'O3', 'O4' or 'O5', "
-        "with the capital letter O\n",
+        f"{train_py}:7: opt-level: opt_level='01'; write opt_level='O0', 'O1', 'O2', 'O3', 'O4' or "
+        "'O5', with the capital letter O\n",
     )
 
 

@@ -114,6 +114,8 @@ class Calls(Expressions):
             return Value(parts=arguments.values())
         scope, guards = self.scope, self.guards
         self.scope = Scope(function.scope)
+        for decorator in filter(_is_autocast, function.decorators):
+            self.note("with autocast", node, Arguments(), decorator)
         self._active.append(node)
         self.returned.append([])
         try:
@@ -252,3 +254,9 @@ class Calls(Expressions):
                 if isinstance(value, Imported) and value.dotted in names.DTYPES:
                     return names.DTYPES[value.dotted]
         return None
+
+
+def _is_autocast(decorator: Value) -> bool:
+    """Return whether a decorator is ``autocast`` or ``autocast(...)``."""
+    is_named = isinstance(decorator, Imported | Made)
+    return is_named and names.canonical(decorator.dotted) == "autocast"

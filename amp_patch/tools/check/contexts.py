@@ -61,6 +61,8 @@ class Contexts(Calls):
         if name == "contextlib.ExitStack":
             self._stacks[value] = []
             return value
+        if name == "autocast" and value.source is not None:
+            self.note("with autocast", value.source.node, Arguments(), value)
         self.regions = (*self.regions, _region(name, value))
         return value
 

@@ -41,10 +41,11 @@ class Block:
 
 @dataclass(eq=False)
 class Call:
-    """A call, or an assignment to an attribute (``"=name"``), each time that it is made.
+    """A call, or what counts as one, each time that it is made.
 
     Attributes:
-        name: of `names.canonical`, or ``".name"`` of a method.
+        name: of `names.canonical`; ``".name"`` of a method; ``"=name"`` of an assignment to an
+            attribute; ``"with autocast"`` where an autocast begins.
         node: where it stands.
         receiver: the object whose method it is.
         guards: the branches that lead to it.

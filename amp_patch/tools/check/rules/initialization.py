@@ -22,6 +22,8 @@ from .registry import line_of, rule
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 #: Half of the smallest number above 0 of float16: less is rounded to 0.
 _ZERO_IN_HALF = 2.0**-25
+#: They make state for their parameters at once; others do in the first step.
+_WITH_STATE = {"torch.optim.Adagrad"}
 _DIVIDING = {
     f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
 }
@@ -34,12 +36,15 @@ def _all(trace: Trace) -> Iterator[Initialization]:
 
 @rule(
     "opt-level",
-    "opt_level is none of the levels",
-    "write 'O0', 'O1', 'O2', 'O3', 'O4' or 'O5', with the capital letter O",
+    "opt_level is none of the levels, or stands in the place of enabled",
+    "write opt_level='O0', 'O1', 'O2', 'O3', 'O4' or 'O5', with the capital letter O",
 )
 def opt_level(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A level that is a literal, or the default of an option."""
+    """A level that is a literal, or the default of an option, and one in another's place."""
     for one in _all(trace):
+        enabled = one.call.arguments.get("enabled", 2)
+        if isinstance(enabled, Const) and isinstance(enabled.value, str):
+            yield one.call.node, f"{enabled.value!r} in the place of enabled, the third argument"
         for level in one.levels:
             if level.value is not None and level.value not in LEVELS:
                 yield level.node or one.call.node, f"opt_level={level.value!r}"
@@ -128,11 +133,14 @@ def _is_seen(model: Value) -> bool:
 
 @rule(
     "moved-late",
-    "the model is moved to its device after its optimizer was made",
-    "move the model first, then make the optimizer, then call amp.initialize",
+    "the model is moved to its device after its optimizer has got state, which stays behind",
+    "move the model first, then make the optimizer and load its state",
 )
 def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """The first move of a model whose optimizer is there already."""
+    """The first move of a model whose optimizer holds tensors for its parameters already.
+
+    Without state a late move is right: torch moves the very parameters that the optimizer holds.
+    """
     moves: list[Call] = []
     for call in trace.named(".cuda", ".to"):
         if call.receiver is None or not _is_move(call):
@@ -142,12 +150,23 @@ def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         moves.append(call)
         for one in () if earlier else trace.of_models(model, call):
             for optimizer in one.optimizers:
-                made = root(optimizer).source
-                if made and made.order < call.order and model in owners_of(optimizer):
-                    yield (
-                        call.node,
-                        f"the move of a model after its optimizer (line {line_of(made.node)})",
-                    )
+                state = _state_before(trace, root(optimizer), call)
+                if state and model in owners_of(optimizer) and not _follows(one, call):
+                    yield call.node, f"the move of a model whose optimizer has state (line {state})"
+
+
+def _state_before(trace: Trace, optimizer: Value, move: Call) -> int | None:
+    """Return the line in which an optimizer has got state before a move; None if it has none."""
+    made = optimizer.source
+    calls = trace.with_call(move, trace.named(".load_state_dict"))
+    gave = [call for call in calls if call.receiver and root(call.receiver) is optimizer]
+    gave += [made] if isinstance(optimizer, Made) and optimizer.dotted in _WITH_STATE else []
+    return next((line_of(one.node) for one in gave if one and one.order < move.order), None)
+
+
+def _follows(one: Initialization, move: Call) -> bool:
+    """Return whether the masters are there already: they and their state follow a model."""
+    return one.call.order < move.order and (not one.levels or one.is_at("O2", "O5"))
 
 
 def _is_move(call: Call) -> bool:

@@ -17,15 +17,21 @@ _USES = (".scale", ".unscale_", ".step", ".update")
 
 @rule(
     "grad-scaler",
-    "a GradScaler is left beside amp, so that losses or gradients are scaled twice",
+    "a GradScaler is left beside amp; where it is used, losses or gradients are scaled twice",
     "remove it: scale_loss scales, unscales and moves the scale; call optimizer.step()",
 )
 def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A scaler that is used in runs that use amp."""
+    """A scaler that is used in runs that use amp, or that nothing uses."""
     for call in trace.named("GradScaler"):
-        lines = sorted({line_of(use.node) for use in _uses(trace, call)})
-        if lines and _is_beside_amp(trace, call):
-            yield call.node, f"a GradScaler, used in line {', '.join(map(str, lines))}"
+        if not _is_beside_amp(trace, call):
+            continue
+        uses = list(_uses(trace, call))
+        beside = {line_of(use.node) for use in uses if _can_meet_amp(trace, use)}
+        if beside:
+            lines = ", ".join(map(str, sorted(beside)))
+            yield call.node, f"a GradScaler, used in line {lines}"
+        elif not uses and call.run == 0 and not _is_touched(trace, call):
+            yield call.node, "a GradScaler that nothing uses"
     for call in trace.named(".backward"):
         source = call.receiver and root(call.receiver).source
         is_scaled = source and source.name == ".scale" and not _is_known(source)
@@ -41,7 +47,7 @@ def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 def autocast(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """An autocast that is not for switching casts off."""
     for call in trace.named("autocast"):
-        if _is_beside_amp(trace, call):
+        if _is_beside_amp(trace, call) and _is_entered_beside_amp(trace, call):
             yield call.node, "an enabled autocast"
 
 
@@ -50,8 +56,43 @@ def _uses(trace: Trace, scaler: Call) -> Iterator[Call]:
         if call.receiver is not None and root(call.receiver) is scaler.result:
             if call.name in _USES:
                 yield call
-        elif scaler.result in call.arguments.values() and call.name != "()":
+        elif scaler.result in call.arguments.values() and not call.name.startswith(("()", "=")):
             yield call
+
+
+def _is_touched(trace: Trace, scaler: Call) -> bool:
+    """Return whether anything is done with a scaler, or with what holds it, that may use it."""
+    made = scaler.result
+    for call in trace.calls:
+        if call.name.startswith("="):
+            continue
+        values = [*filter(None, [call.receiver]), *call.arguments.values()]
+        if any(made is root(one) or made in one.deps for one in values):
+            return True
+    return False
+
+
+def _can_meet_amp(trace: Trace, use: Call) -> bool:
+    """Return whether a run that comes to this use scales by amp, which is initialized then."""
+    if trace.blocks and not trace.with_call(use, (block.call for block in trace.blocks)):
+        return False
+    inits = trace.with_call(use, trace.named("amp.initialize", "amp.init"))
+    return not inits or any(init.run != use.run or _is_on(trace, init, use) for init in inits)
+
+
+def _is_on(trace: Trace, init: Call, use: Call) -> bool:
+    ended = (one.order for one in trace.named("amp.deactivate"))
+    return init.order < use.order and not any(init.order < end < use.order for end in ended)
+
+
+def _is_entered_beside_amp(trace: Trace, autocast: Call) -> bool:
+    """Return whether a run may be inside of an autocast while amp is initialized."""
+    entered = (
+        one
+        for one in trace.named("with autocast")
+        if one.node is autocast.node or one.receiver is autocast.result
+    )
+    return any(_can_meet_amp(trace, one) for one in (autocast, *entered))
 
 
 def _is_known(source: Call) -> bool:
