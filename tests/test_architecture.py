@@ -335,7 +335,6 @@ def is_literal(node: ast.expr | None) -> bool:
 
 
 OWN_CLASSES = Classes(map(parse, (*CORE, *DROP_IN)))
-OF_OPTIMIZER = ["self.optimizer.state", "self.optimizer.param_groups"]
 #: Assignments of the drop-in that are no patch, and why.
 NO_PATCHES = {
     # of a module that is just made, by its loader
@@ -343,8 +342,10 @@ NO_PATCHES = {
     # of the module itself, as Python's documentation has it
     "amp_patch/apex/packages/apex/amp/_amp_state.py": ["_module.__class__"],
     # what the script assigns is handed on to the optimizer inside
-    "amp_patch/apex/packages/apex/fp16_utils/fp16_optimizer.py": OF_OPTIMIZER,
-    "amp_patch/apex/packages/apex/optimizers/scaled_optimizer.py": OF_OPTIMIZER,
+    "amp_patch/apex/packages/apex/optimizers/wrapped_optimizer.py": [
+        "self.optimizer.state",
+        "self.optimizer.param_groups",
+    ],
     "amp_patch/apex/packages/apex/parallel/LARC.py": [
         "self.optim.param_groups",
         "self.optim.state",

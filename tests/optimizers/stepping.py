@@ -16,6 +16,14 @@ def random_values(generator: torch.Generator) -> list[Tensor]:
     ]
 
 
+def give_gradients(optimizers: list[Optimizer], generator: torch.Generator) -> None:
+    """Give optimizers of the same parameters the same gradients."""
+    grads = random_values(generator)
+    for optimizer in optimizers:
+        for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+            param.grad = grad.clone()
+
+
 def inputs_of(optimizer: Optimizer) -> StepInputs:
     """Return what its first group steps now; all of its parameters have gradients."""
     group = optimizer.param_groups[0]

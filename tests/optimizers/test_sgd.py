@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepping import inputs_of, random_values, same_state
+from stepping import give_gradients, inputs_of, random_values, same_state
 from torch import nn
 from torch.optim import SGD
 
@@ -34,10 +34,7 @@ def test_steps_have_the_bits_and_the_momentum_of_torchs(options: dict[str, Any],
     )
     update = SgdUpdate()
     for _ in range(3):
-        grads = random_values(generator)
-        for optimizer in (ours, theirs):
-            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
-                param.grad = grad.clone()
+        give_gradients([ours, theirs], generator)
         theirs.step()
         with torch.no_grad():
             update.step(inputs_of(ours))

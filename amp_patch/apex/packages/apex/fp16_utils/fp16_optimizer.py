@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..amp import _amp_state
 from ..amp.scaler import LossScaler
+from ..optimizers.wrapped_optimizer import WrappedOptimizer
 from .fp16util import clip_grad_norm, master_params_to_model_params
 from .master_groups import gradient_of, gradients, multiply, put_masters, refuse_other_dtypes
 
 
-class FP16_Optimizer:
+class FP16_Optimizer(WrappedOptimizer):
     """Lets an optimizer step float32 masters of the half parameters it was made with.
 
     The masters take the places of the half parameters in ``init_optimizer.param_groups``;
@@ -239,25 +240,6 @@ class FP16_Optimizer:
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's ``state``, by master."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, with the masters in them."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
 
     def __getstate__(self) -> Any:
         raise RuntimeError(

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from ..multi_tensor_apply import multi_tensor_applier
 from .explicit_gradients import explicit_gradients
+from .wrapped_optimizer import WrappedOptimizer
 
 
-class ScaledOptimizer:
+class ScaledOptimizer(WrappedOptimizer):
     """Scales the loss, steps float32 masters of the parameters, and copies them back.
 
     Args:
@@ -126,24 +127,6 @@ class ScaledOptimizer:
     def loss_scale(self) -> float:
         """What the next loss is multiplied by."""
         return self.cur_scale
-
-    @property
-    def state(self) -> Any:
-        """The state of the wrapped optimizer; may be set."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizer, which hold the masters; may be set."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: of the scale, of the wrapped optimizer, and the masters themselves."""
