@@ -1,13 +1,15 @@
-"""What tests of several rooms share: how often a property is drawn, which cases are nightly."""
+"""What tests share: how often a property is drawn, which cases are nightly, a backward."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import filelock
 import hypothesis
 import pytest
+from torch import Tensor
 
 
 def examples(times: float, **options: Any) -> hypothesis.settings:
@@ -46,3 +48,9 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def scaled_backward(amp: ModuleType, loss: Tensor, optimizers: Any, **options: Any) -> None:
+    """Run the backward of a loss in its ``scale_loss`` block; options are that function's."""
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch_snapshot
 from hypothesis import strategies as st
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
@@ -95,8 +96,7 @@ def train(model: nn.Module, optimizer: Optimizer, factor: float = 1.0, **options
     inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     optimizer.zero_grad()
     loss = model(inputs).square().mean() * factor
-    with public.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(public, loss, optimizer, **options)
     optimizer.step()
     return loss.detach()
 

@@ -16,7 +16,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 import torch_snapshot
 from hypothesis import strategies as st
-from support import trains
+from support import scaled_backward, trains
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -41,8 +41,7 @@ def train(amp: ModuleType, model: nn.Module, optimizer: Optimizer, **options: An
     inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     optimizer.zero_grad()
     loss = model(inputs).square().mean()
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, loss, optimizer, **options)
     optimizer.step()
     return loss.item()
 

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from small_models import OPTIMIZERS, TASKS, Task, cross_entropy
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
@@ -157,8 +158,7 @@ def test_a_gan_with_two_optimizers_and_three_losses_follows_the_fp32_losses(
         )
 
         def backward(loss: Tensor, optimizer: Optimizer, loss_id: int) -> None:
-            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
+            scaled_backward(amp, loss, optimizer, loss_id=loss_id)
 
         return models, optimizers, backward
 
@@ -191,8 +191,7 @@ def test_a_gradient_penalty_gives_the_fp32_gradients(amp: ModuleType, level: str
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
     def backward(loss: Tensor) -> None:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer)
 
     penalty_gradients(model, inputs, backward)
     assert not amp.step_was_skipped(optimizer)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
@@ -128,6 +129,5 @@ def train(
     for step in range(steps):
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model(inputs)), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss_of(model(inputs)), optimizer)
         optimizer.step()

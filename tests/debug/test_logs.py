@@ -14,6 +14,7 @@ from typing import Any
 import processes
 import pytest
 import torch
+from support import scaled_backward
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,8 +59,7 @@ def prepared(amp: ModuleType, **options: Any) -> tuple[nn.Module, Optimizer]:
 def train(amp: ModuleType, model: nn.Module, optimizer: Any, factors=FACTORS, **options) -> None:
     for factor in factors:
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer, **options) as scaled:
-            scaled.backward()
+        scaled_backward(amp, model(torch.ones(1, 2)).sum() * factor, optimizer, **options)
         optimizer.step()
 
 
@@ -253,8 +253,7 @@ def test_a_step_with_a_closure_is_logged(amp) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model(torch.ones(1, 2)).sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer)
         return loss
 
     optimizer.step(closure)

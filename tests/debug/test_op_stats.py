@@ -8,6 +8,7 @@ import pytest
 import torch
 from cast_counter import CastCounter
 from plants import WIDTH, prepared
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,8 +28,7 @@ def model_of_layers() -> nn.Module:
 def step(amp, model: nn.Module, optimizer: Optimizer, passes: int = 1) -> None:
     optimizer.zero_grad()
     for _ in range(passes):
-        with amp.scale_loss(model(torch.randn(4, WIDTH)).float().square().mean(), optimizer) as x:
-            x.backward()
+        scaled_backward(amp, model(torch.randn(4, WIDTH)).float().square().mean(), optimizer)
     optimizer.step()
 
 

@@ -17,6 +17,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from support import scaled_backward
 from torch import nn
 
 import amp_patch.amp
@@ -41,8 +42,7 @@ def trained(amp, level: str = "O2", **options):
 
 def backward(amp, model, optimizer, value: float = 1.0, **options) -> None:
     loss = (model(torch.full((3, 4), value)) + torch.arange(3.0)[:, None]).float().pow(2).mean()
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, loss, optimizer, **options)
 
 
 # -- names -----------------------------------------------------------------------------------------

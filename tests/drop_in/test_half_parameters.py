@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
 
 import amp_patch.amp
@@ -43,10 +44,8 @@ def step(amp: Any, models: Any, optimizers: Any, first: float, second: float) ->
     """Return which of the two optimizers changed its weights."""
     before = [model.weight.detach().clone() for model in models]
     one, both = losses(models, first, second)
-    with amp.scale_loss(one, optimizers[0], loss_id=0) as scaled_loss:
-        scaled_loss.backward()
-    with amp.scale_loss(both, optimizers, loss_id=1) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, one, optimizers[0], loss_id=0)
+    scaled_backward(amp, both, optimizers, loss_id=1)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

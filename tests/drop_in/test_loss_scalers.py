@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
 
 import amp_patch.amp
@@ -48,8 +49,7 @@ def scale_of(amp: types.ModuleType, optimizer: Any, loss_id: int = 0) -> float:
 
 def backward(amp: types.ModuleType, optimizer: Any, loss_id: int = 0, value: float = 0.125) -> None:
     loss = optimizer.model(torch.ones(1, 2)).sum() * value
-    with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, loss, optimizer, loss_id=loss_id)
 
 
 def test_a_script_puts_scalers_of_its_own_in_their_places(amp, LossScaler) -> None:

@@ -20,6 +20,7 @@ from cuda_on_cpu.launcher import EmulatedModules
 from float64_lamb import Lamb
 from hypothesis import given
 from hypothesis import strategies as st
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -131,8 +132,7 @@ class Trial:
         for param in self.model.parameters():
             param.grad = None
         loss = self.model(given) * factor
-        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(self.amp, loss, self.optimizer)
         for i, param in enumerate(self.model.parameters()):
             if param.grad is not None:
                 is_half = param.dtype is not torch.float32

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -39,8 +40,7 @@ def backward(
 ) -> None:
     inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
     loss = model(inputs).float().square().mean() * factor
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, loss, optimizer)
 
 
 def train_step(

@@ -15,6 +15,7 @@ from linear_training import (
     prepared,
     train_step,
 )
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
@@ -60,8 +61,7 @@ def closure_of(
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).float().square().mean() * next(evaluations)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer)
         return loss
 
     return closure
@@ -187,8 +187,7 @@ def test_a_closure_that_leaves_gradients_scaled_is_refused(amp: ModuleType) -> N
 
     def closure() -> Tensor:
         loss = model(torch.ones(2, 4)).sum()
-        with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer, delay_unscale=True)
         return loss
 
     with pytest.raises(RuntimeError, match=r"^optimizer.step\(closure\) needs unscaled gradients"):
@@ -202,8 +201,7 @@ def test_what_a_closure_writes_to_half_weights_is_stepped_from(amp: ModuleType, 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = (model.weight.float() * 0.0).sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer)
         model.weight.data.fill_(0.5)
         model.bias.grad = None
         return loss

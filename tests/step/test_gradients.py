@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -59,8 +60,7 @@ def prepared(
 def backward(
     amp: ModuleType, model: Weights, optimizer: Any, coefficients: dict[str, float], **options: Any
 ) -> None:
-    with amp.scale_loss(model.loss(coefficients), optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, model.loss(coefficients), optimizer, **options)
 
 
 def gradients(amp: ModuleType, optimizer: Optimizer) -> dict[str, list[float] | None]:

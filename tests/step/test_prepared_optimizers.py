@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -14,8 +15,7 @@ X = torch.linspace(-1, 1, 12).reshape(4, 3)
 
 
 def train_step(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
-    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, model(X).float().square().mean(), optimizer)
     optimizer.step()
 
 

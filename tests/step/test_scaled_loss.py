@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import trains
+from support import scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -46,8 +46,7 @@ def prepared(
 def backward(
     amp: ModuleType, model: Weight, optimizers: Any, factor: float = 1.0, **options: Any
 ) -> None:
-    with amp.scale_loss(model.loss(factor), optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, model.loss(factor), optimizers, **options)
 
 
 def train_step(

@@ -16,7 +16,7 @@ import torch
 from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
-from support import trains
+from support import scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,10 +101,8 @@ def step(amp: ModuleType, model: nn.Module, optimizer: Optimizer, event: str = "
     factor = torch.inf if event == "overflow" else 1.0
     optimizer.zero_grad()
     if event == "delayed":
-        with amp.scale_loss(model(-inputs).square().sum(), optimizer, delay_unscale=True) as loss:
-            loss.backward()
-    with amp.scale_loss(model(inputs).square().sum() * factor, optimizer) as loss:
-        loss.backward()
+        scaled_backward(amp, model(-inputs).square().sum(), optimizer, delay_unscale=True)
+    scaled_backward(amp, model(inputs).square().sum() * factor, optimizer)
     if event == "dropped":
         model.zero_grad()
         return
@@ -297,8 +295,7 @@ def test_a_closure_that_overflows_skips_the_step(amp: ModuleType) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).sum()
-        with amp.scale_loss(loss * torch.inf, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss * torch.inf, optimizer)
         return loss
 
     optimizer.step(closure)
@@ -486,8 +483,7 @@ def test_a_closure_that_clears_forgets_what_was_found_before(
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer)
         return loss
 
     optimizer.step(closure)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
 
@@ -46,8 +47,7 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
 
 def backward(amp: ModuleType, model: nn.Module, optimizer: Any, *inputs: Tensor) -> None:
     given = inputs or (torch.ones(2, 4),)
-    with amp.scale_loss(model(*given).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    scaled_backward(amp, model(*given).sum(), optimizer)
 
 
 def train_step(amp: ModuleType, model: nn.Module, optimizer: Any, *inputs: Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
 from torch.nn import functional as F
 
@@ -62,8 +63,7 @@ def train_step(
     optimizer.zero_grad()
     for _ in range(passes):
         loss = factor * F.cross_entropy(model(torch.randn(8, 4)).float(), torch.tensor([0, 1] * 4))
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        scaled_backward(amp, loss, optimizer)
         losses.append(loss.item())
     optimizer.step()
     return losses
