@@ -102,8 +102,7 @@ class FP32Values:
         entry, known = _Value(value), self._values.get(param)
         entry.noted.append(([0] if versions is None else versions, index))
         entry.note_equal()
-        is_same = known is not None and known.value.data_ptr() == value.data_ptr()
-        if versions is not None and is_same:
+        if versions is not None and known is not None and _share_memory(known.value, value):
             entry.noted += known.noted
         self._values[param] = entry
 
@@ -163,12 +162,14 @@ class FP32Values:
         """Return the fp32 value for a master to hold, in the stored tensor's own memory."""
         entry = self._values.get(param)
         # To compare a whole model again would take longer than to convert it.
-        converted = entry is not None and id(param) in self._converted
-        value = entry.value.detach() if converted else self.exact(param)
+        if entry is not None and id(param) in self._converted:
+            value = entry.value.detach()
+        else:
+            value = self.exact(param)
         if entry is None or entry.value.device != param.device:
             return value
         # Another optimizer may step the same parameter, and with it the same memory.
-        if value.data_ptr() != entry.value.data_ptr():
+        if not _share_memory(value, entry.value):
             entry.value.copy_(value)
             value = entry.value.detach()
         value.grad = entry.value.grad
@@ -195,3 +196,7 @@ class FP32Values:
                 entry.value.copy_(new)
                 entry.note_equal()
                 self.loads += 1
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()

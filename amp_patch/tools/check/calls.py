@@ -258,5 +258,5 @@ class Calls(Expressions):
 
 def _is_autocast(decorator: Value) -> bool:
     """Return whether a decorator is ``autocast`` or ``autocast(...)``."""
-    is_named = isinstance(decorator, Imported | Made)
-    return is_named and names.canonical(decorator.dotted) == "autocast"
+    dotted = decorator.dotted if isinstance(decorator, Imported | Made) else ""
+    return names.canonical(dotted) == "autocast"
