@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -35,12 +34,7 @@ def begin(module: ModuleType) -> dict[str, Any]:
     hear_sigint()
     lines = Lines(found["out"], NAME)
 
-    def note() -> None:
-        state = state_of(module.session)
-        if state != "no" or multiprocessing.parent_process() is None:
-            lines.write({"amp": state})
-
-    atexit.register(note)
+    atexit.register(lambda: lines.write({"amp": state_of(module.session)}))
     return found
 
 

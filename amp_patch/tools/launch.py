@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from amp_patch.apex.process import environment_of_run
 
@@ -137,16 +137,16 @@ class ScriptRun:
     ) -> None:
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
         self.log = log
-        self._output: IO[bytes] = log.open("wb")
-        self._process = subprocess.Popen(
-            list(command),
-            env={**environment_of_run(os.environ, opt_level, force=True), **added},
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C reaches this process only, which ends the script in its own time.
-            start_new_session=True,
-        )
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                env={**environment_of_run(os.environ, opt_level, force=True), **added},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches this process only, which ends the script in its own time.
+                start_new_session=True,
+            )
 
     def __enter__(self) -> ScriptRun:
         return self
@@ -158,8 +158,6 @@ class ScriptRun:
         except KeyboardInterrupt:
             if not isinstance(error, KeyboardInterrupt):
                 raise
-        finally:
-            self._output.close()
 
     @property
     def code(self) -> int | None:

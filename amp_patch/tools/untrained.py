@@ -76,7 +76,7 @@ def _place(words: Sequence[str]) -> tuple[Path, Path] | None:
     elif waiting[0] != "-m":
         return Path(waiting[0]), Path(waiting[0]).parent
     for word, following in zip(waiting, [*waiting[1:], ""], strict=True):
-        if word == "-m" and following not in _LAUNCHING_MODULES:
+        if word == "-m" and following and following not in _LAUNCHING_MODULES:
             files = _files(f"{following}.__main__", Path()) or _files(following, Path())
             return (files[-1], Path()) if files else None
         if word.endswith(".py") and Path(word).is_file():
@@ -86,7 +86,8 @@ def _place(words: Sequence[str]) -> tuple[Path, Path] | None:
 
 def _may_use_amp(script: Path, folder: Path) -> bool:
     """Return whether a script, or what it imports of the user's own, may use amp."""
-    waiting, seen = [script], set[Path]()
+    folder = folder.absolute()
+    waiting, seen = [script.absolute()], set[Path]()
     while waiting:
         path = waiting.pop()
         if path in seen:
@@ -125,12 +126,13 @@ def _imports(tree: ast.Module, path: Path, folder: Path) -> Iterator[tuple[str, 
         if isinstance(node, ast.Import):
             yield from ((alias.name, folder) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            where = path.parents[node.level - 1] if node.level else folder
+            above = min(node.level, len(path.parents))
+            where = path.parents[above - 1] if above else folder
             if node.module:
                 yield node.module, where
             for alias in node.names:
                 name = f"{node.module}.{alias.name}" if node.module else alias.name
-                if _files(name, where):
+                if not node.module or _files(name, where):
                     yield name, where
 
 

@@ -107,7 +107,8 @@ def line(module: str, within: int, out: float, came: float = 1.0, step: int = 0,
 
 def record(*calls, gradients=(), nonfinite=(), skipped=()):
     return {"calls": list(calls), "gradients": list(gradients), "nonfinite": list(nonfinite),
-            "skipped": list(skipped), "functions": {}, "steps": 1}  # fmt: skip
+            "skipped": list(skipped), "functions": {}, "steps": 1, "overflows": [],
+            "ranks": 1, "alike": True}  # fmt: skip
 
 
 def test_the_culprit_stands_above_those_who_hand_its_error_on() -> None:

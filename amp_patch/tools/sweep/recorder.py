@@ -38,12 +38,12 @@ MOST_NAMES = 50
 def start(module: types.ModuleType) -> None:
     """Record what the session of ``amp_patch.session`` does from now on.
 
-    The options are ``folder``, ``steps`` (None: all that the script makes) and ``seed``.
+    The options are ``out``, ``steps`` (None: all that the script makes) and ``seed``.
     """
     options = child.options()
     child.hear_sigint()
     child.seed_everything(options["seed"])
-    recorder = Recorder(module.session, child.Lines(options["folder"], NAME), options["steps"])
+    recorder = Recorder(module.session, child.Lines(options["out"], NAME), options["steps"])
     module.session.observers.attach(recorder)
     recorder.watch_clipping(Patches())
     atexit.register(recorder.end)

@@ -82,7 +82,7 @@ class Runner:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         options = {
-            "folder": str(path.resolve()),
+            "out": str(path.resolve()),
             "steps": self.settings.steps,
             "seed": seed_of(self.settings, run),
         }

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from sweeps import ForkedRun, eventful, files_in
+from forked_run import ForkedRun
+from sweeps import eventful, files_in
 
 import amp_patch
 from amp_patch.tools import command_line, launch
@@ -176,7 +177,7 @@ def test_the_exit_code_says_how_it_went(
 ) -> None:
     def run(self, kept):
         found = [one for one in eventful() if one.outcome.kind == "crashed" or ends != "crashed"]
-        self.interrupted = ends == "interrupted"
+        self.interrupted = 130 if ends == "interrupted" else 0
         return found
 
     monkeypatch.setattr(runs.Runner, "run", run)
@@ -261,7 +262,7 @@ def test_the_function_is_called_in_its_process(tmp_path: Path, monkeypatch) -> N
 @pytest.mark.usefixtures("undrawn")
 def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch) -> None:
     def run(self, kept):
-        self.interrupted = True
+        self.interrupted = 130
         return eventful()
 
     monkeypatch.setattr(runs.Runner, "run", run)
