@@ -99,7 +99,8 @@ def test_a_launcher_gets_the_rules_by_the_environment() -> None:
 def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) -> None:
     result = called("diagnose", value="75", last=last)
     assert "Nothing overflowed in 8 steps." in result.output
-    assert "  `1`: 16 of 160 values above 32752" in result.output
+    # the scores, of 4 rows with each other
+    assert "  `1`: 16 of 448 values above 32752" in result.output
 
 
 def test_diagnose_says_that_nothing_overflowed() -> None:
