@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import signal
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 from support import examples
 from torch.nn import functional as F
 
+from amp_patch.session import session
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import report, runs
 from amp_patch.tools.compare.comparison import Comparison, GradientError, ModuleError, compare
+from amp_patch.tools.compare.recorder import Recorder
 from amp_patch.tools.compare.samples import SAMPLE, relative_error, sample
 from amp_patch.tools.launch import Interrupted
 from amp_patch.tools.same_random import SameRandomNumbers
@@ -295,6 +298,23 @@ def test_the_operator_is_named_whose_backward_overflows(script, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     assert "Sequential: `1`: the backward of `mul` returned" in result.output
     assert "makes inf or NaN of finite values" not in result.output
+
+
+def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -> None:
+    recorder = Recorder(session, None, [])
+    detach = session.observers.attach(recorder)
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    amp.initialize(models, optimizer, opt_level="O1", verbosity=0)
+    for model in models:
+        recorder._enter(model, ())
+        recorder._leave(model, (), torch.ones(2))
+    detach()
+    del models, model, optimizer
+    gc.collect()
+    recorder.save(tmp_path)
+    calls = torch.load(tmp_path / "record-rank0.pt")["calls"]
+    assert [one["module"] for one in calls] == ["0:", "1:"]
 
 
 @pytest.mark.parametrize(("amp", "level"), [("amp_patch", "O2"), ("apex", "O1")])

@@ -66,6 +66,7 @@ class Recorder(StepObserver):
         self._optimizers = weakref.WeakKeyDictionary()
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
         self._counts: dict[tuple[int, str], int] = {}
+        self._numbers: set[int] = set()
         self._step = 0
         self._calls: list[dict[str, Any]] = []
         self._gradients: list[dict[str, Any]] = []
@@ -75,6 +76,7 @@ class Recorder(StepObserver):
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """Have the cause of each overflow found, for functions are not heard of in backward."""
+        self._numbers.update(self._session.models.numbers.values())
         tracer.start(models)
         self._session.call_at_deactivate(self._note_causes)
 
@@ -208,7 +210,8 @@ class Recorder(StepObserver):
         return names
 
     def _are_several(self) -> bool:
-        return len(set(self._session.models.numbers.values())) > 1
+        # The session forgets models that the script has left, as at the end of its main().
+        return len(self._numbers) > 1
 
     def _count_of(self, optimizer: Optimizer) -> list[int]:
         """Return ``[number of the optimizer, number of its next step]``, the latter to be moved."""
