@@ -124,6 +124,21 @@ def test_a_terminal_shows_each_level_with_loss_speed_and_scale(width: int) -> No
     assert re.search(r"O1 +runs +9/20 +2 +100 +1024 +1", plain)
 
 
+@pytest.mark.parametrize("width", [32, 40, 50, 60, 80])
+def test_where_there_is_no_room_columns_are_left_out_and_no_figure_is_cut(width: int) -> None:
+    console = console_of(width, is_terminal=True)
+    run = made_run("O1", [3.142e-06] * 20, outcome="interrupted")
+    with live.view_for(console, Settings(["x.py"], ["O0", "O1"], steps=12345)) as view:
+        view.goes_on(run, Recording(steps=run.steps))
+        view.ended(run)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed(console))
+    assert "…" not in plain
+    assert "20/12345" in plain
+    assert ("3.142e-06" in plain) is (width > 32)
+    assert ("skipped" in plain) is (width > 60)
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= width
+
+
 @pytest.fixture
 def axes():
     return Figure().subplots()
