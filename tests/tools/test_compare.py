@@ -24,6 +24,7 @@ from amp_patch.session import session
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import report, runs
 from amp_patch.tools.compare.comparison import Comparison, GradientError, ModuleError, compare
+from amp_patch.tools.compare.functions import FunctionWatch
 from amp_patch.tools.compare.recorder import Recorder
 from amp_patch.tools.compare.samples import SAMPLE, relative_error, sample
 from amp_patch.tools.launch import Interrupted
@@ -298,6 +299,17 @@ def test_the_operator_is_named_whose_backward_overflows(script, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     assert "Sequential: `1`: the backward of `mul` returned" in result.output
     assert "makes inf or NaN of finite values" not in result.output
+
+
+def test_what_has_no_values_is_not_looked_at(amp) -> None:
+    """At O1 the weights of an LSTM are asked for their layout as tensors without values."""
+    watch = FunctionWatch(lambda: (0, "rnn"))
+    rnn = amp.initialize(torch.nn.LSTM(4, 4), opt_level="O1", verbosity=0)
+    with watch:
+        torch.sin(torch.ones(2, device="meta"))
+        rnn(torch.randn(3, 1, 4))
+    assert "sin" not in watch.table(False)["rnn"]
+    assert "lstm" in watch.table(False)["rnn"]
 
 
 def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -> None:

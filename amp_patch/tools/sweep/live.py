@@ -37,7 +37,7 @@ class Lines:
 
     def __init__(self, console: Console, settings: Settings) -> None:
         self._console, self._count, self._number = console, len(settings.runs), 0
-        self._spoken = 0.0
+        self._spoken, self._has_begun = 0.0, False
 
     def __enter__(self) -> Lines:
         return self
@@ -48,6 +48,7 @@ class Lines:
     def began(self, run: Run) -> None:
         """See `runs.View`."""
         self._number += 1
+        self._has_begun = True
         self._spoken = time.monotonic()
         self._say(f"[{self._number}/{self._count}] {named(run)} begins")
 
@@ -59,6 +60,8 @@ class Lines:
 
     def ended(self, run: Run) -> None:
         """See `runs.View`."""
+        self._number += not self._has_begun
+        self._has_begun = False
         words = progress(run.steps)
         if run.outcome.kind != FINISHED:
             words = f"{run.outcome.kind}: {run.outcome.reason or words}"
