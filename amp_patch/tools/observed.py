@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import click
 
 from . import untrained
-from .launch import ScriptRun, exit_code_of, python_command, run_to_end, temporary_folder
+from .launch import (
+    ScriptRun,
+    exit_code_of,
+    filled,
+    python_command,
+    run_to_end,
+    temporary_folder,
+)
 from .recorded import read_lines
 
 
@@ -64,7 +71,7 @@ def observe(
     Args:
         tool: as `ScriptRun` takes it; it writes objects by ``child.Lines(out, "found")``, of which
             the last of each process counts.
-        words: what stands after ``--``.
+        words: what stands after ``--``; {run} in it stands for the name of the tool, "stats".
         options: for the tool; "out" is added.
         opt_level: takes the place of the script's own; None leaves it.
 
@@ -77,6 +84,8 @@ def observe(
         environment = {"TORCHDYNAMO_DISABLE": "1"}
         code, error = 0, None
         try:
+            name = tool.partition(":")[0].rpartition(".")[2].removesuffix("_child")
+            command = filled(command, opt_level or "own", name)
             run = ScriptRun(command, tool, options, folder / "log.txt", opt_level, environment)
             error = run_to_end(run)
         except KeyboardInterrupt as interruption:

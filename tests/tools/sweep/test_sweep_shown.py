@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from sweeps import eventful, eventful_comparison, made_run
 
-from amp_patch.tools.sweep import files, live, plots, series, tables, wording
+from amp_patch.tools.sweep import figures, files, live, plots, series, tables, wording
 from amp_patch.tools.sweep.comparison import compared
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.settings import Settings
@@ -138,6 +138,15 @@ def test_where_there_is_no_room_columns_are_left_out_and_no_figure_is_cut(width:
     assert ("3.142e-06" in last) is (width > 40)
     assert ("skipped" in last) is (width > 60)
     assert max(map(len, re.split(r"[\r\n]+", plain))) <= width
+
+
+@pytest.mark.parametrize(("least", "tick"), [(0.9, None), (1e-2, "D2"), (1e-6, 1)])
+def test_the_axis_of_the_loss_has_as_many_ticks_as_there_is_room_for(least: float, tick) -> None:
+    runs = [made_run("O0", [1.0 * least ** (step / 39) for step in range(40)])]
+    _, figure = figures.figures(compared(runs, 0.05), runs, 0.05)["loss"]
+    assert figure.layout.yaxis.dtick == tick
+    (menu,) = figure.layout.updatemenus
+    assert menu.buttons[1].args[0]["yaxis.dtick"] == (tick or "D2")
 
 
 @pytest.fixture
