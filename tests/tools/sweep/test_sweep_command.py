@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forked_run import ForkedRun
-from sweeps import eventful, files_in
+from sweeps import eventful, files_in, made_run
 
 import amp_patch
 from amp_patch.tools import command_line, launch
@@ -188,6 +188,21 @@ def test_the_exit_code_says_how_it_went(
     code, output = called("--out", tmp_path / "new", "--", __file__)
     assert code == expected
     assert ("--resume" in output) is (ends == "interrupted")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_script_that_trains_without_amp_is_told_of_with_the_mend(tmp_path, monkeypatch) -> None:
+    def run(self, kept):
+        self.is_futile = True
+        return [made_run("O0", [], outcome="no steps", reason="never called amp.initialize"),
+                made_run("O1", [], outcome="not run")]  # fmt: skip
+
+    monkeypatch.setattr(runs.Runner, "run", run)
+    code, output = called("--out", tmp_path / "new", "--", __file__)
+    assert code == 1
+    words = " ".join(output.split())
+    assert "O0: no steps: never called amp.initialize." in words
+    assert "No other level was run. To mend: call model, optimizer = amp.initialize(" in words
 
 
 def train() -> None:
