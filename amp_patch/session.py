@@ -172,6 +172,7 @@ class Session:
         self.settle()
         rules_of_modules.leave_all()
         mode.leave_all_models()
+        self.observers.leaving()
         self.optimizers.release()
         if self.models.release():
             self.optimizers.match_state()

@@ -34,6 +34,7 @@ class Cause:
         where: see `Where`.
         model: the class of the model, numbered where there are several of a class.
         module: the path of the module, "" for the model itself.
+        path: the same as a rules file names it: "1:head" is of the second model.
         call: which call of the module in its model's forward, from 1.
         operator: the function, such as "linear"; "cast" where a dtype changed.
         dtype: of what the operator returned.
@@ -52,6 +53,7 @@ class Cause:
     scale: float
     model: str = ""
     module: str = ""
+    path: str = ""
     call: int = 1
     operator: str = ""
     dtype: str = ""
@@ -74,6 +76,14 @@ class Cause:
     def is_loss_scale(self) -> bool:
         """Whether nothing but the loss scale is to blame: the unscaled gradient is in range."""
         return self.fits is not None and 1.0 <= self.fits < self.scale
+
+    @property
+    def rule(self) -> dict[str, str]:
+        """The rule of a module that mends it, for a rules file or ``rules=``; {} for none."""
+        if self.is_loss_scale or self.mended_by not in ("module", "model"):
+            return {}
+        number = self.path[: len(self.path) - len(self.module)]
+        return {self.path if self.mended_by == "module" else number or "": "float"}
 
     def title(self) -> str:
         """Return one line: where it was."""
@@ -115,7 +125,7 @@ class Cause:
             found[name] = [dataclasses.asdict(one) for one in getattr(self, name)]
         found["result"] = None if self.result is None else dataclasses.asdict(self.result)
         found["counts"] = {name: dataclasses.asdict(one) for name, one in self.counts.items()}
-        return {**found, "title": self.title(), "advice": self.advice()}
+        return {**found, "title": self.title(), "advice": self.advice(), "rule": self.rule}
 
     def __str__(self) -> str:
         lines = [self.title()]

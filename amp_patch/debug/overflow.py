@@ -63,6 +63,9 @@ def overflow_report() -> OverflowReport:
     loss scale, in which step. With ``amp.initialize(..., trace_overflow=True)`` also what module
     and operator caused it.
 
+    A GPU that skips steps by itself tells the host about one step later; this call waits for it.
+    Call it before ``optimizer.zero_grad()``: gradients that are gone cannot be counted any more.
+
     Raises:
         RuntimeError: `amp.initialize` was not called.
     """

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,32 @@ logger = logging.getLogger(__name__)
 MOST_CAUSES = 100
 
 
+class LastPass(NamedTuple):
+    """A backward pass that can be run again while this is kept, for it keeps the models.
+
+    Attributes:
+        number: of the pass.
+        calls: that it reached, each with its model.
+    """
+
+    number: int
+    calls: Sequence[tuple[Call, nn.Module]]
+
+
 class Tracer(StepObserver):
     """Traces the overflows of the models that are initialized from `start` on.
 
     Attributes:
         causes: each different one, with how often it was found.
         overflows: how many there were.
-        steps: how many steps there were, skipped ones included, of the optimizer that has most.
+        is_looking: True while calls are run again.
     """
 
     waits_for_overflows = True
 
     def __init__(self) -> None:
         self.recorded = RecordedCalls()
+        self.is_looking = False
         self._detach: Callable[[], None] | None = None
         self._clear()
 
@@ -114,19 +127,23 @@ class Tracer(StepObserver):
         if before is not None or len(self.causes) < MOST_CAUSES:
             self.causes[cause.key] = (cause, 1 if before is None else before[1] + 1)
 
-    def survey(self) -> dict[str, Counts]:
-        """Run the calls of this step again; return the counts of modules that are near limits."""
-        counts: dict[str, Counts] = {}
+    def last_pass(self) -> LastPass:
+        """Return the calls whose outputs the last backward pass of this step has reached."""
         number = self.passes[-1][0] if self.passes else 0
-        with self._looking() as calls:
+        calls = [(call, call.model()) for call in self.recorded.of_pass(number)]
+        return LastPass(number, [(call, model) for call, model in calls if model is not None])
+
+    def survey(self, last: LastPass) -> dict[str, Counts]:
+        """Run calls again, with the weights of now; return the counts of modules near limits."""
+        counts: dict[str, Counts] = {}
+        with self._looking([call for call, _ in last.calls]) as calls:
             for call in calls:
-                if number in call.grads:
-                    one = Rerun(call)
-                    one.forward()
-                    one.backward(call.grads[number])
-                    label = session.models.label_of(one.model)
-                    for name, found in near_limits(one.watched.counts).items():
-                        counts[f"{label}: {name}" if label else name] = found
+                one = Rerun(call)
+                one.forward()
+                one.backward(call.grads[last.number])
+                label = session.models.label_of(one.model)
+                for name, found in near_limits(one.watched.counts).items():
+                    counts[f"{label}: {name}" if label else name] = found
         return counts
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
@@ -135,7 +152,7 @@ class Tracer(StepObserver):
         self.passes.clear()
 
     def _find(self) -> Cause:
-        with self._looking() as calls:
+        with self._looking(self.recorded.reached) as calls:
             for number, scale, watch in reversed(self.passes):
                 cause = _Search(self.recorded.of_pass(number), number, scale, watch).find()
                 if cause is not None:
@@ -151,16 +168,16 @@ class Tracer(StepObserver):
         return Cause("sum", scale)
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[list[Call]]:
-        """Yield the calls that gradients reached; what is run inside is not recorded."""
-        calls = [call for call in self.recorded.reached if call.model() is not None]
+    def _looking(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
+        """Yield those calls whose models still live; what is run inside is not recorded."""
+        calls = [call for call in calls if call.model() is not None]
         models = [model for call in calls if (model := call.model()) is not None]
-        self.recorded.is_off = True
+        was_off, self.recorded.is_off, self.is_looking = self.recorded.is_off, True, True
         try:
             with leaving_no_trace(list(dict.fromkeys(models))):
                 yield calls
         finally:
-            self.recorded.is_off = False
+            self.recorded.is_off, self.is_looking = was_off, False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Where there is no loss scale, nobody looks at the gradients: look at the loss."""
@@ -252,6 +269,7 @@ class _Search:
             self._scale,
             model=session.models.label_of(one.model) or type(one.model).__name__,
             module=origin.place.module,
+            path=_path(one.model, origin.place.module),
             call=origin.place.call,
             operator=origin.place.operator or origin.result.name,
             dtype=origin.result.dtype,
@@ -292,6 +310,13 @@ def _level_of(model: nn.Module) -> str:
     """Return the name of the model's level, "" for a copy that nobody initialized."""
     level = session.models.levels.get(model)
     return "" if level is None else level.name
+
+
+def _path(model: nn.Module, module: str) -> str:
+    """Return a module as a rules file names it: with the number of its model among several."""
+    numbers = session.models.numbers
+    several = len(set(numbers.values())) > 1 and model in numbers
+    return f"{numbers[model]}:{module}" if several else module
 
 
 def _peak(ranges: Sequence[Range]) -> float:

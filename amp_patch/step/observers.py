@@ -78,6 +78,9 @@ class StepObserver:
             skip: ``skip.was_skipped`` says which; to read it may wait for the device.
         """
 
+    def leaving(self) -> None:
+        """`amp.deactivate` is about to undo what was done to models and optimizers."""
+
 
 class Observers:
     """The observers of a session; false where there are none."""
@@ -133,3 +136,8 @@ class Observers:
         """See `StepObserver.stepped`."""
         for observer in list(self._attached):
             observer.stepped(optimizer, skip)
+
+    def leaving(self) -> None:
+        """See `StepObserver.leaving`."""
+        for observer in list(self._attached):
+            observer.leaving()

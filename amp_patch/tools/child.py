@@ -10,14 +10,47 @@ import atexit
 import json
 import os
 import random
+import signal
 import sys
+import threading
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import torch
 import torch.distributed
 
 from .launch import OPTIONS
+from .untrained import NAME
+
+
+def begin(module: ModuleType) -> dict[str, Any]:
+    """Return the options of a tool that is started, and note at the end what became of amp.
+
+    Args:
+        module: ``amp_patch.session``.
+    """
+    found = options()
+    hear_sigint()
+    lines = Lines(found["out"], NAME)
+
+    atexit.register(lambda: lines.write({"amp": state_of(module.session)}))
+    return found
+
+
+def hear_sigint() -> None:
+    """Let SIGINT interrupt, by which the command asks a script to end.
+
+    A shell starts background jobs so that they ignore it, and a process inherits that.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def state_of(session: Any) -> str:
+    """Return what became of amp in this process, as a key of `untrained.REASONS`."""
+    return "yes" if session.initialized else "disabled" if session.disabled else "no"
 
 
 def options() -> dict[str, Any]:
@@ -77,11 +110,3 @@ class Lines:
                 return path.open("x", encoding="utf-8")
             except FileExistsError:
                 number += 1
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file of `Lines`; a line that is being written is left out."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -1,7 +1,8 @@
 """The command line: the names of the commands, and how their errors are told.
 
 A command is in the module that the table names, as ``command``; it is imported when it is called,
-for some need torch. Exit codes: 0, 1 where the work failed, 2 for bad arguments, in one line each.
+for some need torch. Exit codes: 0, 1 where the work failed, 2 for bad arguments, in one line each;
+after Ctrl-C or another signal 128 and the signal's number.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import click
 
 from amp_patch import __version__
+
+from .launch import exit_code_of, signals_interrupt
 
 #: name -> the module that has it, and the line that ``amp-patch --help`` shows
 COMMANDS = {
@@ -51,13 +54,14 @@ class Commands(click.Group):
         """Run a command and exit; every error of click's is one line."""
         kwargs["standalone_mode"] = False
         try:
-            sys.exit(super().main(*args, **kwargs))
+            with signals_interrupt():
+                sys.exit(super().main(*args, **kwargs))
         except click.ClickException as error:
             message = " ".join(error.format_message().split())
             click.echo(f"{_called(error)}: {message}", err=True)
             sys.exit(error.exit_code)
-        except click.Abort:
-            sys.exit(130)  # as the shell says that Ctrl-C ended a program
+        except click.Abort as error:
+            sys.exit(exit_code_of(error.__cause__))
 
 
 def _called(error: click.ClickException) -> str:

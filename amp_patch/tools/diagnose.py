@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .observed import first_of, observe
-from .options import known_level, writable_folder
+from . import options
+from .observed import observe
 
 
-@click.command()
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=50,
-    show_default=True,
-    metavar="N",
-    help="End the script after N optimizer steps.",
-)
-@click.option(
-    "--opt-level",
-    metavar="LEVEL",
-    callback=known_level,
-    help="In place of the script's own level.",
-)
+@options.script_command()
+@options.steps("End the script after N optimizer steps.", default=50)
+@options.opt_level()
 @click.option(
     "--out",
     "folder",
@@ -34,32 +24,30 @@ from .options import known_level, writable_folder
     metavar="DIR",
     help="Write diagnose.json there.",
 )
-@click.argument("script", nargs=-1, type=click.UNPROCESSED)
 def command(
     steps: int, opt_level: str | None, folder: Path | None, script: tuple[str, ...]
 ) -> None:
     """Find the module and operator of a script that overflow.
 
-    Every step that is skipped is run again, and each different cause is told once. The script
-    follows --, with its arguments:
+    Every step that is skipped is run again, and each different cause is told once. Ctrl-C ends the
+    script, and shows what was found until then.
 
         amp-patch diagnose --steps 20 -- train.py --epochs 1
     """
     if folder is not None:
-        writable_folder(folder)
+        options.writable_folder(folder)
     tool = "amp_patch.tools.diagnose_child:start"
     observed = observe(tool, script, {"steps": steps}, opt_level)
-    found = first_of(observed)
+    found = observed.first()
     if len(observed.found) > 1:
         # A step is skipped on all ranks where one overflows, but not every script does that.
         found = max(observed.found, key=lambda one: int(one["overflows"]))
         click.echo(f"{len(observed.found)} processes; told is the one with the most overflows.")
-    click.echo(report(found))
+    click.echo(report(found, script))
     if folder is not None:
         path = folder / "diagnose.json"
         path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if observed.error:
-        raise click.ClickException(observed.error)
+    observed.end()
 
 
 #: Modules near the limits that are told.
@@ -71,11 +59,12 @@ _HIDDEN = (
 )
 
 
-def report(found: dict[str, Any]) -> str:
+def report(found: dict[str, Any], script: Sequence[str]) -> str:
     """Return what was found in words.
 
     Args:
         found: as `diagnose_child` writes it.
+        script: the words that start it.
     """
     steps, overflows = found["steps"], found["overflows"]
     if not overflows:
@@ -84,6 +73,9 @@ def report(found: dict[str, Any]) -> str:
         lines = [f"{overflows} of {steps} steps overflowed."]
     for cause in found["causes"]:
         lines += ["", f"{cause['count']} of {overflows}: {cause['text']}"]
+    lines += _rules(
+        {one: how for cause in found["causes"] for one, how in cause["rule"].items()}, script
+    )
     if found["near_limits"]:
         lines += ["", "Near the limits of float16 in the last step:"]
         near = [f"  {_near(name, one)}" for name, one in found["near_limits"].items()]
@@ -93,6 +85,21 @@ def report(found: dict[str, Any]) -> str:
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows:
         lines += ["", _HIDDEN]
     return "\n".join(lines)
+
+
+def _rules(rules: dict[str, str], script: Sequence[str]) -> list[str]:
+    """Return a rules file that mends what was found, and the command that uses it."""
+    if not rules:
+        return []
+    own = script[0] == "-m" or Path(script[0]).is_file()
+    run = "amp-patch run --rules rules.toml" if own else "AMP_PATCH_RULES=rules.toml"
+    return [
+        "",
+        "Without a change of the script, by these lines in rules.toml:",
+        "  [modules]",
+        *(f'  {json.dumps(name, ensure_ascii=False)} = "{how}"' for name, how in rules.items()),
+        f"and {run} {shlex.join(script)}",
+    ]
 
 
 def _near(name: str, counts: dict[str, int]) -> str:

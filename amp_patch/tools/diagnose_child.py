@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from amp_patch.debug.trace import tracer
+from amp_patch.debug.trace import LastPass, tracer
 from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
+from amp_patch.step.skip import Skip
 
 from . import child
 from .step_limit import StepLimit
@@ -30,15 +33,24 @@ class DiagnoseRecorder(StepObserver):
         self._lines = child.Lines(out, "found")
         self._overflows = 0
         self._causes: list[dict[str, Any]] = []
+        self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
         self._has_ended = False
-        self.limit = StepLimit(steps, self._end)
+        self.limit = StepLimit(steps, self._survey)
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver`."""
         tracer.start(models)
         session.call_at_deactivate(self._take_over)
         atexit.register(self._write)
+
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """Keep what is looked at if this was the last step."""
+        self._last[optimizer] = tracer.last_pass()
+
+    def leaving(self) -> None:
+        """See `StepObserver`."""
+        self._survey()
 
     def _take_over(self) -> None:
         """Take what the tracer has found, which forgets it when the session ends."""
@@ -48,9 +60,15 @@ class DiagnoseRecorder(StepObserver):
             for cause, count in tracer.causes.values()
         ]
 
-    def _end(self) -> None:
-        counts = tracer.survey()
-        self._near_limits = {name: dataclasses.asdict(one) for name, one in counts.items()}
+    def _survey(self) -> None:
+        """Count what was near the limits in the last step of each optimizer."""
+        last, self._last = self._last, {}
+        for one in last.values():
+            # Whatever ended the script (an interrupted forward, a device that failed) may keep its
+            # models from running once more.
+            with contextlib.suppress(Exception):
+                counts = tracer.survey(one)
+                self._near_limits |= {name: dataclasses.asdict(one) for name, one in counts.items()}
 
     def _write(self) -> None:
         if self._has_ended:
@@ -58,13 +76,18 @@ class DiagnoseRecorder(StepObserver):
         self._has_ended = True
         self._take_over()
         if self.limit.steps:
-            found = {"steps": self.limit.steps, "overflows": self._overflows}
-            self._lines.write({**found, "causes": self._causes, "near_limits": self._near_limits})
+            self._write_found()  # first, for who has asked the script to end may lose patience
+            self._survey()
+            self._write_found()
+
+    def _write_found(self) -> None:
+        found = {"steps": self.limit.steps, "overflows": self._overflows}
+        self._lines.write({**found, "causes": self._causes, "near_limits": self._near_limits})
 
 
 def start(module: ModuleType) -> None:
     """Begin; called when the script has imported amp_patch."""
-    options = child.options()
+    options = child.begin(module)
     recorder = DiagnoseRecorder(options["out"], options["steps"])
     session.observers.attach(recorder)
     session.observers.attach(recorder.limit)

@@ -1,31 +1,89 @@
 """Runs a user's script in a process of its own, with one of the tools attached to its training.
 
-Knows processes and environments; what is observed in the script, and what is made of it, is the
-tools' own. Imports no torch: the script's process does.
+Knows processes, signals and environments; what is observed in the script, and what is made of it,
+is the tools' own. Imports no torch: the script's process does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from amp_patch.apex.process import environment_of_run
 
+from .crash import crash_reason
 from .errors import BadArguments
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
 GRACE = 5.0
+#: Seconds between two looks at a script that runs.
+PAUSE = 0.2
+#: What ends a command, and the script with it.
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 #: Names what is called in the script's process, as "module:function", when it imports amp_patch.
 TOOL = "AMP_PATCH_TOOL"
 #: JSON that this function finds there.
 OPTIONS = "AMP_PATCH_TOOL_OPTIONS"
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asks this process to end.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM, and the end of the terminal, do what Ctrl-C does: raise KeyboardInterrupt.
+
+    A script is in a process group of its own, which gets no such signal, and must not outlive us.
+    What is ignored (under ``nohup``) is ignored still.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
+    deaf = (signal.SIG_IGN, None)  # None: a handler that Python cannot put back
+    heard = [number for number in numbers if signal.getsignal(number) not in deaf]
+    before = {number: signal.signal(number, _interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise Interrupted(number)
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code of a process that an interruption ended, as a shell tells it."""
+    return 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for the files of runs, and remove it with all of them."""
+    with tempfile.TemporaryDirectory(prefix="amp-patch-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def python_command(words: Sequence[str]) -> list[str]:
@@ -50,16 +108,21 @@ def python_command(words: Sequence[str]) -> list[str]:
     return [program, *words[1:]]
 
 
+def filled(command: Sequence[str], level: str, run: str) -> list[str]:
+    """Return a command with ``{level}`` and ``{run}`` in its words replaced."""
+    return [word.replace("{level}", level).replace("{run}", run) for word in command]
+
+
 class ScriptRun:
-    """One run of a script, in a process group of its own.
+    """One run of a script, in a process group of its own; a ``with`` block that is left ends it.
 
     Args:
         command: of `python_command`.
         tool: ``"module:function"``; the function is called with ``amp_patch.session``, when the
             script has imported it, and finds ``options`` by `child.options`.
         options: what JSON can hold.
-        opt_level: takes the place of the script's own; None leaves it.
         log: gets what the script prints.
+        opt_level: takes the place of the script's own; None leaves it.
         environment: variables added to this process's.
     """
 
@@ -73,16 +136,28 @@ class ScriptRun:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
-        self._log: IO[bytes] = log.open("wb")
-        self._process = subprocess.Popen(
-            list(command),
-            env={**environment_of_run(os.environ, opt_level, force=True), **added},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C reaches this process only, which ends the script in its own time.
-            start_new_session=True,
-        )
+        self.log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                env={**environment_of_run(os.environ, opt_level, force=True), **added},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches this process only, which ends the script in its own time.
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> ScriptRun:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if self.code != 0:
+                self.stop()
+        except KeyboardInterrupt:
+            if not isinstance(error, KeyboardInterrupt):
+                raise
 
     @property
     def code(self) -> int | None:
@@ -97,26 +172,56 @@ class ScriptRun:
             return None
 
     def stop(self) -> None:
-        """End the script and all that it has started: asked twice, then killed."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            if self.code is not None and number is not signal.SIGKILL:
-                continue
-            self._send(number)
-            self.wait(GRACE)
-        self.close()
+        """End the script and all that it has started: asked twice, then killed.
 
-    def kill(self) -> None:
-        """End the script and all that it has started, without asking."""
-        self._send(signal.SIGKILL)
-        self._process.wait()
-        self.close()
-
-    def close(self) -> None:
-        """The run is over; its log is complete."""
-        self._log.close()
-
-    def _send(self, number: signal.Signals) -> None:
+        An interruption meanwhile kills it at once, and is raised.
+        """
+        groups = _groups_below(self._process.pid)
         try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return  # all of the group has ended
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if self.code is None:
+                    _send(number, self._process.pid)
+                    self.wait(GRACE)
+        finally:
+            for group in groups:
+                _send(signal.SIGKILL, group)
+            self._process.wait()
+
+
+def _send(number: signal.Signals, group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all of the group has ended
+        os.killpg(group, number)
+
+
+def _groups_below(process: int) -> set[int]:
+    """Return the process group of a script, and those of what it has started.
+
+    A launcher such as torchrun gives each of its workers a group. Where the system does not tell by
+    ``/proc`` who has started whom, the first is all.
+    """
+    groups, found = {process}, {process}
+    parents: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            # number (name) state parent group ...; the name may hold anything
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(fields[1]), int(fields[2])
+    while new := {one for one, (parent, _) in parents.items() if parent in found} - found:
+        found |= new
+        groups |= {parents[one][1] for one in new}
+    return groups
+
+
+def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
+    """Wait for a script to end, and return why it failed; None where it did not.
+
+    Args:
+        run: has just begun; it is over when this returns or raises.
+        timeout: seconds after which it is ended; None for none.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    with run:
+        while run.wait(PAUSE) is None:
+            if end is not None and time.monotonic() > end:
+                return f"took longer than {timeout:.0f} s"
+    return crash_reason(run.code, run.log) if run.code else None

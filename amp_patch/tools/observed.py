@@ -5,19 +5,21 @@ Knows how a run ends; what is observed and how it is shown are the commands' own
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from .crash import crash_reason
-from .launch import ScriptRun, python_command
-
-#: Seconds between two looks at the script.
-_PAUSE = 0.5
+from . import untrained
+from .launch import (
+    ScriptRun,
+    exit_code_of,
+    filled,
+    python_command,
+    run_to_end,
+    temporary_folder,
+)
+from .recorded import read_lines
 
 
 class Observed(NamedTuple):
@@ -25,23 +27,51 @@ class Observed(NamedTuple):
 
     Attributes:
         found: what the tool wrote, one object for each process that trained.
-        error: why the script failed; "" where it did not.
+        error: why the script failed, or left nothing; "" where it did neither.
+        code: the exit code for the command: 0, 1 after an error, else 128 and the signal's number.
     """
 
     found: list[dict[str, Any]]
-    error: str
+    error: str = ""
+    code: int = 0
+
+    def first(self) -> dict[str, Any]:
+        """Return what the first process has found.
+
+        Raises:
+            ClickException, Exit: no process trained.
+        """
+        if self.found:
+            return self.found[0]
+        if self.code > 1:
+            click.echo("Interrupted, before the script made a step with amp.", err=True)
+            raise click.exceptions.Exit(self.code)
+        raise click.ClickException(self.error)
+
+    def end(self) -> None:
+        """Say how the run ended, after what it has found, and end the command.
+
+        Raises:
+            ClickException, Exit: it did not end well.
+        """
+        if self.code > 1:
+            click.echo("Interrupted: this is what was found until then.", err=True)
+            raise click.exceptions.Exit(self.code)
+        if self.error:
+            raise click.ClickException(self.error)
 
 
 def observe(
     tool: str, words: Sequence[str], options: Mapping[str, Any], opt_level: str | None
 ) -> Observed:
-    """Run a script, and wait for its end.
+    """Run a script, and wait for its end. An interruption ends it, and what it wrote is kept.
 
     torch.compile is off in it, for what it compiled cannot be looked at.
 
     Args:
-        tool: as `ScriptRun` takes it; it writes one object by ``child.Lines(out, "found")``.
-        words: what stands after ``--``.
+        tool: as `ScriptRun` takes it; it writes objects by ``child.Lines(out, "found")``, of which
+            the last of each process counts.
+        words: what stands after ``--``; {run} in it stands for the name of the tool, "stats".
         options: for the tool; "out" is added.
         opt_level: takes the place of the script's own; None leaves it.
 
@@ -49,37 +79,21 @@ def observe(
         BadArguments: there is no such script.
     """
     command = python_command(words)
-    with tempfile.TemporaryDirectory(prefix="amp-patch-") as folder:
-        log = Path(folder) / "log.txt"
-        options = {**options, "out": folder}
+    with temporary_folder() as folder:
+        options = {**options, "out": str(folder)}
         environment = {"TORCHDYNAMO_DISABLE": "1"}
-        run = ScriptRun(command, tool, options, log, opt_level, environment)
+        code, error = 0, None
         try:
-            while (code := run.wait(_PAUSE)) is None:
-                pass
-        except KeyboardInterrupt:
-            run.stop()
-            raise click.Abort from None
-        run.stop()
-        files = sorted(Path(folder).glob("found-*.jsonl"))
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        error = (
-            ""
-            if code == 0
-            else f"the script ended with exit code {code}: {crash_reason(code, log)}"
-        )
-        return Observed(found, error)
-
-
-def first_of(observed: Observed) -> dict[str, Any]:
-    """Return what the first process has found.
-
-    Raises:
-        ClickException: no process trained.
-    """
-    if observed.found:
-        return observed.found[0]
-    raise click.ClickException(
-        observed.error
-        or "the script did not train with amp_patch: it must call amp.initialize(), and make steps"
-    )
+            name = tool.partition(":")[0].rpartition(".")[2].removesuffix("_child")
+            command = filled(command, opt_level or "own", name)
+            run = ScriptRun(command, tool, options, folder / "log.txt", opt_level, environment)
+            error = run_to_end(run)
+        except KeyboardInterrupt as interruption:
+            code = exit_code_of(interruption)
+        lines = [read_lines(path) for path in sorted(folder.glob("found-*.jsonl"))]
+        found = [one[-1] for one in lines if one]
+        if error is not None:
+            return Observed(found, f"the script failed: {error}", 1)
+        if not found and not code:
+            return Observed([], untrained.reason_in(folder), 1)
+        return Observed(found, "", code)

@@ -1,13 +1,151 @@
-"""What several commands ask of the same options: levels, a folder to write to."""
+"""The options that several commands have: levels, steps, shares, the script, a folder."""
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from .errors import BadArguments
+from .untrained import refuse_without_amp
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def script_command() -> Callable[[Callable[..., Any]], click.Command]:
+    """Return what makes a command of a function: ``amp-patch NAME [OPTIONS] -- SCRIPT [ARGS]...``.
+
+    What follows the script is the script's, options of the same names included. The function gets
+    it as ``script``, a tuple of words.
+    """
+    argument = click.argument(
+        "script",
+        nargs=-1,
+        type=click.UNPROCESSED,
+        metavar="-- SCRIPT [ARGS]...",
+        callback=_script,
+    )
+    make = click.command(context_settings={"allow_interspersed_args": False})
+    return lambda function: make(argument(function))
+
+
+def _script(
+    context: click.Context, param: click.Parameter, value: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Refuse a script that is sure not to use amp, before anything is begun."""
+    if value and not context.resilient_parsing:
+        refuse_without_amp(value)
+    return value
+
+
+def opt_level() -> Decorator:
+    """Return the option ``--opt-level``."""
+    return click.option(
+        "--opt-level",
+        metavar="LEVEL",
+        callback=known_level,
+        help="In place of the script's own level.",
+    )
+
+
+def levels(default: str, text: str) -> Decorator:
+    """Return the option ``--levels``; the default needs no check, which takes torch.
+
+    Args:
+        default: names with commas between them.
+        text: of the help.
+    """
+
+    def checked(context: click.Context, param: click.Parameter, value: str) -> list[str]:
+        return default.split(",") if value == default else known_levels(context, param, value)
+
+    return click.option(
+        "--levels",
+        default=default,
+        show_default=True,
+        metavar="O0,O1,...",
+        callback=checked,
+        help=text,
+    )
+
+
+def steps(text: str, least: int = 1, default: int | None = None) -> Decorator:
+    """Return the option ``--steps``.
+
+    Args:
+        text: of the help.
+        least: the smallest that makes sense.
+        default: None for the script's own end.
+    """
+    return click.option(
+        "--steps",
+        type=click.IntRange(min=least),
+        default=default,
+        show_default=default is not None,
+        metavar="N",
+        help=text,
+    )
+
+
+def seed(text: str) -> Decorator:
+    """Return the option ``--seed``."""
+    return click.option("--seed", type=int, default=0, show_default=True, metavar="N", help=text)
+
+
+def tolerance(default: str, text: str, may_be_zero: bool) -> Decorator:
+    """Return the option ``--tolerance``, a share.
+
+    Args:
+        default: as it would be typed.
+        text: of the help.
+        may_be_zero: whether only what is above 0 makes sense.
+    """
+
+    def checked(context: click.Context, param: click.Parameter, value: str) -> float:
+        number = share(context, param, value)
+        if number == 0 and not may_be_zero:
+            raise click.BadParameter(f"{value!r} leaves no tolerance; a share must be above 0.")
+        return number
+
+    return click.option(
+        "--tolerance",
+        default=default,
+        show_default=True,
+        metavar="SHARE",
+        callback=checked,
+        help=text,
+    )
+
+
+def share(context: click.Context, param: click.Parameter, value: str) -> float:
+    """Read a share, 0.05 or 5%."""
+    try:
+        number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise click.BadParameter(f"{value!r} is neither a share like 0.05 nor one like 5%.")
+    return number
+
+
+class Duration(click.FloatRange):
+    """A time above 0, which ends: neither inf nor nan."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True, max=math.inf, max_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, context: click.Context | None
+    ) -> float:
+        """Return the number; see click."""
+        number: float = super().convert(value, param, context)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, context)
+        return number
 
 
 def known_level(context: click.Context, param: click.Parameter, value: str | None) -> str | None:

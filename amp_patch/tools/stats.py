@@ -11,24 +11,14 @@ import click
 
 from amp_patch.debug import op_table
 
+from . import options
 from .errors import BadArguments
-from .observed import first_of, observe
-from .options import known_level, writable_folder
+from .observed import observe
 
 
-@click.command()
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="End the script after N optimizer steps; without it, it runs to its end.",
-)
-@click.option(
-    "--opt-level",
-    metavar="LEVEL",
-    callback=known_level,
-    help="In place of the script's own level.",
-)
+@options.script_command()
+@options.steps("End the script after N optimizer steps; without it, it runs to its end.")
+@options.opt_level()
 @click.option(
     "--json",
     "file",
@@ -36,30 +26,28 @@ from .options import known_level, writable_folder
     metavar="FILE",
     help="Write the numbers there, too.",
 )
-@click.argument("script", nargs=-1, type=click.UNPROCESSED)
 def command(
     steps: int | None, opt_level: str | None, file: Path | None, script: tuple[str, ...]
 ) -> None:
     """Count the operators of a script by dtype, and its casts.
 
-    The script follows --, with its arguments:
+    Ctrl-C ends the script, and shows what was counted until then.
 
         amp-patch stats --steps 20 -- train.py --epochs 1
     """
     if file is not None and not file.absolute().parent.is_dir():
         raise BadArguments(f"--json must name a file in a folder that is there; got {file}")
     if file is not None:
-        writable_folder(file.absolute().parent)
+        options.writable_folder(file.absolute().parent)
     tool = "amp_patch.tools.stats_child:start"
     observed = observe(tool, script, {"steps": steps or 0}, opt_level)
-    found = first_of(observed)
+    found = observed.first()
     show(found)
     if len(observed.found) > 1:
         click.echo(f"These are of the first of {len(observed.found)} processes that trained.")
     if file is not None:
         file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if observed.error:
-        raise click.ClickException(observed.error)
+    observed.end()
 
 
 def show(found: dict[str, Any]) -> None:

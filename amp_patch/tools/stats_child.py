@@ -52,7 +52,7 @@ class StatsRecorder(StepObserver):
 
 def start(module: ModuleType) -> None:
     """Begin; called when the script has imported amp_patch."""
-    options = child.options()
+    options = child.begin(module)
     recorder = StatsRecorder(options["out"], options["steps"])
     session.observers.attach(recorder)
     session.observers.attach(recorder.limit)

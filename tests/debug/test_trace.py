@@ -461,7 +461,7 @@ class Surveying(StepObserver):
         self.counts: dict[str, Counts] = {}
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
-        self.counts = tracer.survey()
+        self.counts = tracer.survey(tracer.last_pass())
 
 
 def test_values_near_the_limits_are_counted_by_module(amp) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from amp_patch.tools import child
+from amp_patch.tools.recorded import read_lines
 
 
 def test_options_come_as_they_were_given(monkeypatch) -> None:
@@ -28,11 +29,11 @@ def test_a_seed_sets_all_random_numbers() -> None:
 def test_lines_can_be_read_while_they_are_written(tmp_path: Path) -> None:
     lines = child.Lines(tmp_path, "steps")
     path = tmp_path / "steps-rank0.jsonl"
-    assert child.read_lines(path) == []
+    assert read_lines(path) == []
     lines.write({"step": 1})
     with path.open("a") as file:
         file.write('{"step": ')  # another is on its way
-    assert child.read_lines(path) == [{"step": 1}]
+    assert read_lines(path) == [{"step": 1}]
     lines.close()
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
+import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,14 @@ from hypothesis import strategies as st
 from support import examples
 from torch.nn import functional as F
 
+from amp_patch.session import session
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import report, runs
 from amp_patch.tools.compare.comparison import Comparison, GradientError, ModuleError, compare
+from amp_patch.tools.compare.functions import FunctionWatch
+from amp_patch.tools.compare.recorder import Recorder
 from amp_patch.tools.compare.samples import SAMPLE, relative_error, sample
+from amp_patch.tools.launch import Interrupted
 from amp_patch.tools.same_random import SameRandomNumbers
 
 NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20)
@@ -107,7 +114,8 @@ def line(module: str, within: int, out: float, came: float = 1.0, step: int = 0,
 
 def record(*calls, gradients=(), nonfinite=(), skipped=()):
     return {"calls": list(calls), "gradients": list(gradients), "nonfinite": list(nonfinite),
-            "skipped": list(skipped), "functions": {}, "steps": 1}  # fmt: skip
+            "skipped": list(skipped), "functions": {}, "steps": 1, "overflows": [],
+            "ranks": 1, "alike": True}  # fmt: skip
 
 
 def test_the_culprit_stands_above_those_who_hand_its_error_on() -> None:
@@ -185,6 +193,140 @@ def script(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(runs, "ScriptRun", ForkedRun)
 
     return lambda amp="amp_patch": write_script(tmp_path, amp)
+
+
+def overflow(where: str, **more: object) -> dict[str, object]:
+    return {"where": where, "module": "a", "operator": "linear", "title": f"Net: `a` {where}",
+            "scale": 65536.0, "fits": None, **more}  # fmt: skip
+
+
+def test_overflows_of_the_backward_are_told_and_those_of_the_forward_only_once() -> None:
+    level = record(nonfinite=[("a", "mul")])
+    level["overflows"] = [overflow("forward"), overflow("backward"), overflow("loss", fits=1024.0)]
+    found = compare("O1", level, record(), None)
+    text = "\n".join(report.lines(found, 1, 80))
+    assert text.count("Net: `a` ") == 2
+    assert "Net: `a` backward.\n" in text
+    assert "Net: `a` loss: of the loss scale 65536 alone, 1024 fits.\n" in text
+    content = report.as_json([found], 1, 0, {})
+    assert content["levels"]["O1"]["overflows"] == level["overflows"]
+
+
+def test_of_several_ranks_the_first_is_compared_and_overflows_are_of_all() -> None:
+    gradient = {"step": 0, "parameter": "w", "overflow": "inf"}
+    first = record(line("a", 0, 1.0), nonfinite=[["a", "mul"]], gradients=[gradient])
+    other = record(line("a", 0, 9.0), nonfinite=[["a", "mul"], ["b", "exp"]], skipped=[[0, 0]],
+                   gradients=[gradient, {**gradient, "parameter": "v"}])  # fmt: skip
+    other["overflows"] = [overflow("backward")]
+    found = runs.together([first, other])
+    assert found["calls"] == first["calls"]
+    assert found["nonfinite"] == [["a", "mul"], ["b", "exp"]]
+    assert [one["parameter"] for one in found["gradients"]] == ["w", "v"]
+    notes = " ".join(compare("O1", found, record(line("a", 0, 1.0)), None).notes)
+    assert "of 2 processes the first is compared" in notes
+    assert "some skipped steps that others made" in notes
+    assert found["overflows"] == [overflow("backward")]
+    alike = compare("O1", runs.together([first, first]), first, None).notes
+    assert not any("others made" in note for note in alike)
+
+
+@pytest.mark.parametrize(
+    ("made", "compared", "failures"),
+    [
+        (1, [], {"O1": "interrupted"}),
+        (2, ["O1"], {}),
+        (3, ["O1"], {"O4": "interrupted"}),
+        (4, ["O1", "O4"], {}),
+    ],
+)
+def test_what_is_compared_when_it_is_interrupted_is_kept(
+    tmp_path: Path, monkeypatch, made: int, compared: list[str], failures: dict[str, str]
+) -> None:
+    """The runs are O1, O0, O0, O4: the second of O0 is for the noise only, and O4 needs no more."""
+    told: list[str] = []
+
+    def recorded(command, folder, level, **options):
+        if len(told) == made:
+            raise Interrupted(signal.SIGTERM)
+        told.append(level)
+        return {**record(line("a", 0, 1.0)), "error": None}
+
+    monkeypatch.setattr(runs, "record", recorded)
+    arguments = ["compare", "--levels", "O1,O4", "--out", str(tmp_path), "--", __file__]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == (143 if made < 4 else 0), result.output
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert found["failures"] == failures
+    assert list(found["levels"]) == compared
+
+
+def test_words_name_the_level_and_the_run(tmp_path: Path, monkeypatch) -> None:
+    commands: list[list[str]] = []
+
+    def recorded(command, folder, level, **options):
+        commands.append(command[-2:])
+        return {**record(line("a", 0, 1.0)), "error": None}
+
+    monkeypatch.setattr(runs, "record", recorded)
+    CliRunner().invoke(main, ["compare", "--", __file__, "{level}", "x/{run}"])
+    assert commands == [["O1", "x/O1"], ["O0", "x/reference-1-1"], ["O0", "x/reference-1-2"]]
+
+
+BACKWARD = """
+    import torch
+    from amp_patch import amp
+
+    class Grows(torch.nn.Module):
+        def forward(self, x):  # its gradient is 1e10 times that of what follows
+            return (x * 1e-5 - (x * 1e-5).detach()) * 1e5 * 1e5 * 1e5 + x
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), Grows(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for step in range(40):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(4, 4)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+"""
+
+
+def test_the_operator_is_named_whose_backward_overflows(script, tmp_path: Path) -> None:
+    path = tmp_path / "backward.py"
+    path.write_text(textwrap.dedent(BACKWARD))
+    result = CliRunner().invoke(main, ["compare", "--levels", "O1", "--", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "Sequential: `1`: the backward of `mul` returned" in result.output
+    assert "makes inf or NaN of finite values" not in result.output
+
+
+def test_what_has_no_values_is_not_looked_at(amp) -> None:
+    """At O1 the weights of an LSTM are asked for their layout as tensors without values."""
+    watch = FunctionWatch(lambda: (0, "rnn"))
+    rnn = amp.initialize(torch.nn.LSTM(4, 4), opt_level="O1", verbosity=0)
+    with watch:
+        torch.sin(torch.ones(2, device="meta"))
+        rnn(torch.randn(3, 1, 4))
+    assert "sin" not in watch.table(False)["rnn"]
+    assert "lstm" in watch.table(False)["rnn"]
+
+
+def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -> None:
+    recorder = Recorder(session, None, [])
+    detach = session.observers.attach(recorder)
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    amp.initialize(models, optimizer, opt_level="O1", verbosity=0)
+    for model in models:
+        recorder._enter(model, ())
+        recorder._leave(model, (), torch.ones(2))
+    detach()
+    del models, model, optimizer
+    gc.collect()
+    recorder.save(tmp_path)
+    calls = torch.load(tmp_path / "record-rank0.pt")["calls"]
+    assert [one["module"] for one in calls] == ["0:", "1:"]
 
 
 @pytest.mark.parametrize(("amp", "level"), [("amp_patch", "O2"), ("apex", "O1")])

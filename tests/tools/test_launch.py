@@ -44,9 +44,9 @@ def started(folder: Path, script: str, *arguments: str) -> launch.ScriptRun:
 
 @pytest.mark.parametrize("imported", ["from amp_patch import amp", "from apex import amp"])
 def test_the_tool_starts_when_the_script_imports_amp(folder: Path, imported: str) -> None:
-    run = started(folder, f"import sys\n{imported}\nprint(amp.__name__, sys.argv[1:])", "a", "--b")
-    assert run.wait(120) == 0, (folder / "log.txt").read_text()
-    run.close()
+    script = f"import sys\n{imported}\nprint(amp.__name__, sys.argv[1:])"
+    with started(folder, script, "a", "--b") as run:
+        assert run.wait(120) == 0, (folder / "log.txt").read_text()
     assert "['a', '--b']" in (folder / "log.txt").read_text()
     lines = (folder / "events-rank0.jsonl").read_text().splitlines()
     written = [json.loads(line) for line in lines]
@@ -55,9 +55,8 @@ def test_the_tool_starts_when_the_script_imports_amp(folder: Path, imported: str
 
 def test_the_level_of_the_script_is_overridden(folder: Path) -> None:
     script = "import os; print(os.environ['AMP_PATCH_OPT_LEVEL']); 1 / 0"
-    run = started(folder, script)
-    assert run.wait(60) == 1
-    run.close()
+    with started(folder, script) as run:
+        assert run.wait(60) == 1
     assert (folder / "log.txt").read_text().startswith("O2\n")
     assert crash_reason(1, folder / "log.txt") == "ZeroDivisionError: division by zero"
 
@@ -66,7 +65,9 @@ HANGS = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    # in a process group of its own, as torchrun starts its workers
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    child = subprocess.Popen(sleep, start_new_session=True)
     print(child.pid, flush=True)
     time.sleep(60)
 """
@@ -84,16 +85,34 @@ def test_a_script_that_refuses_to_end_is_killed_with_its_children(
     assert run.wait(0.1) is None
     run.stop()
     assert run.code == -signal.SIGKILL
-    status = Path(f"/proc/{int(log.read_text())}/status")
+    assert has_ended(int(log.read_text()))
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process is gone within seconds, or waits for who adopted it."""
+    status = Path(f"/proc/{process}/status")
     deadline = time.monotonic() + 30
-    while _is_alive(status) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if not status.exists() or "State:\tZ" in status.read_text():
+            return True
         time.sleep(0.05)
-    assert not _is_alive(status)
+    return False
 
 
-def _is_alive(status: Path) -> bool:
-    # who adopted the process may not have asked for its exit code yet
-    return status.exists() and "State:\tZ" not in status.read_text()
+def test_an_interruption_while_a_script_is_ended_kills_it(folder: Path, monkeypatch) -> None:
+    script = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True)"
+    run = started(folder, f"{script}; time.sleep(60)")
+    while not (folder / "log.txt").read_text():
+        time.sleep(0.02)
+    monkeypatch.setattr(run, "wait", interrupted)
+    with pytest.raises(launch.Interrupted) as raised, run:
+        raise launch.Interrupted(signal.SIGINT)
+    assert raised.value.number == signal.SIGINT
+    assert run.code == -signal.SIGKILL
+
+
+def interrupted(seconds: float) -> None:
+    raise launch.Interrupted(signal.SIGTERM)
 
 
 def test_a_program_beside_python_is_found() -> None:

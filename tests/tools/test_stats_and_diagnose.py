@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 from click.testing import CliRunner, Result
+from forked_run import ForkedRun
 
-from amp_patch.apex.process import environment_of_run
-from amp_patch.tools import diagnose, launch, observed
+from amp_patch.tools import diagnose, observed
 from amp_patch.tools import stats as op_report
 from amp_patch.tools.command_line import main
 from amp_patch.tools.observed import Observed
-
-
-class ForkedRun:
-    """A `ScriptRun` whose script ends before it is made, in a fork."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        tool: str,
-        options: Mapping[str, Any],
-        log: Path,
-        opt_level: str | None,
-        environment: Mapping[str, str],
-    ) -> None:
-        added = {launch.TOOL: tool, launch.OPTIONS: json.dumps(dict(options)), **environment}
-        env = {**environment_of_run(os.environ, opt_level, force=True), **added}
-        done = processes.run(command, env=env)
-        log.write_text(done.stdout + done.stderr)
-        self.code = done.returncode
-
-    def wait(self, seconds: float) -> int:
-        return self.code
-
-    def stop(self) -> None:
-        pass
-
 
 SCRIPT = """
     import sys, torch
@@ -59,16 +30,19 @@ SCRIPT = """
             q, k = self.q(x) + float(sys.argv[1]), self.k(x) + float(sys.argv[1])
             return torch.softmax(q @ k.t(), -1) @ x
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Scores(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=16.0)
-    for step in range(8):
-        optimizer.zero_grad()
-        loss = model(torch.randn(4, 8)).float().square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Scores(), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale=16.0)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    train()
     {last}
 """
 
@@ -97,6 +71,36 @@ def test_diagnose_names_module_and_operator(imported: str) -> None:
     (cause,) = found["causes"]
     assert (cause["module"], cause["operator"], cause["count"]) == ("1", "matmul", 3)
     assert sorted(path.name for path in Path().iterdir()) == ["found", "train.py"]
+
+
+def test_the_lines_for_a_rules_file_mend_what_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = called("diagnose", "--steps", "3", value="300")
+    lines = result.output.splitlines()
+    start = lines.index("  [modules]")
+    assert lines[start + 1 : start + 3] == [
+        '  "1" = "float"',
+        "and amp-patch run --rules rules.toml train.py 300",
+    ]
+    Path("rules.toml").write_text("\n".join(lines[start : start + 2]))
+    monkeypatch.setenv("AMP_PATCH_RULES", "rules.toml")
+    result = called("diagnose", "--steps", "3", value="300")
+    assert result.output.startswith("Nothing overflowed in 3 steps.\n"), result.output
+
+
+def test_a_launcher_gets_the_rules_by_the_environment() -> None:
+    cause = {"count": 1, "text": "x", "rule": {"1:blocks.2": "float"}}
+    found = {"steps": 4, "overflows": 1, "causes": [cause], "near_limits": {}}
+    text = diagnose.report(found, ["torchrun", "--nproc_per_node", "2", "train.py"])
+    assert '  "1:blocks.2" = "float"\n' in text
+    assert "and AMP_PATCH_RULES=rules.toml torchrun --nproc_per_node 2 train.py" in text
+
+
+@pytest.mark.parametrize("last", ["", "amp.deactivate()", "1 / 0"])
+def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) -> None:
+    result = called("diagnose", value="75", last=last)
+    assert "Nothing overflowed in 8 steps." in result.output
+    # the scores, of 4 rows with each other
+    assert "  `1`: 16 of 448 values above 32752" in result.output
 
 
 def test_diagnose_says_that_nothing_overflowed() -> None:
@@ -145,12 +149,21 @@ def shown(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch | None = None) 
     return result.output
 
 
-def test_a_script_that_does_not_train_is_an_error() -> None:
-    Path("other.py").write_text("print(1)")
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("print('amp_patch')", "imported neither amp_patch nor apex"),
+        ("from amp_patch import amp", "never called amp.initialize"),
+        ("from apex import amp; import torch\namp.initialize(torch.nn.Linear(2, 2), enabled=False)",
+         "called amp.initialize(enabled=False)"),
+    ],
+)  # fmt: skip
+def test_a_script_that_does_not_train_is_an_error(script: str, why: str) -> None:
+    Path("other.py").write_text(script)
     result = CliRunner().invoke(main, ["stats", "--", "other.py"], prog_name="amp-patch")
     assert result.exit_code == 1
     assert result.output.count("\n") == 1
-    assert "amp.initialize()" in result.output
+    assert f"{why}; call model, optimizer = amp.initialize(" in result.output
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,7 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: list[str]) -> None:
 def test_values_near_the_limits_are_told() -> None:
     counts = {"values": 100, "large": 3, "grads": 50, "flushed": 2, "subnormal": 1, "beyond": 0}
     found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {"a.b": counts}}
-    text = diagnose.report(found)
+    text = diagnose.report(found, ["train.py"])
     assert "`a.b`: 3 of 100 values above 32752, 2 of 50 gradients flushed to zero" in text
     assert "no gradient shows it" not in text
 
@@ -180,7 +193,7 @@ def test_values_near_the_limits_are_told() -> None:
 def test_many_modules_near_the_limits_are_counted() -> None:
     counts = dict.fromkeys(("values", "large", "grads", "flushed", "subnormal", "beyond"), 1)
     near = {f"blocks.{number}": counts for number in range(30)}
-    text = diagnose.report({"steps": 4, "overflows": 0, "causes": [], "near_limits": near})
+    text = diagnose.report({"steps": 4, "overflows": 0, "causes": [], "near_limits": near}, ["x"])
     assert "`blocks.9`" in text
     assert "`blocks.10`" not in text
     assert "and 20 modules with fewer" in text

@@ -16,11 +16,12 @@ from amp_patch import rules_file
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import runs
-from amp_patch.tools.tune import trials
+from amp_patch.tools.tune import command, trials
 from amp_patch.tools.tune.outcome import (
     Outcome,
     outcome_of_losses,
     outcome_of_output,
+    over_ranks,
     progress,
 )
 from amp_patch.tools.tune.setting import Setting
@@ -93,6 +94,27 @@ def test_the_deviation_is_the_largest_relative_one_in_either_direction() -> None
     assert Outcome((2.5, 4.0)).deviation(reference) == 0.25
     assert Outcome((0.0,)).deviation(Outcome((0.0,))) == 0
     assert progress(steps(2.0, 1.0)) == 0.5
+
+
+def test_a_metric_of_several_processes_is_their_mean_and_a_skip_that_of_any() -> None:
+    first, second = steps(1.0, 2.0, 3.0), steps(3.0, 4.0, float("nan"), skipped=1)
+    found = over_ranks([first, second])
+    assert [one["loss"] for one in found[:2]] == [2.0, 3.0]
+    assert [one["skipped"] for one in found] == [False, False, True]
+    assert outcome_of_losses(found, None).failure == "the loss is not finite"
+    assert over_ranks([first]) == first
+    without = [{"optimizer": 0, "loss": None, "skipped": False}]
+    assert over_ranks([without, without]) == without
+
+
+@pytest.mark.parametrize(("given", "share"), [("1%", 0.01), ("0.05", 0.05), ("2.5%", 0.025)])
+def test_the_tolerance_is_a_share_as_of_a_sweep(tmp_path, monkeypatch, given, share) -> None:
+    seen = []
+    monkeypatch.setattr(
+        command, "Search", lambda trials, levels, tolerance, say: seen.append(tolerance) or 1 / 0
+    )
+    tuned("--tolerance", given, "--out", str(tmp_path / "rules.toml"), "--", __file__)
+    assert seen == [share]
 
 
 @pytest.fixture
@@ -171,6 +193,12 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path, monkeypatch) -> None:
         ["--metric", "(a)(b)", "--out", "r.toml", "--", __file__],
         ["--levels", "O7", "--out", "r.toml", "--", __file__],
         ["--tolerance", "0", "--out", "r.toml", "--", __file__],
+        ["--tolerance", "0%", "--out", "r.toml", "--", __file__],
+        ["--tolerance", "nan", "--out", "r.toml", "--", __file__],
+        ["--tolerance", "inf", "--out", "r.toml", "--", __file__],
+        ["--tolerance", "-1%", "--out", "r.toml", "--", __file__],
+        ["--budget", "nan", "--out", "r.toml", "--", __file__],
+        ["--budget", "inf", "--out", "r.toml", "--", __file__],
     ],
 )
 def test_bad_arguments_are_one_line(tmp_path: Path, monkeypatch, arguments: list[str]) -> None:

@@ -73,6 +73,7 @@ class Comparison:
         notes: what could not be compared, in words.
         nonfinite: ``[module, function]`` that made inf or NaN at the level only, the first first.
         functions: module -> function -> ``[calls, elements]`` at the level.
+        overflows: the different causes of its overflows, as `recorder` notes them.
     """
 
     level: str
@@ -81,6 +82,7 @@ class Comparison:
     notes: Sequence[str]
     nonfinite: Sequence[Sequence[str]]
     functions: Mapping[str, Mapping[str, Sequence[int]]]
+    overflows: Sequence[Mapping[str, Any]] = ()
 
     def worst(self) -> list[ModuleError]:
         """Return one call of each module, its worst, in the same order."""
@@ -111,9 +113,10 @@ def compare(level: str, record: Record, reference: Record, again: Record | None)
         level,
         sorted(modules, key=_badness, reverse=True),
         sorted(gradients, key=lambda e: e.error, reverse=True),
-        [*_skips(record), *notes],
+        [*_ranks(record), *_skips(record), *notes],
         [list(one) for one in record["nonfinite"] if tuple(one) not in known],
         record["functions"],
+        record["overflows"],
     )
 
 
@@ -214,6 +217,16 @@ def _note_missing(
             notes.append(
                 f"{len(only)} {what} at {where} only, the first {min(only)[0] or '(model)'}"
             )
+
+
+def _ranks(record: Record) -> list[str]:
+    """Return what is to be said of several processes."""
+    if record["ranks"] == 1:
+        return []
+    notes = [f"of {record['ranks']} processes the first is compared, and overflows are of all"]
+    if not record["alike"]:
+        notes.append("some skipped steps that others made: their weights are not the same any more")
+    return notes
 
 
 def _skips(record: Record) -> list[str]:

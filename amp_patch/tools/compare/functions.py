@@ -67,7 +67,7 @@ class FunctionWatch(TorchFunctionMode):
 
 
 def _floats(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
+    return [one for one in tensors_in(value) if one.is_floating_point() and not one.is_meta]
 
 
 def _are_finite(tensors: list[Tensor]) -> bool:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casting.argument_casts import tensors_in
+from amp_patch.debug.trace import tracer
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -39,7 +40,7 @@ SKIPS = 20
 
 def start(module: ModuleType) -> None:
     """Record this process; called with ``amp_patch.session``."""
-    options = child.options()
+    options = child.begin(module)
     child.seed_everything(options["seed"])
     recorder = Recorder(module.session, options["steps"], options["skipped"])
     atexit.register(recorder.save, Path(options["out"]))
@@ -65,11 +66,19 @@ class Recorder(StepObserver):
         self._optimizers = weakref.WeakKeyDictionary()
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
         self._counts: dict[tuple[int, str], int] = {}
+        self._numbers: set[int] = set()
         self._step = 0
         self._calls: list[dict[str, Any]] = []
         self._gradients: list[dict[str, Any]] = []
         self._skipped: list[list[int]] = []
+        self._overflows: list[dict[str, Any]] = []
         self._functions = FunctionWatch(self._place)
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """Have the cause of each overflow found, for functions are not heard of in backward."""
+        self._numbers.update(self._session.models.numbers.values())
+        tracer.start(models)
+        self._session.call_at_deactivate(self._note_causes)
 
     def begin(self) -> None:
         """Listen, until the process ends."""
@@ -114,6 +123,7 @@ class Recorder(StepObserver):
         """Write what was noted, if there was anything, to a file of this rank's."""
         if not self._calls:
             return
+        self._note_causes()
         several = self._are_several()
         for line in self._calls:
             line["module"] = _name(line.pop("place"), several)
@@ -122,6 +132,7 @@ class Recorder(StepObserver):
                 "calls": self._calls,
                 "gradients": self._gradients,
                 "skipped": self._skipped,
+                "overflows": self._overflows,
                 "functions": self._functions.table(several),
                 "nonfinite": self._functions.left_the_range(several),
                 "steps": self._step,
@@ -129,8 +140,23 @@ class Recorder(StepObserver):
             folder / f"record-rank{child.rank()}.pt",
         )
 
+    def _note_causes(self) -> None:
+        """Take what the tracer has found, which forgets it when the session ends."""
+        self._overflows += [
+            {
+                "where": cause.where,
+                "module": cause.path,
+                "operator": cause.operator,
+                "title": cause.title(),
+                "scale": cause.scale,
+                "fits": cause.fits if cause.is_loss_scale else None,
+            }
+            for cause, _ in tracer.causes.values()
+        ]
+        tracer.causes.clear()
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        place = self._place_of(module)
+        place = None if tracer.is_looking else self._place_of(module)
         if place is None:
             return
         number = self._counts.get(place, 0) + 1
@@ -145,6 +171,8 @@ class Recorder(StepObserver):
         self._open.append((module, line))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if tracer.is_looking:
+            return
         # One that raised in a pre-hook has no entry, one that an interrupt ended no end.
         while self._open and any(one is module for one, _ in self._open):
             one, line = self._open.pop()
@@ -182,7 +210,8 @@ class Recorder(StepObserver):
         return names
 
     def _are_several(self) -> bool:
-        return len(set(self._session.models.numbers.values())) > 1
+        # The session forgets models that the script has left, as at the end of its main().
+        return len(self._numbers) > 1
 
     def _count_of(self, optimizer: Optimizer) -> list[int]:
         """Return ``[number of the optimizer, number of its next step]``, the latter to be moved."""
@@ -190,7 +219,7 @@ class Recorder(StepObserver):
 
     def _place(self) -> tuple[int, str] | None:
         """Return the model and the path of the innermost module that runs."""
-        return self._open[-1][1]["place"] if self._open else None
+        return self._open[-1][1]["place"] if self._open and not tracer.is_looking else None
 
     def _place_of(self, module: nn.Module) -> tuple[int, str] | None:
         numbers = self._session.models.numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def lines(comparison: Comparison, steps: int, width: int) -> Iterator[str]:
     yield f"{comparison.level} against O0, {many}. Relative errors, worst first."
     for module, function in comparison.nonfinite[:3]:
         yield f"{_shown(module)}: {function} makes inf or NaN of finite values."
+    yield from map(_overflow, _beside(comparison)[:3])
     yield ""
     yield from _table(
         ("module", "step.call", "error", "came with", "x"),
@@ -43,6 +44,18 @@ def lines(comparison: Comparison, steps: int, width: int) -> Iterator[str]:
     )
     for note in list(dict.fromkeys(comparison.notes))[:ROWS]:
         yield f"- {note}"
+
+
+def _beside(comparison: Comparison) -> list[Mapping[str, Any]]:
+    """Return the overflows that no function in a forward explains: those of the backward, most."""
+    return [one for one in comparison.overflows if one["where"] != "forward"]
+
+
+def _overflow(one: Mapping[str, Any]) -> str:
+    """Return one line about a cause."""
+    if one["fits"] is None:
+        return f"{one['title']}."
+    return f"{one['title']}: of the loss scale {one['scale']:g} alone, {one['fits']:g} fits."
 
 
 def as_json(
@@ -87,6 +100,7 @@ def _level(comparison: Comparison) -> dict[str, Any]:
         "nonfinite": [
             {"module": module, "function": function} for module, function in comparison.nonfinite
         ],
+        "overflows": [dict(one) for one in comparison.overflows],
         "notes": list(comparison.notes),
     }
 

@@ -5,15 +5,14 @@ Knows how a run is started, watched and ended; nothing of what the records say.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amp_patch.tools.crash import crash_reason
-from amp_patch.tools.launch import ScriptRun
+from amp_patch.tools import untrained
+from amp_patch.tools.launch import ScriptRun, run_to_end
 
 RECORDER = "amp_patch.tools.compare.recorder:start"
 #: Added to the environment of a run that is compared with others.
@@ -21,7 +20,15 @@ REPEATABLE = {"PYTHONHASHSEED": "0", "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_
 
 
 class NoRecord(Exception):
-    """A run left nothing to compare; the message says why."""
+    """A run left nothing to compare; the message says why.
+
+    Attributes:
+        is_futile: whether it is so at every level, for the script does not train with amp.
+    """
+
+    def __init__(self, why: str, is_futile: bool) -> None:
+        super().__init__(why)
+        self.is_futile = is_futile
 
 
 def record(
@@ -58,29 +65,30 @@ def record(
         "skipped": [list(one) for one in skipped],
     }
     environment = {**REPEATABLE, **({} if rules is None else {"AMP_PATCH_RULES": str(rules)})}
-    log = folder / "log.txt"
-    error = run_to_end(ScriptRun(command, RECORDER, options, log, level, environment), log, timeout)
-    path = folder / "record-rank0.pt"
-    if not path.exists():
-        raise NoRecord(error or "no module of a model given to amp.initialize was called")
-    found: dict[str, Any] = torch.load(path)
-    return {**found, "error": error}
+    run = ScriptRun(command, RECORDER, options, folder / "log.txt", level, environment)
+    error = run_to_end(run, timeout)
+    paths = sorted(folder.glob("record-rank*.pt"))
+    if not paths:
+        raise NoRecord(error or untrained.reason_in(folder), is_futile=error is None)
+    return {**together([torch.load(path) for path in paths]), "error": error}
 
 
-def run_to_end(run: ScriptRun, log: Path, timeout: float | None) -> str | None:
-    """Wait for a run, and return why it failed; None where it did not.
+def together(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of the first rank, with what was not finite on any.
 
-    It is ended where this process is interrupted.
+    Returns:
+        The record; ``ranks``: how many there are; ``alike``: whether all skipped the same steps.
     """
-    end = None if timeout is None else time.monotonic() + timeout
-    try:
-        while run.wait(0.2) is None:
-            if end is not None and time.monotonic() > end:
-                return f"took longer than {timeout:.0f} s"
-    finally:
-        if run.code is None:
-            run.stop()
-        run.close()
-    if run.code == 0:
-        return None
-    return crash_reason(run.code or 0, log)
+    first = dict(records[0])
+    for name in ("nonfinite", "overflows"):
+        every = [one for record in records for one in record[name]]
+        first[name] = [one for index, one in enumerate(every) if one not in every[:index]]
+    seen = {(one["step"], one["parameter"]) for one in first["gradients"] if "overflow" in one}
+    first["gradients"] = first["gradients"] + [
+        one
+        for record in records[1:]
+        for one in record["gradients"]
+        if "overflow" in one and (one["step"], one["parameter"]) not in seen
+    ]
+    alike = all(record["skipped"] == first["skipped"] for record in records)
+    return {**first, "ranks": len(records), "alike": alike}

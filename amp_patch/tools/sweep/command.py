@@ -10,9 +10,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from amp_patch.tools import options
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.launch import python_command
-from amp_patch.tools.options import known_levels
 
 from .settings import LEVELS, Settings
 
@@ -20,38 +20,9 @@ from .settings import LEVELS, Settings
 NEEDED = ("rich", "matplotlib", "plotly")
 
 
-def _tolerance(context: click.Context, param: click.Parameter, value: str) -> float:
-    """Read a share, 0.05 or 5%."""
-    try:
-        number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise click.BadParameter(f"{value!r} is neither a share like 0.05 nor one like 5%.")
-    return number
-
-
-def _levels(context: click.Context, param: click.Parameter, value: str) -> list[str]:
-    """Check the names of levels; those that stand here need no check, which takes torch."""
-    return list(LEVELS) if value == param.default else known_levels(context, param, value)
-
-
-# What follows the script is the script's, options of the same names included.
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--levels",
-    default=",".join(LEVELS),
-    show_default=True,
-    metavar="O0,O1,...",
-    callback=_levels,
-    help="Levels to train at, in this order.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="End each run after N steps. Default: when the script ends.",
-)
+@options.script_command()
+@options.levels(",".join(LEVELS), "Levels to train at, in this order.")
+@options.steps("End each run after N steps. Default: when the script ends.")
 @click.option(
     "--repeat",
     type=click.IntRange(min=1),
@@ -66,17 +37,10 @@ def _levels(context: click.Context, param: click.Parameter, value: str) -> list[
     metavar="DIR",
     help="Folder for all files; must not hold a sweep. Default: amp-sweep, amp-sweep-2 ...",
 )
-@click.option(
-    "--tolerance",
-    default="5%",
-    show_default=True,
-    callback=_tolerance,
-    metavar="SHARE",
-    help="How far the final loss may be from that of O0.",
-)
+@options.tolerance("5%", "How far the final loss may be from that of O0.", may_be_zero=True)
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Duration(),
     metavar="SECONDS",
     help="Stop a run that takes longer.",
 )
@@ -86,31 +50,24 @@ def _levels(context: click.Context, param: click.Parameter, value: str) -> list[
     metavar="DIR",
     help="Go on with the sweep in DIR: make the runs that have not finished.",
 )
-@click.option(
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="Seed of the first round; each further round has the next.",
-)
-@click.argument("command_words", metavar="-- SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@options.seed("Seed of the first round; each further round has the next.")
 @click.pass_context
 def command(context: click.Context, /, **given: Any) -> None:
     """Run a training script at several levels, and compare speed, memory and loss.
 
     The script needs no change, whether it uses amp_patch or apex: the level that it asks for is
     overridden. What stands after -- is a script with its arguments, `-m module`, or a program that
-    starts Python, such as torchrun.
+    starts Python, such as torchrun. In ARGS {level} stands for the level, and {run} for level and
+    round: give each run a folder of its own for what it writes.
 
     \b
-    amp-patch sweep --out results -- train.py --epochs 1
+    amp-patch sweep --out results -- train.py --epochs 1 --save checkpoints/{run}
     amp-patch sweep --levels O0,O1,O4 --steps 200 --repeat 3 -- -m project.train
     amp-patch sweep --resume results
     """
     refuse_without_extra()
-    words, resume, out = list(given["command_words"]), given["resume"], given["out"]
-    options = {
+    words, resume, out = list(given["script"]), given["resume"], given["out"]
+    typed = {
         name: given[name]
         for name in ("levels", "steps", "repeat", "tolerance", "timeout", "seed")
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
@@ -120,11 +77,11 @@ def command(context: click.Context, /, **given: Any) -> None:
         if out is not None:
             raise BadArguments("--resume writes to its own folder; got --out too; leave that out")
         if words:
-            options["command"] = words
-        prepared = sweep.resumed(resume, options, python_command)
+            typed["command"] = words
+        prepared = sweep.resumed(resume, typed, python_command)
     else:
         start = python_command(words)
-        prepared = sweep.begun(out, Settings(command=words, **options), start)
+        prepared = sweep.begun(out, Settings(command=words, **typed), start)
     context.exit(prepared.run().exit_code)
 
 

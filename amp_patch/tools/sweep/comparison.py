@@ -33,6 +33,7 @@ class Row:
         speed_up: times as fast as O0; the spread over rounds, or by the quartiles of both.
         memory: most bytes that CUDA's allocator gave out, or of living tensors on the CPU.
         memory_ratio: times O0's.
+        memory_spread: over rounds; None with one round.
         rss: most bytes of RAM that the process took.
         final_loss: mean of the last tenth of the steps, over the rounds that came to their end.
         deviation: of the final loss from O0's, as a share of it; over rounds.
@@ -49,6 +50,7 @@ class Row:
     speed_up: Spread | None
     memory: int | None
     memory_ratio: float | None
+    memory_spread: Spread | None
     rss: int | None
     final_loss: float | None
     deviation: Spread | None
@@ -63,11 +65,13 @@ class Comparison:
     Attributes:
         rows: in the order of the levels.
         warm_up: how many steps of each run are left out of the times.
+        rounds: how many runs each level has.
         on_cuda: whether memory is the CUDA allocator's.
     """
 
     rows: Sequence[Row]
     warm_up: int
+    rounds: int
     on_cuda: bool
 
     @property
@@ -87,7 +91,8 @@ def compared(runs: Sequence[Run], tolerance: float) -> Comparison:
     warm_up = warm_up_steps(run.steps for run in runs)
     references = levels.get(REFERENCE, [])
     rows = [_row(own, references, tolerance, warm_up) for own in levels.values()]
-    return Comparison(rows, warm_up, any(run.about.get("is_cuda") for run in runs))
+    on_cuda = any(run.about.get("is_cuda") for run in runs)
+    return Comparison(rows, warm_up, len({run.round for run in runs}), on_cuda)
 
 
 def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int) -> Row:
@@ -96,6 +101,7 @@ def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int)
     used = finished or [run for run in runs if run.steps]
     losses = [run.final_loss for run in finished if run.final_loss is not None]
     memory, own = _memory(runs), _memory(references)
+    each = [one for run in runs if (one := _memory([run])) is not None]
     away = deviations(finished, [run for run in references if run.is_finished])
     culprits = Counter(name for step in steps for name, _ in step.overflows)
     return Row(
@@ -108,6 +114,7 @@ def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int)
         speed_up=_speed_up(used, references, warm_up),
         memory=memory,
         memory_ratio=memory / own if memory and own else None,
+        memory_spread=_range(each, statistics.median) if len(runs) > 1 else None,
         rss=max((step.rss or 0 for step in steps), default=0) or None,
         final_loss=statistics.fmean(losses) if losses else None,
         deviation=_range(away),

@@ -47,9 +47,13 @@ def _loss(runs: Sequence[Run]) -> Any:
             hoverinfo="skip",
         )
         figure.add_scatter(x=mean.steps, y=mean.values, **_line(run.level))
-    is_log = series.falls_far([series.smoothed(series.losses(run)) for run in runs])
-    figure.update_yaxes(type="log" if is_log else "linear", dtick="D2" if is_log else None)
-    figure.update_layout(updatemenus=[_log_switch(is_log)])
+    means = [series.smoothed(series.losses(run)) for run in runs]
+    is_log = series.falls_far(means)
+    # "D2" are ticks at 1, 2 and 5, which lie upon each other where the axis is long
+    tick = "D2" if series.decades(means) < 3 else 1
+    figure.update_yaxes(type="log" if is_log else "linear", dtick=tick if is_log else None)
+    figure.update_yaxes(exponentformat="power")
+    figure.update_layout(updatemenus=[_log_switch(is_log, tick)])
     return figure
 
 
@@ -173,11 +177,16 @@ def _line(level: str) -> dict[str, Any]:
     }
 
 
-def _log_switch(is_log: bool) -> dict[str, Any]:
-    """Return buttons for the axis of the loss."""
+def _log_switch(is_log: bool, tick: str | int) -> dict[str, Any]:
+    """Return buttons for the axis of the loss.
+
+    Args:
+        is_log: how the axis is at first.
+        tick: of the logarithmic axis, see plotly.
+    """
     buttons = [
         {"label": name, "method": "relayout", "args": [{"yaxis.type": kind, "yaxis.dtick": tick}]}
-        for name, kind, tick in (("linear", "linear", None), ("logarithmic", "log", "D2"))
+        for name, kind, tick in (("linear", "linear", None), ("logarithmic", "log", tick))
     ]
     return {
         "type": "buttons",

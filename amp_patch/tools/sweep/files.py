@@ -158,7 +158,7 @@ def _flat(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return figures without nesting: a spread is three columns, names stand beside each other."""
     flat: dict[str, Any] = {}
     for name, value in figures.items():
-        if name in ("seconds", "speed_up", "deviation"):
+        if name in ("seconds", "speed_up", "memory_spread", "deviation"):
             for part in ("low", "middle", "high"):
                 flat[f"{name}_{part}"] = value and value[part]
         elif name in ("culprits", "unlike_skips"):

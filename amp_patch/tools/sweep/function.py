@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from amp_patch.tools.errors import BadArguments
-from amp_patch.tools.launch import TOOL
+from amp_patch.tools.launch import TOOL, signals_interrupt
 
 from . import sweep
 from .settings import LEVELS, Settings
@@ -57,7 +57,8 @@ def run(
     file.write_bytes(pickle.dumps(content))
     prepared.command = [sys.executable, "-m", __name__, str(file)]
     try:
-        result = prepared.run()
+        with signals_interrupt():
+            result = prepared.run()
     finally:
         file.unlink()
     if result.interrupted:

@@ -17,9 +17,12 @@ from . import wording
 from .outcomes import FINISHED, Run
 from .settings import Settings
 from .steps import Recording, Step
+from .tables import width_of
 
 #: Seconds between two lines of one run, where there is no terminal.
 SELDOM = 30.0
+#: The columns of figures, those that can be spared last.
+_FIGURES = ("step", "loss", "steps/s", "scale", "skipped")
 #: How many of the last steps the speed is shown of.
 RECENT = 50
 
@@ -34,7 +37,7 @@ class Lines:
 
     def __init__(self, console: Console, settings: Settings) -> None:
         self._console, self._count, self._number = console, len(settings.runs), 0
-        self._spoken = 0.0
+        self._spoken, self._has_begun = 0.0, False
 
     def __enter__(self) -> Lines:
         return self
@@ -45,6 +48,7 @@ class Lines:
     def began(self, run: Run) -> None:
         """See `runs.View`."""
         self._number += 1
+        self._has_begun = True
         self._spoken = time.monotonic()
         self._say(f"[{self._number}/{self._count}] {named(run)} begins")
 
@@ -56,6 +60,8 @@ class Lines:
 
     def ended(self, run: Run) -> None:
         """See `runs.View`."""
+        self._number += not self._has_begun
+        self._has_begun = False
         words = progress(run.steps)
         if run.outcome.kind != FINISHED:
             words = f"{run.outcome.kind}: {run.outcome.reason or words}"
@@ -69,7 +75,7 @@ class LiveTable:
     """A row for each level that changes while it runs."""
 
     def __init__(self, console: Console, settings: Settings) -> None:
-        self._settings = settings
+        self._settings, self._console = settings, console
         self._states = dict.fromkeys(settings.levels, "waits")
         self._steps: dict[str, Sequence[Step]] = {level: [] for level in settings.levels}
         self._live = Live(self._table(), console=console, refresh_per_second=4, transient=True)
@@ -106,13 +112,22 @@ class LiveTable:
         self._live.update(self._table())
 
     def _table(self) -> Table:
+        """Return the table without those of its last columns that the width has no room for."""
+        for count in range(len(_FIGURES), 0, -1):
+            table = self._first_columns(count)
+            if width_of(self._console, table) <= self._console.width:
+                break
+        return table
+
+    def _first_columns(self, count: int) -> Table:
         table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         table.add_column("level", no_wrap=True)
         table.add_column("state", no_wrap=True)
-        for name in ("step", "loss", "steps/s", "scale", "skipped"):
+        for name in _FIGURES[:count]:
             table.add_column(name, justify="right", no_wrap=True)
         for level, state in self._states.items():
-            table.add_row(level, _coloured(state), *self._figures(self._steps[level]))
+            figures = self._figures(self._steps[level])
+            table.add_row(level, _coloured(state), *figures[:count])
         return table
 
     def _figures(self, steps: Sequence[Step]) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.tools.crash import crash_reason
+from amp_patch.tools.untrained import REASONS
 
 from .steps import Recording, Step, final_window
 
@@ -39,18 +40,9 @@ def outcome_of(code: int | None, log: Path, recording: Recording | None) -> Outc
     done = recording is not None and recording.done
     if code not in (0, None) and not done:
         return Outcome(CRASHED, crash_reason(code or 0, log))
-    if recording is None:
-        return Outcome(NO_STEPS, "the script imported neither amp_patch nor apex")
-    if not recording.steps:
-        return Outcome(NO_STEPS, _WITHOUT_STEPS[recording.initialized])
+    if recording is None or not recording.steps:
+        return Outcome(NO_STEPS, REASONS[None if recording is None else recording.initialized])
     return Outcome(FINISHED)
-
-
-_WITHOUT_STEPS = {
-    "no": "the script never called amp.initialize",
-    "disabled": "the script called amp.initialize(enabled=False)",
-    "yes": "no optimizer that the script gave to amp.initialize was stepped",
-}
 
 
 @dataclass

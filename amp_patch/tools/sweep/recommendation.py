@@ -12,6 +12,7 @@ LEAST_GAIN = 0.02
 LEAST_SAVING = 0.05
 #: Memory is not worth more than this share of the speed, unless one needs it.
 MOST_LOSS = 0.1
+_ONE_ROUND = " One round cannot see whether the machine changed between runs; --repeat 3 can."
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ def recommend(comparison: Comparison) -> Recommendation:
         else ""
     )
     faster = [row for row in good if is_faster(row)]
+    after = unjudged + (_ONE_ROUND if comparison.rounds == 1 else "")
     if faster:
         best = max(faster, key=_speed)
-        return Recommendation(best.level, _faster(best, faster) + unjudged)
+        return Recommendation(best.level, _faster(best, faster) + after)
     smaller = [row for row in good if _saves(row) and _speed(row) >= 1 - MOST_LOSS]
     if smaller:
         best = min(smaller, key=lambda row: row.memory_ratio or 1.0)
@@ -53,8 +55,8 @@ def recommend(comparison: Comparison) -> Recommendation:
         reason += (
             f" {best.memory_ratio:.2f} times its memory, at {_speed(best):.2f} times its speed."
         )
-        return Recommendation(best.level, reason + unjudged)
-    return Recommendation(REFERENCE, _stay(good) + unjudged)
+        return Recommendation(best.level, reason + after)
+    return Recommendation(REFERENCE, _stay(good) + (after if good else unjudged))
 
 
 def is_faster(row: Row) -> bool:

@@ -38,11 +38,12 @@ MOST_NAMES = 50
 def start(module: types.ModuleType) -> None:
     """Record what the session of ``amp_patch.session`` does from now on.
 
-    The options are ``folder``, ``steps`` (None: all that the script makes) and ``seed``.
+    The options are ``out``, ``steps`` (None: all that the script makes) and ``seed``.
     """
     options = child.options()
+    child.hear_sigint()
     child.seed_everything(options["seed"])
-    recorder = Recorder(module.session, child.Lines(options["folder"], NAME), options["steps"])
+    recorder = Recorder(module.session, child.Lines(options["out"], NAME), options["steps"])
     module.session.observers.attach(recorder)
     recorder.watch_clipping(Patches())
     atexit.register(recorder.end)
@@ -137,9 +138,8 @@ class Recorder(StepObserver):
         if self._stepped and not self._is_over:
             self._write()
         if self._written or multiprocessing.parent_process() is None:
-            session = self._session
-            state = "yes" if session.initialized else "disabled" if session.disabled else "no"
-            self._lines.write({"end": "yes" if self._written else state})
+            state = "yes" if self._written else child.state_of(self._session)
+            self._lines.write({"end": state})
 
     def watch_clipping(self, patches: Patches) -> None:
         """Hear of the norms that torch's ``clip_grad_norm_`` returns."""

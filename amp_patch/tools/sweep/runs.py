@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from amp_patch.tools.launch import ScriptRun
+from amp_patch.tools.launch import ScriptRun, exit_code_of, filled
 
-from .outcomes import INTERRUPTED, TIMED_OUT, Outcome, Run, outcome_of
+from .outcomes import INTERRUPTED, NO_STEPS, TIMED_OUT, Outcome, Run, outcome_of
 from .settings import Settings
 from .steps import Folder, Recording, first_rank, unlike_skips
 
@@ -48,7 +45,8 @@ class Runner:
         folder: of the sweep; each run gets a folder in it.
         view: told of each run.
         on_ended: called after each run with all of them, those to come included.
-        interrupted: whether Ctrl-C or a signal ended the sweep.
+        interrupted: the exit code where Ctrl-C or a signal ended the sweep, else 0.
+        is_futile: whether the sweep was ended, for the script does not train with amp at any level.
     """
 
     settings: Settings
@@ -56,26 +54,27 @@ class Runner:
     folder: Path
     view: View
     on_ended: Any = None
-    interrupted: bool = False
+    interrupted: int = 0
+    is_futile: bool = False
 
     def run(self, kept: Sequence[Run] = ()) -> list[Run]:
-        """Return a run for each level and round; those after an interruption are not begun.
+        """Return a run for each level and round; those after the sweep was ended are not begun.
 
         Args:
             kept: finished ones of an earlier sweep, which are not made again.
         """
         found = {(run.round, run.level): run for run in kept}
         runs = [found.get(key) or Run(key[1], key[0]) for key in self.settings.runs]
-        with _signals_interrupt():
-            for run in runs:
-                if run in kept:
-                    self.view.ended(run)
-                elif not self.interrupted:
-                    self.view.began(run)
-                    self._make(run)
-                    self.view.ended(run)
-                    if self.on_ended is not None:
-                        self.on_ended(runs)
+        for run in runs:
+            if run in kept:
+                self.view.ended(run)
+            elif not (self.interrupted or self.is_futile):
+                self.view.began(run)
+                self._make(run)
+                self.is_futile = run.outcome.kind == NO_STEPS
+                self.view.ended(run)
+                if self.on_ended is not None:
+                    self.on_ended(runs)
         return runs
 
     def _make(self, run: Run) -> None:
@@ -83,23 +82,21 @@ class Runner:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         options = {
-            "folder": str(path.resolve()),
+            "out": str(path.resolve()),
             "steps": self.settings.steps,
             "seed": seed_of(self.settings, run),
         }
+        command = filled(self.command, run.level, path.name)
         start = time.monotonic()
-        script = ScriptRun(self.command, TOOL, options, path / "log.txt", run.level)
-        recordings = Folder(path)
         try:
-            run.outcome = self._watch(run, script, recordings, path / "log.txt")
-        except KeyboardInterrupt:
-            self.interrupted = True
+            script = ScriptRun(command, TOOL, options, path / "log.txt", run.level)
+            with script:
+                run.outcome = self._watch(run, script, Folder(path), path / "log.txt")
+        except KeyboardInterrupt as interruption:
+            self.interrupted = exit_code_of(interruption)
             run.outcome = Outcome(INTERRUPTED)
-            _stop_at_once(script)
-        finally:
-            script.close()
         run.seconds = time.monotonic() - start
-        take(run, recordings)
+        take(run, Folder(path))
 
     def _watch(self, run: Run, script: ScriptRun, recordings: Folder, log: Path) -> Outcome:
         """Wait until the script ends, or has to be ended."""
@@ -118,8 +115,6 @@ class Runner:
             if now > ends:
                 script.stop()
                 return Outcome(TIMED_OUT, f"it was stopped after {self.settings.timeout:g} s")
-        if code:
-            script.stop()  # what it has started may live
         return outcome_of(code, log, first_rank(recordings.read()))
 
 
@@ -140,33 +135,3 @@ def folder_of(folder: Path, run: Run) -> Path:
 def seed_of(settings: Settings, run: Run) -> int:
     """Return the seed of a run: that of its round, the same for all levels."""
     return settings.seed + run.round - 1
-
-
-def _stop_at_once(script: ScriptRun) -> None:
-    """End a script; a second Ctrl-C does not let it live."""
-    try:
-        script.stop()
-    except KeyboardInterrupt:
-        script.kill()
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM, and the end of the terminal, do what Ctrl-C does.
-
-    The script is in a process group of its own, which gets no such signal, and must not outlive us.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), _interrupt) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -80,6 +80,12 @@ def falls_far(curves: Sequence[Curve]) -> bool:
     return bool(values) and 0 < FALLS_FAR * min(values) < max(values)
 
 
+def decades(curves: Sequence[Curve]) -> float:
+    """Return how many powers of ten lie between the values above 0."""
+    values = [value for curve in curves for value in curve.values if 0 < value < math.inf]
+    return math.log10(max(values) / min(values)) if values else 0.0
+
+
 def powers_of_two(curves: Sequence[Curve]) -> list[int]:
     """Return at most ten exponents that an axis of these values shows."""
     found = [math.log2(v) for curve in curves for v in curve.values if v > 0]

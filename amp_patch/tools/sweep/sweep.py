@@ -17,6 +17,7 @@ from rich.console import Console
 
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.options import writable_folder
+from amp_patch.tools.untrained import MEND
 
 from . import files, live, tables
 from .comparison import Comparison, compared
@@ -63,6 +64,8 @@ class Sweep:
         self._draw(comparison, recommendation, runs)
         tables.show(console, comparison, recommendation)
         console.print(f"Report: {self.folder / 'report.html'}", soft_wrap=True, highlight=False)
+        if runner.is_futile:
+            console.print(f"No other level was run. To mend: {MEND}.", highlight=False)
         if runner.interrupted:
             resume = f"amp-patch sweep --resume {self.folder}"
             console.print(f"Interrupted. To go on: {resume}", soft_wrap=True, highlight=False)
@@ -92,20 +95,20 @@ class Result:
         recommendation: which level to train at.
         folder: where the files are.
         runs: each run, with its steps.
-        interrupted: whether Ctrl-C or a signal ended it.
+        interrupted: the exit code where Ctrl-C or a signal ended it, else 0.
     """
 
     comparison: Comparison
     recommendation: Recommendation
     folder: Path
     runs: Sequence[Run]
-    interrupted: bool
+    interrupted: int
 
     @property
     def exit_code(self) -> int:
-        """0; 1 where no run came to its end; 130 after an interruption."""
+        """0; 1 where no run came to its end; 130 after Ctrl-C, or 128 and a signal's number."""
         if self.interrupted:
-            return 130
+            return self.interrupted
         return 0 if any(run.is_finished for run in self.runs) else 1
 
 

@@ -25,6 +25,8 @@ def columns(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
         ("steps/s", lambda row: wording.rate(row.seconds.middle if row.seconds else None))
     ]
     memory: list[tuple[str, Cell]] = [("memory", lambda row: wording.size(row.memory))]
+    if comparison.rounds > 1:
+        memory.append(("spread", lambda row: wording.range_of_sizes(row.memory_spread)))
     training: list[tuple[str, Cell]] = [("final loss", lambda row: wording.loss(row.final_loss))]
     if has_reference:
         speed += [

@@ -57,6 +57,14 @@ def range_of(spread: Spread | None) -> str:
     return UNKNOWN if spread is None else f"{spread.low:.2f}–{spread.high:.2f}"
 
 
+def range_of_sizes(spread: Spread | None) -> str:
+    """Return how far a number of bytes varied, in one unit."""
+    if spread is None:
+        return UNKNOWN
+    unit, name = unit_of(spread.high)
+    return f"{three_figures(spread.low / unit)}–{three_figures(spread.high / unit)} {name}"
+
+
 def unit_of(value: float) -> tuple[int, str]:
     """Return the unit in which a number of bytes has at most four figures before the point."""
     power = min(len(_UNITS) - 1, int(math.log(max(value, 1), 1024)))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from amp_patch.tools import options
 from amp_patch.tools.errors import BadArguments
-from amp_patch.tools.launch import python_command
-from amp_patch.tools.options import known_levels, writable_folder
+from amp_patch.tools.launch import exit_code_of, python_command, temporary_folder
 
 from . import explanation
 from .search import Search, TooFar
@@ -21,9 +20,10 @@ from .trials import OutOfBudget, Script, ScriptTrials
 ALL = "O0,O1,O2,O3,O4,O5"
 BUDGET = "the budget was used up"
 INTERRUPTED = "it was interrupted"
+UNVERIFIED = "Not verified by a run: {}."
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@options.script_command()
 @click.option(
     "--metric",
     default="loss",
@@ -33,40 +33,25 @@ INTERRUPTED = "it was interrupted"
     "tenth of the steps; or the last number that the script prints where this matches, such as "
     "'accuracy: ([0-9.]+)'.",
 )
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
-    default=0.01,
-    show_default=True,
-    help="Largest relative difference of the metric from fp32's.",
+@options.tolerance(
+    "1%", "Largest difference of the metric from fp32's, as a share of it.", may_be_zero=False
 )
-@click.option(
-    "--levels",
-    default=ALL,
-    show_default=True,
-    callback=known_levels,
-    metavar="LEVELS",
-    help="Those that compete. Without O0, fp32 is measured but cannot win.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=10),
-    help="End each run after so many optimizer steps.  [default: the script's own end]",
-)
+@options.levels(ALL, "Those that compete. Without O0, fp32 is measured but cannot win.")
+@options.steps("End each run after N steps. Default: when the script ends.", least=10)
 @click.option(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.Duration(),
     metavar="MINUTES",
     help="Take what is found when they are over.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of all random numbers.")
+@options.seed("Of all random numbers.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
+    metavar="FILE",
     help="The rules file to write.",
 )
-@click.argument("script", nargs=-1, type=click.UNPROCESSED)
 def command(
     metric: str,
     tolerance: float,
@@ -81,21 +66,32 @@ def command(
 
     The script after -- is run many times, from the same seed. Ctrl-C, and the end of --budget,
     keep the best so far. The rules file that is written says for each line what was measured.
+
+    In ARGS {run} stands for a name of the run.
+
+        amp-patch tune --steps 100 --out rules.toml -- train.py --epochs 1
     """
     words = python_command(script)
     pattern = _pattern(metric)
-    writable_folder(out.absolute().parent)
+    options.writable_folder(out.absolute().parent)
     call = f"amp-patch tune{_given(metric, tolerance, levels, steps)} -- {shlex.join(script)}"
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         seconds = None if budget is None else 60 * budget
-        trials = ScriptTrials(Script(words, steps, pattern, seed), Path(folder), seconds)
+        trials = ScriptTrials(Script(words, steps, pattern, seed), folder, seconds)
         search = Search(trials, levels, tolerance, click.echo)
-        ended = _run(search)
+        ended, interrupted = _run(search)
+        if interrupted and search.reference.failure:
+            click.echo("Interrupted, before fp32 was measured: nothing was found.", err=True)
+            raise click.exceptions.Exit(interrupted)
         found = search.result()
         if search.progress is not None and search.progress <= search.tolerance:
             click.echo(explanation.STANDSTILL.format(search.progress))
         out.write_text(explanation.text(call, search, found, ended), encoding="utf-8")
-        verdict, code = _verified(trials, search, out, ended)
+        verdict, code = (
+            (UNVERIFIED.format(ended), interrupted)
+            if interrupted
+            else _verified(trials, search, out)
+        )
     click.echo(f"{out}: {found.setting}. {verdict}")
     if ended is not None:
         click.echo(f"The search was not finished: {ended}. There may be something faster.")
@@ -103,31 +99,27 @@ def command(
         raise click.exceptions.Exit(code)
 
 
-def _run(search: Search) -> str | None:
-    """Search, and return what ended it early; None where nothing did."""
+def _run(search: Search) -> tuple[str | None, int]:
+    """Search; return what ended it early, in words, and the exit code where a signal did."""
     try:
         search.run()
     except OutOfBudget:
-        return BUDGET
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return BUDGET, 0
+    except KeyboardInterrupt as interruption:
+        return INTERRUPTED, exit_code_of(interruption)
     except TooFar as error:
         raise click.ClickException(str(error)) from error
-    return None
+    return None, 0
 
 
-def _verified(
-    trials: ScriptTrials, search: Search, out: Path, ended: str | None
-) -> tuple[str, int]:
+def _verified(trials: ScriptTrials, search: Search, out: Path) -> tuple[str, int]:
     """Run with the file, and return what that says, and the exit code."""
-    if ended == INTERRUPTED:
-        return "Not verified by a run: interrupted.", 130
     try:
         outcome = trials.verify(out)
     except OutOfBudget:
-        return "Not verified by a run: the budget was used up.", 0
-    except KeyboardInterrupt:
-        return "Not verified by a run: interrupted.", 130
+        return UNVERIFIED.format(BUDGET), 0
+    except KeyboardInterrupt as interruption:
+        return UNVERIFIED.format(INTERRUPTED), exit_code_of(interruption)
     words = search.deviation_words(outcome)
     if search.within(outcome):
         return f"Verified by a run with it: {words}.", 0

@@ -41,6 +41,23 @@ class Outcome:
         return self.failure or ", ".join(f"{value:.5g}" for value in self.values)
 
 
+def over_ranks(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the steps of several processes as one's.
+
+    A loss is the mean over them; a step is skipped where any of them has skipped it.
+
+    Args:
+        ranks: for each the lines of `recorder.Losses`.
+    """
+    together = []
+    for row in zip(*ranks, strict=False):
+        losses = [one["loss"] for one in row if one["loss"] is not None]
+        loss = sum(losses) / len(losses) if losses else None
+        skipped = any(one["skipped"] for one in row)
+        together.append({"optimizer": row[0]["optimizer"], "loss": loss, "skipped": skipped})
+    return together
+
+
 def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> Outcome:
     """Return the mean loss of the last tenth of a run's steps.
 

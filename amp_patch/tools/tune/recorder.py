@@ -20,7 +20,7 @@ from amp_patch.tools.same_random import SameRandomNumbers
 
 def start(module: ModuleType) -> None:
     """Record this process; called with ``amp_patch.session``."""
-    options = child.options()
+    options = child.begin(module)
     child.seed_everything(options["seed"])
     lines = child.Lines(options["out"], "steps")
     if options["timed"]:

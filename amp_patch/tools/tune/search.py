@@ -303,6 +303,7 @@ def suspicious(errors: Comparison) -> list[str]:
     The model itself is not among them: with it in fp32 everything is.
     """
     names = dict.fromkeys([module for module, _ in errors.nonfinite])
+    names.update((one["module"], None) for one in errors.overflows if one["fits"] is None)
     names.update(dict.fromkeys(one.module for one in errors.worst()))
     return [name for name in names if name and not name.endswith(":")]
 
@@ -312,6 +313,11 @@ def _reason(module: str, errors: Comparison) -> str:
         if name == module or name.startswith(f"{module}."):
             inside = "" if name == module else f" in {name}"
             return f"{function}{inside} makes inf or NaN here at {errors.level}."
+    for overflow in errors.overflows:
+        if overflow["module"] == module and overflow["where"] == "backward":
+            return (
+                f"The backward of {overflow['operator']} makes inf or NaN here at {errors.level}."
+            )
     one = next(one for one in errors.worst() if one.module == module)
     return f"Error {one.error:.2g} at {errors.level}; {one.came_with:.2g} came with its inputs."
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_patch.tools.child import read_lines
+from amp_patch.tools import untrained
 from amp_patch.tools.compare import runs
 from amp_patch.tools.compare.comparison import Comparison, compare
-from amp_patch.tools.launch import ScriptRun
+from amp_patch.tools.launch import ScriptRun, filled, run_to_end
+from amp_patch.tools.recorded import read_lines
 
-from .outcome import Outcome, outcome_of_losses, outcome_of_output, progress
+from .outcome import Outcome, outcome_of_losses, outcome_of_output, over_ranks, progress
 from .setting import Setting
 from .speed import seconds_per_step
 
@@ -75,8 +76,10 @@ class ScriptTrials:
             OutOfBudget: the time was over before the run was.
         """
         folder, error = self._run(setting, timed=False)
-        self._steps = read_lines(folder / "steps-rank0.jsonl")
+        self._steps = over_ranks([read_lines(path) for path in _paths(folder)])
         if self._script.metric is None:
+            if not self._steps and error is None:
+                error = untrained.reason_in(folder)
             return outcome_of_losses(self._steps, error)
         text = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         return outcome_of_output(text, self._script.metric, error)
@@ -119,10 +122,10 @@ class ScriptTrials:
         return compare(setting.level, one, reference, None)
 
     def _record(self, setting: Setting, steps: int, skipped: list[list[int]]) -> dict[str, Any]:
-        rules = self._rules(setting)
+        rules, folder = self._rules(setting), self._next_folder()
         return runs.record(
-            self._script.command,
-            self._next_folder(),
+            filled(self._script.command, setting.level, folder.name),
+            folder,
             "",
             steps=steps,
             seed=self._script.seed,
@@ -144,10 +147,11 @@ class ScriptTrials:
         }
         environment = {"AMP_PATCH_RULES": str(rules)}
         environment |= {"PYTHONHASHSEED": "0"} if timed else runs.REPEATABLE
-        log, timeout, begin = folder / "log.txt", self._timeout(), time.monotonic()
+        timeout, begin = self._timeout(), time.monotonic()
         # The level is the file's, also where one was forced upon this process.
-        run = ScriptRun(self._script.command, RECORDER, options, log, "", environment)
-        error = runs.run_to_end(run, log, timeout)
+        command = filled(self._script.command, _level_of(setting), folder.name)
+        run = ScriptRun(command, RECORDER, options, folder / "log.txt", "", environment)
+        error = run_to_end(run, timeout)
         self._left()
         if error is None and self._longest is None:
             self._longest = time.monotonic() - begin
@@ -175,3 +179,13 @@ class ScriptTrials:
         if left is not None and left <= 0:
             raise OutOfBudget
         return left
+
+
+def _level_of(setting: Setting | Path) -> str:
+    """Return the word that stands for ``{level}``; a file is named as such."""
+    return setting.stem if isinstance(setting, Path) else setting.level
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Return the files of steps, one for each rank: "steps-rank0-2" is of a second process."""
+    return [path for path in sorted(folder.glob("steps-*")) if path.stem.count("-") == 1]

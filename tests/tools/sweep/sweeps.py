@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-import processes
-
-from amp_patch.apex.process import environment_of_run
-from amp_patch.tools import launch
 from amp_patch.tools.sweep.comparison import Comparison, compared
 from amp_patch.tools.sweep.outcomes import FINISHED, Outcome, Run
 from amp_patch.tools.sweep.steps import Step
@@ -77,29 +70,3 @@ def eventful_comparison() -> Comparison:
 
 def files_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
-class ForkedRun:
-    """Stands for `launch.ScriptRun`, in a fork that need not import torch; over when it is made."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        tool: str,
-        options: Mapping[str, Any],
-        log: Path,
-        opt_level: str,
-    ) -> None:
-        environment = environment_of_run(os.environ, opt_level, force=True)
-        added = {launch.TOOL: tool, launch.OPTIONS: json.dumps(options)}
-        done = processes.run(command, env={**environment, **added})
-        log.write_text(done.stdout + done.stderr)
-        self._code = done.returncode
-
-    def wait(self, seconds: float) -> int:
-        return self._code
-
-    def stop(self) -> None:
-        pass
-
-    close = stop

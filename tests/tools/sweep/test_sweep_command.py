@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from sweeps import ForkedRun, eventful, files_in
+from forked_run import ForkedRun
+from sweeps import eventful, files_in, made_run
 
 import amp_patch
 from amp_patch.tools import command_line, launch
@@ -125,7 +126,11 @@ def test_a_script_is_swept_in_processes_of_its_own(folder: Path) -> None:
         (["--steps", "0", "--", __file__], "--steps"),
         (["--repeat", "x", "--", __file__], "--repeat"),
         (["--tolerance", "much", "--", __file__], "neither a share like 0.05 nor one like 5%"),
+        (["--tolerance", "nan", "--", __file__], "neither a share"),
+        (["--tolerance", "-1%", "--", __file__], "neither a share"),
         (["--timeout", "-1", "--", __file__], "--timeout"),
+        (["--timeout", "nan", "--", __file__], "--timeout"),
+        (["--timeout", "inf", "--", __file__], "--timeout"),
         (["--out", f"{__file__}/a", "--", __file__], "folder to write to"),
         (["--resume", "nowhere"], "--resume must name the folder of a sweep"),
         (["--resume", "a", "--out", "b"], "got --out too"),
@@ -176,13 +181,28 @@ def test_the_exit_code_says_how_it_went(
 ) -> None:
     def run(self, kept):
         found = [one for one in eventful() if one.outcome.kind == "crashed" or ends != "crashed"]
-        self.interrupted = ends == "interrupted"
+        self.interrupted = 130 if ends == "interrupted" else 0
         return found
 
     monkeypatch.setattr(runs.Runner, "run", run)
     code, output = called("--out", tmp_path / "new", "--", __file__)
     assert code == expected
     assert ("--resume" in output) is (ends == "interrupted")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_script_that_trains_without_amp_is_told_of_with_the_mend(tmp_path, monkeypatch) -> None:
+    def run(self, kept):
+        self.is_futile = True
+        return [made_run("O0", [], outcome="no steps", reason="never called amp.initialize"),
+                made_run("O1", [], outcome="not run")]  # fmt: skip
+
+    monkeypatch.setattr(runs.Runner, "run", run)
+    code, output = called("--out", tmp_path / "new", "--", __file__)
+    assert code == 1
+    words = " ".join(output.split())
+    assert "O0: no steps: never called amp.initialize." in words
+    assert "No other level was run. To mend: call model, optimizer = amp.initialize(" in words
 
 
 def train() -> None:
@@ -261,7 +281,7 @@ def test_the_function_is_called_in_its_process(tmp_path: Path, monkeypatch) -> N
 @pytest.mark.usefixtures("undrawn")
 def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch) -> None:
     def run(self, kept):
-        self.interrupted = True
+        self.interrupted = 130
         return eventful()
 
     monkeypatch.setattr(runs.Runner, "run", run)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sweeps import INF, MEBIBYTE, NAN, made_run
 
 from amp_patch.levels import OPT_LEVELS
-from amp_patch.tools.sweep import settings, verdicts, wording
+from amp_patch.tools.sweep import settings, tables, verdicts, wording
 from amp_patch.tools.sweep.comparison import compared
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.steps import Recording as Recorded
@@ -135,6 +135,31 @@ def test_the_spread_of_several_rounds_is_that_of_the_rounds() -> None:
     assert (row.seconds.low, row.seconds.middle, row.seconds.high) == pytest.approx(
         (0.01, 0.01, 0.02)
     )
+
+
+def test_the_spread_of_memory_is_that_of_the_rounds() -> None:
+    runs = [made_run("O0", FALLING, number=one, memory=size) for one, size in ((1, 4), (2, 6))]
+    found = compared([*runs, *[made_run("O1", [], number=one) for one in (1, 2)]], 0.05)
+    spread = found.rows[0].memory_spread
+    assert (spread.low, spread.middle, spread.high) == (4 * MEBIBYTE, 5 * MEBIBYTE, 6 * MEBIBYTE)
+    assert wording.range_of_sizes(spread) == "4–6 MiB"
+    assert found.rows[1].memory_spread is None
+    names = [[name for name, _ in group] for group in tables.columns(found)]
+    assert names[1] == ["memory", "spread", "vs O0", "RAM"]
+    once = compared(runs[:1], 0.05)
+    assert once.rows[0].memory_spread is None
+    assert [name for name, _ in tables.columns(once)[1]] == ["memory", "vs O0", "RAM"]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_one_round_says_what_it_cannot_see(rounds: int) -> None:
+    runs = [
+        made_run(level, FALLING, seconds=seconds, number=number)
+        for number in range(1, rounds + 1)
+        for level, seconds in (("O0", 0.01), ("O1", 0.005))
+    ]
+    reason = recommend(compared(runs, 0.05)).reason
+    assert ("One round cannot see" in reason) is (rounds == 1)
 
 
 def test_what_did_not_end_has_no_final_loss_and_no_deviation() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,7 @@ PRELUDE = """
     import json, os, sys, time
     options = json.loads(os.environ["AMP_PATCH_TOOL_OPTIONS"])
     level, seed = os.environ["AMP_PATCH_OPT_LEVEL"], options["seed"]
-    file = open(os.path.join(options["folder"], "steps-rank0.jsonl"), "w")
+    file = open(os.path.join(options["out"], "steps-rank0.jsonl"), "w")
     def write(line):
         print(json.dumps(line), file=file, flush=True)
     write({"about": {"device": "none"}})
@@ -106,39 +104,36 @@ def test_a_crash_is_told_by_its_last_line_and_the_next_level_runs(tmp_path: Path
     assert other.outcome.kind == "finished"
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Let SIGINT interrupt: a shell starts background jobs so that they ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_script_and_the_sweep(tmp_path: Path, number: int, ctrl_c: None) -> None:
-    ending = "if level == 'O4': time.sleep(60)"
-    view = Watcher(lambda run: os.kill(os.getpid(), number) if run.level == "O4" else None)
-    one = runner(tmp_path, ending, view, levels=["O0", "O4", "O5"])
-    handler = signal.getsignal(number)
-    kinds = [run.outcome.kind for run in one.run()]
-    assert kinds == ["finished", "interrupted", "not run"]
-    assert one.interrupted
-    assert signal.getsignal(number) is handler
-
-
-def test_a_second_interruption_kills_the_script(tmp_path: Path, monkeypatch) -> None:
-    def stop(self: object) -> None:
-        raise KeyboardInterrupt
-
+def test_a_signal_ends_the_script_and_the_sweep(tmp_path: Path) -> None:
     def interrupt(run: Run) -> None:
-        raise KeyboardInterrupt
+        if run.level == "O4":
+            raise launch.Interrupted(signal.SIGTERM)
 
-    monkeypatch.setattr(launch.ScriptRun, "stop", stop)
-    one = runner(tmp_path, "time.sleep(60)", Watcher(interrupt))
-    start = time.monotonic()
-    (run,) = one.run()
-    assert run.outcome.kind == "interrupted"
-    assert time.monotonic() - start < 30
+    ending = "if level == 'O4': time.sleep(60)"
+    one = runner(tmp_path, ending, Watcher(interrupt), levels=["O0", "O4", "O5"])
+    found = one.run()
+    assert [run.outcome.kind for run in found] == ["finished", "interrupted", "not run"]
+    assert len(found[1].steps) == 4
+    assert one.interrupted == 128 + signal.SIGTERM
+
+
+def test_a_script_that_does_not_train_is_run_at_one_level_only(tmp_path: Path) -> None:
+    one = runner(tmp_path, "", levels=["O0", "O4"], repeat=2)
+    (tmp_path / "script.py").write_text("print('no amp here')")
+    found = one.run()
+    assert [run.outcome.kind for run in found] == ["no steps", *["not run"] * 3]
+    assert "imported neither amp_patch nor apex" in found[0].outcome.reason
+    assert one.is_futile
+    assert not one.interrupted
+
+
+def test_words_of_the_script_name_the_level_and_the_run(tmp_path: Path) -> None:
+    one = runner(tmp_path, "print(sys.argv[1:])", levels=["O0", "O4"], repeat=2)
+    one.command = [*one.command, "--out={run}", "x/{level}.pt", "{other}"]
+    one.run()
+    printed = {path.parent.name: path.read_text() for path in tmp_path.glob("runs/*/log.txt")}
+    assert len(printed) == 4
+    assert printed["O4-round2"] == "['--out=O4-round2', 'x/O4.pt', '{other}']\n"
 
 
 def saved(folder: Path, one: Runner, found: list[Run]) -> None:
@@ -147,7 +142,7 @@ def saved(folder: Path, one: Runner, found: list[Run]) -> None:
 
 
 def test_what_is_finished_is_kept_when_a_sweep_goes_on(tmp_path: Path) -> None:
-    ending = "if level == 'O1' and not os.path.exists(options['folder'] + '/../../mended'): 1 / 0"
+    ending = "if level == 'O1' and not os.path.exists(options['out'] + '/../../mended'): 1 / 0"
     one = runner(tmp_path, ending, levels=["O0", "O1"])
     found = one.run()
     saved(tmp_path, one, found)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from sweeps import eventful, eventful_comparison, made_run
 
-from amp_patch.tools.sweep import files, live, plots, series, tables, wording
+from amp_patch.tools.sweep import figures, files, live, plots, series, tables, wording
 from amp_patch.tools.sweep.comparison import compared
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.settings import Settings
@@ -122,6 +122,31 @@ def test_a_terminal_shows_each_level_with_loss_speed_and_scale(width: int) -> No
     assert re.search(r"O0 +.*waits", printed(console))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed(console))
     assert re.search(r"O1 +runs +9/20 +2 +100 +1024 +1", plain)
+
+
+@pytest.mark.parametrize("width", [32, 40, 50, 60, 80])
+def test_where_there_is_no_room_columns_are_left_out_and_no_figure_is_cut(width: int) -> None:
+    console = console_of(width, is_terminal=True)
+    run = made_run("O1", [3.142e-06] * 20, outcome="interrupted")
+    with live.view_for(console, Settings(["x.py"], ["O0", "O1"], steps=12345)) as view:
+        view.goes_on(run, Recording(steps=run.steps))
+        view.ended(run)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed(console))
+    assert "…" not in plain
+    last = plain[plain.rindex("level") :]
+    assert "20/12345" in last
+    assert ("3.142e-06" in last) is (width > 40)
+    assert ("skipped" in last) is (width > 60)
+    assert max(map(len, re.split(r"[\r\n]+", plain))) <= width
+
+
+@pytest.mark.parametrize(("least", "tick"), [(0.9, None), (1e-2, "D2"), (1e-6, 1)])
+def test_the_axis_of_the_loss_has_as_many_ticks_as_there_is_room_for(least: float, tick) -> None:
+    runs = [made_run("O0", [1.0 * least ** (step / 39) for step in range(40)])]
+    _, figure = figures.figures(compared(runs, 0.05), runs, 0.05)["loss"]
+    assert figure.layout.yaxis.dtick == tick
+    (menu,) = figure.layout.updatemenus
+    assert menu.buttons[1].args[0]["yaxis.dtick"] == (tick or "D2")
 
 
 @pytest.fixture

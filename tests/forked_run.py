@@ -34,12 +34,18 @@ class ForkedRun:
         env = {**environment_of_run(os.environ, opt_level, force=True), **added}
         done = processes.run(command, env=env)
         log.write_text(done.stdout + done.stderr, encoding="utf-8")
-        self.code = done.returncode
+        self.log, self.code = log, done.returncode
 
-    def wait(self, seconds: float) -> int | None:
+    def __enter__(self) -> ForkedRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self, seconds: float) -> int:
         return self.code
 
-    def close(self) -> None:
+    def stop(self) -> None:
         pass
 
 

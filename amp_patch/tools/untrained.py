@@ -1,0 +1,146 @@
+"""Scripts that do not train with amp: known before they run, or told of after; with the mend.
+
+Knows the text of scripts, and what a tool noted of one that ran; imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .errors import BadArguments
+from .recorded import read_lines
+
+#: The name of the files in which `child.begin` notes what has become of amp, before the rank.
+NAME = "amp"
+#: What had become of amp when the script ended -> in words; None: nobody imported it.
+REASONS = {
+    None: "the script imported neither amp_patch nor apex",
+    "no": "the script never called amp.initialize",
+    "disabled": "the script called amp.initialize(enabled=False)",
+    "yes": "no optimizer that the script gave to amp.initialize was stepped",
+}
+MEND = (
+    "call model, optimizer = amp.initialize(model, optimizer), and before optimizer.step() "
+    "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
+)
+#: Packages that are sure not to use amp by themselves, with those of Python.
+_HARMLESS = {"PIL", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "torch", "torchaudio"}
+_HARMLESS |= {"torchvision", "tqdm", "yaml", *sys.stdlib_module_names}
+#: Names by which code runs that a reader of the script does not see.
+_HIDING = {"__import__", "eval", "exec", "importlib", "runpy", "subprocess"}
+_HIDING_CALLS = {"execv", "execve", "execvp", "import_module", "popen", "system"}
+_LAUNCHERS = {"python", "python3", "torchrun"}
+_LAUNCHING_MODULES = {"torch.distributed.launch", "torch.distributed.run"}
+
+
+def reason_in(folder: Path) -> str:
+    """Return why a run left nothing to look at, with the mend.
+
+    Args:
+        folder: in which `child.begin` has noted what became of amp.
+    """
+    states = [line["amp"] for path in folder.glob(f"{NAME}-*.jsonl") for line in read_lines(path)]
+    best = next((one for one in ("yes", "disabled", "no") if one in states), None)
+    return f"{REASONS[best]}; {MEND}"
+
+
+def refuse_without_amp(words: Sequence[str]) -> None:
+    """Refuse a script that is sure not to use amp.
+
+    Args:
+        words: what stands after ``--``.
+
+    Raises:
+        BadArguments: it, and all that it imports, was read and uses neither amp_patch nor apex.
+    """
+    place = _place(words)
+    if place is not None and not _may_use_amp(*place):
+        raise BadArguments(
+            f"the script must train with amp_patch or apex; got {place[0]}, which imports neither, "
+            f"nor does what it imports; {MEND}"
+        )
+
+
+def _place(words: Sequence[str]) -> tuple[Path, Path] | None:
+    """Return the file of a script, and the folder in which Python looks for its modules first.
+
+    None where the file is not found, or something else than Python starts it.
+    """
+    waiting = list(words)
+    if Path(waiting[0]).name in _LAUNCHERS:
+        del waiting[0]
+    elif waiting[0] != "-m":
+        return Path(waiting[0]), Path(waiting[0]).parent
+    for word, following in zip(waiting, [*waiting[1:], ""], strict=True):
+        if word == "-m" and following and following not in _LAUNCHING_MODULES:
+            files = _files(f"{following}.__main__", Path()) or _files(following, Path())
+            return (files[-1], Path()) if files else None
+        if word.endswith(".py") and Path(word).is_file():
+            return Path(word), Path(word).parent
+    return None
+
+
+def _may_use_amp(script: Path, folder: Path) -> bool:
+    """Return whether a script, or what it imports of the user's own, may use amp."""
+    folder = folder.absolute()
+    waiting, seen = [script.absolute()], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            with tokenize.open(path) as file:
+                text = file.read()
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return True
+        if "apex" in text or "amp_patch" in text or _hides(tree):
+            return True
+        for name, where in _imports(tree, path, folder):
+            found = _files(name, where)
+            if not found and (where != folder or name.partition(".")[0] not in _HARMLESS):
+                return True
+            waiting += found
+    return False
+
+
+def _hides(tree: ast.Module) -> bool:
+    """Return whether a script may run what cannot be read."""
+    return any(
+        (isinstance(node, ast.Name) and node.id in _HIDING)
+        or (isinstance(node, ast.Attribute) and node.attr in _HIDING_CALLS)
+        or (isinstance(node, ast.alias) and node.name.partition(".")[0] in _HIDING)
+        or (isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in _HIDING)
+        for node in ast.walk(tree)
+    )
+
+
+def _imports(tree: ast.Module, path: Path, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the dotted names that a module imports, and the folder in which to look for each."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, folder) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = min(node.level, len(path.parents))
+            where = path.parents[above - 1] if above else folder
+            if node.module:
+                yield node.module, where
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if node.module else alias.name
+                if not node.module or _files(name, where):
+                    yield name, where
+
+
+def _files(name: str, folder: Path) -> list[Path]:
+    """Return the files that the import of a dotted name runs, the outermost first; [] for none."""
+    place = folder.joinpath(*name.split("."))
+    own = [one for one in (place / "__init__.py", place.with_suffix(".py")) if one.is_file()]
+    if not own:
+        return [place] if place.is_dir() else []
+    packages = [parent for parent in reversed(place.parents) if folder in parent.parents]
+    return [file for one in packages if (file := one / "__init__.py").is_file()] + own
