@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import py_compile
 import shutil
 import sys
 import sysconfig
@@ -27,6 +28,7 @@ _MODULE = "amp_patch_apex"
 _HOOK = Path(__file__).parent / "enabled" / f"{_MODULE}.py"
 #: Python imports the hook by it, so it is written last and removed first.
 _START = f"{_MODULE}.pth"
+_INFO = f"{_MODULE}-{__version__}.dist-info"
 _METADATA = """\
 Metadata-Version: 2.1
 Name: {name}
@@ -89,8 +91,11 @@ def enable(folder: Path) -> bool:
         return False
     try:
         disable(folder)
+        (folder / _INFO).mkdir()
         for name, text in _files().items():
             _write(folder / name, text)
+        # Who starts Python may not be allowed to write here.
+        py_compile.compile(str(folder / f"{_MODULE}.py"), quiet=2)
     except OSError as error:
         disable(folder)
         raise NotPossible(
@@ -158,16 +163,15 @@ def _is_own() -> bool:
 
 def _files() -> Mapping[str, str]:
     """Return the text of each file by its place in the folder, in the order of writing."""
-    info = f"{_MODULE}-{__version__}.dist-info"
     files = {
         f"{_MODULE}.py": _HOOK.read_text(encoding="utf-8"),
-        f"{info}/METADATA": _METADATA.format(name=NAME, version=__version__),
-        f"{info}/INSTALLER": "amp-patch\n",
-        f"{info}/top_level.txt": "amp_C\namp_patch_apex\napex\napex_C\n",
+        f"{_INFO}/METADATA": _METADATA.format(name=NAME, version=__version__),
+        f"{_INFO}/INSTALLER": "amp-patch\n",
+        f"{_INFO}/top_level.txt": "amp_C\namp_patch_apex\napex\napex_C\n",
     }
     start = f"import {_MODULE}\n"
     rows = [_record(name, text) for name, text in {**files, _START: start}.items()]
-    files[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"])
+    files[f"{_INFO}/RECORD"] = "".join([*rows, f"{_INFO}/RECORD,,\n"])
     files[_START] = start
     return files
 
@@ -181,7 +185,6 @@ def _record(name: str, text: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write a file at once: who reads it sees all of it or nothing."""
-    path.parent.mkdir(exist_ok=True)
     number, name = tempfile.mkstemp(dir=path.parent, prefix=".amp_patch_apex")
     try:
         with os.fdopen(number, "wb") as file:

@@ -94,7 +94,9 @@ class Summary(NamedTuple):
             "since": None if self.since is None else self.since.isoformat(timespec="seconds"),
             "steps": self.steps,
             "skipped": self.skipped,
-            "optimizers": [one._asdict() for one in self.optimizers],
+            "optimizers": [
+                {**one._asdict(), "losses": list(one.losses)} for one in self.optimizers
+            ],
             "losses": [one._asdict() for one in self.losses],
         }
 
