@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from . import arguments, kernels, levels, rules_file
 from . import debug as debug
-from .call_site import errors_at_the_call, refuse_unpacking
+from .call_site import errors_at_the_call, returned
 from .casting import regions
 from .debug import overflow_report, summary
 from .debug.logs import logs
@@ -144,8 +144,7 @@ def initialize(
             file for a folder.
         FileNotFoundError: no such rules file.
     """
-    refuse_unpacking(models, optimizers)
-    result = models if optimizers is None else (models, optimizers)
+    result = returned(models, optimizers)
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result

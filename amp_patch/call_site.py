@@ -53,16 +53,22 @@ def _is_raised_by_us(traceback: TracebackType | None) -> bool:
     return _is_ours(traceback.tb_frame) and code.co_code[traceback.tb_lasti] == _RAISE
 
 
-def refuse_unpacking(models: Any, optimizers: Any) -> None:
-    """Raise where the user's line unpacks one model: ``model, optimizer = initialize(model)``.
-
-    Of an `nn.Sequential` of two layers Python would make two models, without a word.
+def returned(models: Any, optimizers: Any) -> Any:
+    """Return what ``initialize`` returns for its first two arguments: the pair, or models alone.
 
     Raises:
-        TypeError: as said.
+        TypeError: the user's line unpacks one model, as in ``model, optimizer =
+            initialize(model)``. Of an `nn.Sequential` of two layers Python would make two models,
+            without a word.
     """
-    if optimizers is not None or not isinstance(models, nn.Module):
-        return
+    if optimizers is not None:
+        return models, optimizers
+    if isinstance(models, nn.Module):
+        _refuse_unpacking()
+    return models
+
+
+def _refuse_unpacking() -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from amp_patch import __version__
+import amp_patch
 
 from .process import real_amp
 
@@ -28,7 +28,7 @@ _MODULE = "amp_patch_apex"
 _HOOK = Path(__file__).parent / "enabled" / f"{_MODULE}.py"
 #: Python imports the hook by it, so it is written last and removed first.
 _START = f"{_MODULE}.pth"
-_INFO = f"{_MODULE}-{__version__}.dist-info"
+_INFO = f"{_MODULE}-{amp_patch.__version__}.dist-info"
 _METADATA = """\
 Metadata-Version: 2.1
 Name: {name}
@@ -165,7 +165,7 @@ def _files() -> Mapping[str, str]:
     """Return the text of each file by its place in the folder, in the order of writing."""
     files = {
         f"{_MODULE}.py": _HOOK.read_text(encoding="utf-8"),
-        f"{_INFO}/METADATA": _METADATA.format(name=NAME, version=__version__),
+        f"{_INFO}/METADATA": _METADATA.format(name=NAME, version=amp_patch.__version__),
         f"{_INFO}/INSTALLER": "amp-patch\n",
         f"{_INFO}/top_level.txt": "amp_C\namp_patch_apex\napex\napex_C\n",
     }

@@ -10,7 +10,7 @@ import torch
 from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
-from amp_patch.call_site import errors_at_the_call, refuse_unpacking
+from amp_patch.call_site import errors_at_the_call, returned
 from amp_patch.levels import OptLevel, Resolved, resolve_forced
 from amp_patch.rules_file import rules_of
 from amp_patch.session import initialize_at, session
@@ -120,8 +120,7 @@ def initialize(
         TypeError, RuntimeError, ValueError: as `amp_patch.amp.initialize`, also of the file that
             ``amp-patch run --rules`` names.
     """
-    refuse_unpacking(models, optimizers)
-    result = models if optimizers is None else (models, optimizers)
+    result = returned(models, optimizers)
     _forget_at_deactivate()
     if not enabled_of(enabled):
         _amp_state.opt_properties = Properties()
