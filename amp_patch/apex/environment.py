@@ -11,6 +11,7 @@ import hashlib
 import os
 import py_compile
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -128,11 +129,12 @@ def refuse(folder: Path, force: bool) -> None:
 
     Args:
         folder: of its packages.
-        force: take a Python that is no environment of its own.
+        force: take a Python that is no environment of its own, or finds amp_patch only because
+            this process's folder or PYTHONPATH shows it.
 
     Raises:
-        NotPossible: a real apex with amp is there, the environment is everybody's, or Python does
-            not look into the folder.
+        NotPossible: a real apex with amp is there, the environment is everybody's or has no
+            amp_patch, or Python does not look into the folder.
     """
     here = os.getcwd()
     place = real_amp([path for path in sys.path if path not in ("", here)])
@@ -146,12 +148,28 @@ def refuse(folder: Path, force: bool) -> None:
             f"Python must find packages in {folder}; got a Python that does not look there; start "
             "it without -S and -I, or use a virtual environment"
         )
+    if not force and not _is_installed():
+        home = Path(amp_patch.__file__).parent.parent
+        raise NotPossible(
+            "amp_patch must be installed where every process finds it; got one that only this "
+            f"folder or PYTHONPATH shows, {home}; call pip install {home}, or amp-patch enable "
+            "--force"
+        )
     if not force and not _is_own():
         raise NotPossible(
             f"only a virtual environment is enabled unasked; got {sys.prefix}, which every "
             "program of this Python uses; make one (python -m venv .venv), or call "
             "amp-patch enable --force"
         )
+
+
+def _is_installed() -> bool:
+    """Return whether a process that is started elsewhere finds amp_patch."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        command = [sys.executable, "-c", "import amp_patch"]
+        done = subprocess.run(command, cwd=elsewhere, env=environ, capture_output=True)
+    return done.returncode == 0
 
 
 def _is_own() -> bool:

@@ -126,6 +126,16 @@ def test_a_python_of_everybody_asks_for_force(
         environment.refuse(folder, force=False)
 
 
+def test_a_checkout_that_only_this_process_sees_is_refused(tmp_path: Path) -> None:
+    one = Environment(tmp_path)
+    one.others.write_text(f"{sysconfig.get_path('purelib')}\n")  # click, and no amp_patch
+    command = [one.python, "-m", "amp_patch", "enable"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"only this folder or PYTHONPATH shows, {ROOT}; call pip install" in done.stderr
+    assert not (one.packages / "amp_patch_apex.pth").exists()
+
+
 def test_a_folder_that_python_does_not_look_into_is_refused(tmp_path: Path) -> None:
     with pytest.raises(environment.NotPossible, match=f"must find packages in {tmp_path}"):
         environment.refuse(tmp_path, force=True)

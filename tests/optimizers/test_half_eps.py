@@ -9,14 +9,14 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer, RMSprop
+from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 KINDS = sorted(
     (
         kind
         for kind in vars(torch.optim).values()
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
-        if kind.__name__ not in ("LBFGS", "SparseAdam", "Muon")  # other gradients, or refused
+        if kind.__name__ not in ("LBFGS", "Muon")  # refused; for matrices only
     ),
     key=lambda kind: kind.__name__,
 )
@@ -29,6 +29,9 @@ def becomes_nan(kind: type[Optimizer], **options: object) -> bool:
     for _ in range(10):
         for param, grad in zip(params, (0.0, 1e-4), strict=True):
             param.grad = torch.full_like(param, grad)
+            if kind is SparseAdam:
+                places = torch.arange(2)[None]
+                param.grad = torch.sparse_coo_tensor(places, param.grad, (2,))
         optimizer.step()
     return not all(param.isfinite().all() for param in params)
 

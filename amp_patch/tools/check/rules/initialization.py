@@ -28,7 +28,7 @@ _WITH_STATE = {"torch.optim.Adagrad"}
 _DIVIDING = {
     **{
         f"torch.optim.{name}": (3, 1e-8)
-        for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
+        for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "SparseAdam")
     },
     "torch.optim.Adagrad": (5, 1e-10),
 }
