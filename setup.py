@@ -64,9 +64,10 @@ setup(
     packages=[*find_packages(include=["amp_patch", "amp_patch.*"]), "amp_patch.csrc"],
     package_dir={"amp_patch.csrc": "csrc"},
     package_data={
-        # what a child process of Python runs first lies in a folder that is no package
+        # what Python runs when it starts lies in folders that are no packages
         "amp_patch": [
             "py.typed",
+            "apex/enabled/amp_patch_apex.py",
             "apex/startup/sitecustomize.py",
             "tools/sweep/report.template.html",
         ],

@@ -1,18 +1,32 @@
 """Mixed-precision training for PyTorch by one line of code: ``from amp_patch import amp``.
 
 This file owns the package's version, and the name of `sweep`; the calls are in ``amp_patch.amp``.
-Importing it imports no other module of ours, and no torch attribute is touched before
+Importing it imports no other module of ours, nor torch: ``amp_patch.amp`` and the other public
+modules are imported when they are first asked for. No torch attribute is touched before
 ``amp.initialize``.
 """
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
-__all__ = ["__version__", "sweep"]
+__all__ = ["__version__", "amp", "sweep"]
 
 __version__ = "0.1.0"
+
+_MODULES = ("amp", "apex", "cuda_graph", "debug", "optimizers")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _MODULES:
+        return importlib.import_module(f"amp_patch.{name}")
+    raise AttributeError(f"module 'amp_patch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
 
 
 def sweep(

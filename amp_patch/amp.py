@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from . import arguments, kernels, levels, rules_file
 from . import debug as debug
+from .call_site import errors_at_the_call, returned
 from .casting import regions
-from .debug import overflow_report
+from .debug import overflow_report, summary
 from .debug.logs import logs
 from .debug.trace import tracer
 from .scaling import loss_scaler
@@ -58,9 +59,11 @@ __all__ = [
     "scale_loss",
     "state_dict",
     "step_was_skipped",
+    "summary",
 ]
 
 
+@errors_at_the_call
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -133,7 +136,7 @@ def initialize(
     Raises:
         TypeError: models, optimizers, enabled, opt_level, verbosity, rules, fused_step or
             trace_overflow of a wrong type; LBFGS; an optimizer that ``fused_step`` does not know;
-            no such logger.
+            no such logger; one model without optimizer, unpacked.
         ImportError: the package of a logger is missing.
         RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
             optimizer passed before.
@@ -141,7 +144,7 @@ def initialize(
             file for a folder.
         FileNotFoundError: no such rules file.
     """
-    result = models if optimizers is None else (models, optimizers)
+    result = returned(models, optimizers)
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
@@ -342,6 +345,7 @@ def state_dict(
     return result
 
 
+@errors_at_the_call
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Set the loss scalers from `state_dict`, apex's, or a `torch.amp.GradScaler`'s.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
@@ -232,11 +233,14 @@ def print_level(level: OptLevel, message: str | None = None) -> None:
 
     Args:
         level: what was resolved.
-        message: a line to go before it.
+        message: a line of our own before it, on stderr: what the script prints stays its own.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or torch.distributed.get_rank() == 0:
-        print(*filter(None, [message, describe(level)]), sep="\n")
+    if distributed and torch.distributed.get_rank() != 0:
+        return
+    if message is not None:
+        print(message, file=sys.stderr)
+    print(describe(level))
 
 
 def describe(level: OptLevel) -> str:

@@ -31,11 +31,13 @@ from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, is_forced, print_level
+from .optimizers.half_eps import warn_of_eps
 from .patching import Patches
 from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass
+from .step.history import History, Prepared
 from .step.loss_scaling import Found, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
@@ -60,6 +62,7 @@ class Session:
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed.
         overflows: the last one of each scaler.
+        history: what was initialized, and how many steps came of it.
         observers: told of each training step; they stay when the session ends.
     """
 
@@ -74,6 +77,7 @@ class Session:
     def _reset(self) -> None:
         self.scalers: list[LossScaler] = []
         self.overflows = OverflowLog()
+        self.history = History()
         self.verbosity = 1
         self.initialized = False
         self.disabled = False
@@ -127,8 +131,11 @@ class Session:
             )
             self.store.end_conversion()
             self.functions.follow_models(self._casting_dtypes())
+            for optimizer in optimizers:
+                warn_of_eps(optimizer)
             on_error.pop_all()
         self.disabled = False
+        self.history.add(level.name, [self._prepared(one, level) for one in optimizers])
         if self.observers:
             self.observers.prepared(models)
 
@@ -148,7 +155,12 @@ class Session:
         self.models.cast_functions()
         process.devices = ALL_DEVICES
         self._without_model = {level.half_dtype}
+        self.history.add(level.name)
         self.disabled = False
+
+    def _prepared(self, optimizer: Optimizer, level: OptLevel) -> Prepared:
+        step = self.optimizers.steps[optimizer]
+        return Prepared(type(optimizer).__name__, level.name, step.scalers, step.skip.count)
 
     def _casting_dtypes(self) -> set[torch.dtype]:
         """Return the half dtypes that functions are patched for."""

@@ -65,6 +65,7 @@ APEX = {
     # not apex's
     "deactivate": {},
     "overflow_report": {},
+    "summary": {},
     "step_was_skipped": {"optimizer": ...},
     "loss_scale": {"loss_id": 0},
     "clip_grad_norm_": {"optimizer": ..., "max_norm": ...},

@@ -19,7 +19,11 @@ def snippets(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [ROOT / "docs" / "diagnose.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "docs" / "diagnose.md", ROOT / "docs" / "summary.md"],
+    ids=lambda page: page.name,
+)
 def test_the_snippets_of_a_page_run_one_after_the_other(amp, page: Path) -> None:
     namespace = {"__name__": "__main__"}
     for source in snippets(page):

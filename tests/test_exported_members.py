@@ -3,6 +3,9 @@
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,7 @@ OWN_CALLS = {
     "step_was_skipped": "optimizer",
     "loss_scale": "loss_id=0",
     "overflow_report": "",
+    "summary": "",
     "clip_grad_norm_": "optimizer, max_norm",
     "half_region": "",
     "float_region": "",
@@ -81,9 +85,24 @@ def test_all_is_sorted_and_complete(name: str) -> None:
     assert all(hasattr(module, exported) for exported in module.__all__)
 
 
-def test_the_package_exports_its_version_and_the_sweep_only() -> None:
-    assert amp_patch.__all__ == ["__version__", "sweep"]
+def test_the_package_exports_its_version_amp_and_the_sweep_only() -> None:
+    assert amp_patch.__all__ == ["__version__", "amp", "sweep"]
     assert public_names(PACKAGE / "__init__.py") == {"sweep"}
+
+
+def test_public_modules_are_attributes_that_are_imported_when_asked_for() -> None:
+    code = """
+        import sys, amp_patch
+        assert set({names}) <= set(dir(amp_patch))
+        assert not [name for name in sys.modules if name.startswith(("torch", "amp_patch."))]
+        for name in {names}:
+            assert getattr(amp_patch, name) is sys.modules[f"amp_patch.{{name}}"]
+        assert not hasattr(amp_patch, "amq")
+        """
+    names = ["amp", "apex", "cuda_graph", "debug", "optimizers"]
+    code = textwrap.dedent(code).format(names=names)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_amp_exports_the_documented_calls() -> None:

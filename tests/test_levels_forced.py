@@ -60,9 +60,9 @@ def test_initialize_trains_at_it(amp, force, capsys: pytest.CaptureFixture[str])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O1", rules={"softmax": "half"})
     assert model.weight.dtype is torch.bfloat16
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "amp-patch: opt_level O1 of the script is run as O5."
-    assert lines[1].startswith("Selected optimization level O5:")
+    out, err = capsys.readouterr()
+    assert err == "amp-patch: opt_level O1 of the script is run as O5.\n"
+    assert out.startswith("Selected optimization level O5:")
 
 
 def test_a_fused_step_is_dropped_where_the_level_has_no_masters(amp, force) -> None:

@@ -109,6 +109,12 @@ def absent(module: str, name: str, frame: types.FrameType) -> Exception:
     return AttributeError(f"{words}: {told}")
 
 
+def is_of_amp_patch(finder: object) -> bool:
+    """Return whether a finder in ``sys.meta_path`` is the drop-in's, and finds no real apex."""
+    module = type(finder).__module__
+    return module.startswith("amp_patch.apex.") or module == "amp_patch_apex"
+
+
 def is_supplied(module: types.ModuleType) -> bool:
     """Return whether a module came from `Finder`."""
     return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Loader)

@@ -5,14 +5,19 @@ Knows the environment variables that say so; imports no torch.
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .finder import is_of_amp_patch
+
+#: Where ``amp-patch run --report`` writes; the process that it became, and when it did.
+REPORT = "AMP_PATCH_REPORT"
+REPORT_PROCESS = "AMP_PATCH_REPORT_PROCESS"
 _STARTUP = str(Path(__file__).parent / "startup")
 
 
@@ -21,6 +26,7 @@ def run_python(
     opt_level: str | None,
     force: bool = False,
     rules: str | None = None,
+    report: str | None = None,
 ) -> None:
     """Become ``python COMMAND``, with the options that this Python was started with.
 
@@ -32,6 +38,7 @@ def run_python(
         opt_level: takes the place of what the script gives `initialize`; None leaves it.
         force: put the drop-in in the place of a real apex, too.
         rules: path of a rules file, in the place of what the script gives `initialize`.
+        report: path of the file that tells, in the end, what became of the run.
 
     Raises:
         RuntimeError: Python was started with -I, -E or -S, which keep the children from finding
@@ -43,7 +50,7 @@ def run_python(
             "-I, -E or -S, which ignores one of them. Run python -m amp_patch run without it."
         )
     argv = [sys.executable, *_options_of_python(), *command]
-    environment = environment_of_run(os.environ, opt_level, force, rules)
+    environment = environment_of_run(os.environ, opt_level, force, rules, report)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # where exec starts another process and ends this one at once
@@ -51,9 +58,15 @@ def run_python(
     os.execve(sys.executable, argv, environment)
 
 
-def real_amp() -> str | None:
-    """Return where an apex lies that has ``apex.amp`` itself; None where there is none."""
-    spec = importlib.machinery.PathFinder.find_spec("apex")
+def real_amp(paths: Sequence[str] | None = None) -> str | None:
+    """Return where an apex lies that has ``apex.amp`` itself; None where there is none.
+
+    Args:
+        paths: to look in; None: in ``sys.path``.
+    """
+    finders = [one for one in sys.meta_path if not is_of_amp_patch(one)]
+    found = (one.find_spec("apex", paths) for one in finders)
+    spec = next(filter(None, found), None)
     places = [] if spec is None or spec.loader is None else spec.submodule_search_locations or []
     return next((place for place in places if Path(place, "amp", "__init__.py").is_file()), None)
 
@@ -63,12 +76,13 @@ def environment_of_run(
     opt_level: str | None,
     force: bool = False,
     rules: str | None = None,
+    report: str | None = None,
 ) -> dict[str, str]:
     """Return the environment in which Python installs the drop-in when it starts.
 
     Args:
         environment: what there is now.
-        opt_level, force, rules: as `run_python`.
+        opt_level, force, rules, report: as `run_python`.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     others = [path for path in paths if path != _STARTUP]
@@ -81,6 +95,9 @@ def environment_of_run(
         changed["AMP_PATCH_OPT_LEVEL"] = opt_level
     if rules is not None:  # the script may change the folder before it needs the file
         changed["AMP_PATCH_RULES"] = os.path.abspath(rules)
+    if report is not None:
+        changed[REPORT] = os.path.abspath(report)
+        changed[REPORT_PROCESS] = f"{os.getpid()} {time.time()}"
     if force:
         changed["AMP_PATCH_FORCE"] = "1"
     return {**environment, **changed}

@@ -13,7 +13,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from .finder import Finder, absent, supplied_in
+from .finder import Finder, absent, is_of_amp_patch, supplied_in
 
 _NAME = "apex"
 
@@ -43,7 +43,7 @@ class RealApex:
         """
         if fullname != _NAME:
             return None
-        others = [one for one in sys.meta_path if not isinstance(one, (Finder, RealApex))]
+        others = [one for one in sys.meta_path if not is_of_amp_patch(one)]
         specs = (one.find_spec(fullname, path, target) for one in others)
         spec = next(filter(None, specs), None)
         if spec is None or spec.loader is None:

@@ -10,5 +10,15 @@ from .cause import Cause
 from .op_stats import OpStats, op_stats
 from .overflow import OverflowReport, overflow_report
 from .ranges import Range
+from .summary import Summary, summary
 
-__all__ = ["Cause", "OpStats", "OverflowReport", "Range", "op_stats", "overflow_report"]
+__all__ = [
+    "Cause",
+    "OpStats",
+    "OverflowReport",
+    "Range",
+    "Summary",
+    "op_stats",
+    "overflow_report",
+    "summary",
+]

@@ -86,6 +86,10 @@ class OverflowLog:
         overflow = Overflow(scaler_id, scale, step_number, None, total, skips)
         self._last[scaler_id] = overflow, rows
 
+    def count(self, scaler_id: int) -> int:
+        """Return how many overflows of a scaler there were."""
+        return self._last[scaler_id][0].skips if scaler_id in self._last else 0
+
     def last(self) -> list[Overflow]:
         """Return the last overflow of each scaler that had one. May wait for a device."""
         return [

@@ -20,6 +20,8 @@ from amp_patch.kernels import HostCopy
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.scaling.loss_scaler import LossScaler
 
+from .history import StepCount
+
 
 class Pending(Protocol):
     """A check of gradients whose result nobody has asked for yet."""
@@ -89,6 +91,7 @@ class Skip:
         is_certain: True where the host knows a reason to skip the next step.
         flag: fp32, 0-dim, not 0 where a device found a reason; None where no device was asked.
         pending: checks that may yet ask for a skip, the earliest first.
+        count: the steps so far, and how many of them were skipped.
     """
 
     def __init__(self, announce: Callable[[str], None]) -> None:
@@ -97,6 +100,7 @@ class Skip:
         self.is_certain = False
         self.flag: Tensor | None = None
         self.pending: list[Pending] = []
+        self.count = StepCount()
         self._was_skipped: bool | HostCopy = False
 
     @property
@@ -160,18 +164,22 @@ class Skip:
     def note_made(self, flag: Tensor | None) -> None:
         """The step was made; where it was given a flag, that says later if it changed anything."""
         self._was_skipped = False
-        if flag is not None:
+        if flag is None:
+            self.count.steps += 1
+        else:
             captures.follow(flag.device, functools.partial(self._end_made, flag))
         self.forget()
 
     def note_skipped(self) -> None:
         """The step was skipped; say why, when that is known."""
         self._was_skipped = True
+        self.count.add_skipped()
         self._end_announcement()
         self.forget()
 
     def _end_made(self, flag: Tensor) -> None:
-        self._was_skipped = HostCopy(flag)
+        self._was_skipped = outcome = HostCopy(flag)
+        self.count.add_late(outcome)
         self._end_announcement()
 
     def _end_announcement(self) -> None:

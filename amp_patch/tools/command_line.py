@@ -7,8 +7,10 @@ after Ctrl-C or another signal 128 and the signal's number.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +22,8 @@ from .launch import exit_code_of, signals_interrupt
 #: name -> the module that has it, and the line that ``amp-patch --help`` shows
 COMMANDS = {
     "run": ("run", "Run a script that imports apex, with apex in place."),
+    "enable": ("enable", "Let every process of this environment import apex."),
+    "disable": ("disable", "Undo amp-patch enable."),
     "sweep": ("sweep.command", "Run a training script at several levels, and compare."),
     "doctor": ("doctor", "Say whether mixed precision works here, and is fast."),
     "check": ("check", "Name mistakes in training scripts without running them."),
@@ -45,6 +49,14 @@ class Commands(click.Group):
         command: click.Command = module.command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; where there is none of the name, say which was meant."""
+        if args[0] not in COMMANDS:
+            ctx.fail(_no_command(args))
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the table, and import nothing for that."""
         with formatter.section("Commands"):
@@ -58,7 +70,7 @@ class Commands(click.Group):
                 sys.exit(super().main(*args, **kwargs))
         except click.ClickException as error:
             message = " ".join(error.format_message().split())
-            click.echo(f"{_called(error)}: {message}", err=True)
+            click.echo(f"{_called(error)}: {message}{_hint(error)}", err=True)
             sys.exit(error.exit_code)
         except click.Abort as error:
             sys.exit(exit_code_of(error.__cause__))
@@ -70,14 +82,43 @@ def _called(error: click.ClickException) -> str:
     return "amp-patch" if context is None else context.command_path
 
 
-@click.command(cls=Commands, invoke_without_command=True)
-@click.version_option(__version__, prog_name="amp-patch")
+def _hint(error: click.ClickException) -> str:
+    """Return where an option belongs that stands before the command."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None or error.ctx.parent:
+        return ""
+    of_run = importlib.import_module("amp_patch.tools.run").command.params
+    if error.option_name not in [name for param in of_run for name in param.opts]:
+        return ""
+    return f" Did you mean `amp-patch run {error.option_name} ...`?"
+
+
+def _no_command(args: list[str]) -> str:
+    """Return what to say where a command should stand and none does."""
+    name = args[0]
+    if name.endswith(".py") or Path(name).is_file():
+        return f"{name} is no command; did you mean `amp-patch run {' '.join(args)}`?"
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    mend = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
+    return f"No such command {name!r}; {mend}"
+
+
+@click.command(
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, "-V", "--version", prog_name="amp-patch")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Mixed-precision training for PyTorch.
 
     What stands after -- is a script with its arguments, `-m module`, or a program that starts
     Python, such as torchrun.
+
+    \b
+    amp-patch run train.py --epochs 10
+    amp-patch sweep --steps 200 -- train.py --epochs 10
+    amp-patch COMMAND --help
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

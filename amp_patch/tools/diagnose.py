@@ -42,7 +42,8 @@ def command(
     if len(observed.found) > 1:
         # A step is skipped on all ranks where one overflows, but not every script does that.
         found = max(observed.found, key=lambda one: int(one["overflows"]))
-        click.echo(f"{len(observed.found)} processes; told is the one with the most overflows.")
+        count = len(observed.found)
+        click.echo(f"{count} processes; told is the one with the most overflows.", err=True)
     click.echo(report(found, script))
     if folder is not None:
         path = folder / "diagnose.json"

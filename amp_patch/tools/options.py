@@ -154,15 +154,21 @@ def known_level(context: click.Context, param: click.Parameter, value: str | Non
 
 
 def known_levels(context: click.Context, param: click.Parameter, value: str) -> list[str]:
-    """Check names of levels with commas between them; each once, in the order given."""
+    """Check names of levels with commas between them; each once, in the order given.
+
+    A small letter o will do.
+    """
     # Imported late, for that takes torch, which a command without levels need not wait for.
     from amp_patch.levels import OPT_LEVELS
 
-    names = list(dict.fromkeys(name.strip() for name in value.split(",")))
-    for name in names:
-        if name not in OPT_LEVELS:
-            raise click.BadParameter(f"{name!r} is not one of {', '.join(map(repr, OPT_LEVELS))}.")
-    return names
+    given = [name.strip() for name in value.split(",")]
+    for name in given:
+        if name.upper() not in OPT_LEVELS:
+            meant = f"O{name[-1:]}"
+            mend = f" Did you mean {meant}, with the letter O?" if meant in OPT_LEVELS else ""
+            levels = ", ".join(map(repr, OPT_LEVELS))
+            raise click.BadParameter(f"{name!r} is not one of {levels}.{mend}")
+    return list(dict.fromkeys(name.upper() for name in given))
 
 
 def writable_folder(path: Path) -> Path:

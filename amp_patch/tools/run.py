@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import click
 
 from amp_patch.apex.process import real_amp, run_python
 
-from .options import known_level
+from .errors import BadArguments
+from .options import known_level, writable_folder
+from .run_report import file_of_rank
 
 
 # What follows the script is the script's, options of the same names included.
@@ -24,12 +29,19 @@ from .options import known_level
     help="A rules file, as amp-patch tune writes it, in place of the script's own rules.",
 )
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write levels, steps, skipped steps and loss scales there, as JSON, when the script ends.",
+)
 @click.option("--force", is_flag=True, help="Put amp_patch in the place of a real apex, too.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
     opt_level: str | None,
     rules: str | None,
+    report: Path | None,
     is_module: bool,
     force: bool,
     script: str,
@@ -37,8 +49,16 @@ def command(
 ) -> None:
     """Run a script that imports apex, as `python SCRIPT ARGS` would, with apex in place.
 
-    The processes that it starts find apex, too.
+    The processes that it starts find apex, too. What stands after SCRIPT is the script's.
+
+    \b
+    amp-patch run train.py --epochs 10
+    amp-patch run --opt-level O2 --report report.json train.py --epochs 10
+    amp-patch run -m package.train
+    torchrun --nproc_per_node 4 -m amp_patch run train.py
     """
+    if report is not None:
+        _prepare(report)
     place = None if force else real_amp()
     if place is not None:
         click.echo(
@@ -47,6 +67,19 @@ def command(
             err=True,
         )
     try:
-        run_python([*(["-m"] if is_module else []), script, *args], opt_level, force, rules)
+        file = None if report is None else str(report)
+        run_python([*(["-m"] if is_module else []), script, *args], opt_level, force, rules, file)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _prepare(report: Path) -> None:
+    """Remove the report of an earlier run; of several ranks each removes its own.
+
+    Raises:
+        BadArguments: the file could not be written.
+    """
+    if not report.absolute().parent.is_dir():
+        raise BadArguments(f"--report must name a file in a folder that is there; got {report}")
+    writable_folder(report.absolute().parent)
+    file_of_rank(report, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)

@@ -44,7 +44,8 @@ def command(
     found = observed.first()
     show(found)
     if len(observed.found) > 1:
-        click.echo(f"These are of the first of {len(observed.found)} processes that trained.")
+        count = len(observed.found)
+        click.echo(f"These are of the first of {count} processes that trained.", err=True)
     if file is not None:
         file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     observed.end()

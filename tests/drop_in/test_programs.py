@@ -102,8 +102,7 @@ def test_a_program_trains_at_every_level_as_in_fp32(program: str, levels: str) -
     off = [x for x in losses if not is_close(program, x, losses[x], in_fp32["loss"])]
     assert not off, (losses, in_fp32["loss"])
     for level, one in found.items():
-        forced = f"opt_level O2 of the script is run as {level}"
-        assert (forced in one["printed"]) == (level in ("O4", "O5"))
+        assert "is run as" not in one["printed"]  # what amp-patch says goes to stderr
         assert f"Selected optimization level {level}:" in one["printed"]
         if program == "resume":
             assert one["loss"] == one["without_interruption"]
@@ -143,7 +142,7 @@ def test_what_a_forced_level_refuses_is_dropped_in_one_line() -> None:
     options = ["--opt-level", "O2", "--keep-batchnorm-fp32", "True", "--epochs", "1"]
     done = run([*RUN, "--opt-level", "O1", script, *options])
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("amp-patch:")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("amp-patch:")]
     assert lines == [
         "amp-patch: opt_level O2 of the script is run as O1, which refuses "
         "keep_batchnorm_fp32='True': dropped."

@@ -275,7 +275,7 @@ def test_a_schedulers_optimizer_steps_plainly_after_deactivate(
 def test_a_copied_optimizer_is_a_plain_one_with_the_same_values(
     amp: ModuleType, level: str, how: Callable[[Optimizer], Optimizer]
 ) -> None:
-    model, optimizer = prepared(amp, level, lambda params: AdamW(params, lr=0.125))
+    model, optimizer = prepared(amp, level, lambda params: AdamW(params, lr=0.125, eps=1e-4))
     train_step(amp, model, optimizer)
     twin = how(optimizer)
     assert type(twin) is AdamW

@@ -9,7 +9,8 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from amp_patch.tools import command_line
+from amp_patch import __version__
+from amp_patch.tools import command_line, options
 
 
 def called(*arguments: str) -> tuple[int, str]:
@@ -57,3 +58,39 @@ def test_help_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train.py", "--epochs", "3"], "did you mean `amp-patch run train.py --epochs 3`?"),
+        (["./sub/train.py"], "did you mean `amp-patch run ./sub/train.py`?"),
+        (["--opt-level", "O2", "train.py"], "Did you mean `amp-patch run --opt-level ...`?"),
+        (["-m", "train"], "Did you mean `amp-patch run -m ...`?"),
+        (["swep"], "No such command 'swep'; did you mean 'sweep'?"),
+        (["frobnicate"], f"the commands are {', '.join(command_line.COMMANDS)}"),
+        (["run", "--opt-level", "01", "train.py"], "Did you mean O1, with the letter O?"),
+        (["run", "--opt-level", "fast", "train.py"], "'fast' is not one of 'O0', 'O1'"),
+    ],
+)
+def test_what_was_likely_meant_is_said(arguments: list[str], said: str) -> None:
+    code, output = called(*arguments)
+    assert code == 2
+    assert said in output
+    assert output.count("\n") == 1
+
+
+def test_short_options_are_those_of_other_programs() -> None:
+    assert called("-h") == called("--help")
+    assert called("run", "-h") == called("run", "--help")
+    assert called("-V") == called("--version") == (0, f"amp-patch, version {__version__}\n")
+
+
+def test_help_shows_how_it_is_called() -> None:
+    assert "\n  amp-patch run train.py --epochs 10\n" in called("run", "--help")[1]
+    assert "\n  amp-patch run train.py --epochs 10\n" in called("--help")[1]
+
+
+def test_a_small_letter_o_will_do() -> None:
+    assert options.known_levels(None, None, "o0, O2,o2") == ["O0", "O2"]  # type: ignore[arg-type]
+    assert options.known_level(None, None, "o1") == "O1"  # type: ignore[arg-type]

@@ -117,6 +117,12 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
             "note",
             "real apex with apex.amp lies in /site/apex.*-> amp-patch run --force",
         ),
+        (
+            replace(GOOD, enabled=Path("/site"), is_enabled_whole=False),
+            "enable",
+            "note",
+            "is on, in /site, by another amp_patch or not in full -> amp-patch enable",
+        ),
         (replace(GOOD, cudnn=False), "cudnn", "note", "cuDNN is switched off or missing"),
         (replace(GOOD, torch="2.5.1"), "torch", "broken", "2.6 or later -> pip install --upgrade"),
     ],
@@ -132,6 +138,14 @@ def test_what_is_wrong_is_found_with_its_mend(
 @pytest.mark.parametrize("machine", [CPU, replace(CPU, packages={}), replace(CPU, packages=CUPY)])
 def test_a_machine_without_a_gpu_is_well(machine: Machine) -> None:
     assert all(state != "broken" for _, state, _ in said(machine))
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"), [(None, "enable is off"), (Path("/site"), "enable is on, in /site: every")]
+)
+def test_whether_the_environment_is_enabled_is_told(folder: Path | None, words: str) -> None:
+    findings = installation.judge(replace(GOOD, enabled=folder))
+    assert [words in one.text for one in findings if one.topic == "enable"] == [True]
 
 
 def test_an_apex_without_amp_is_no_trouble() -> None:

@@ -301,8 +301,11 @@ def test_sparse_gradients_step_as_in_fp32(
     with torch.no_grad():
         model.weight.copy_(torch.randint(-8, 8, (6, 3)) / 8)
     reference = copy.deepcopy(model)
-    model, optimizer = prepared(amp, level, model, make, loss_scale=4.0)
-    expected = make(reference.parameters(), lr=0.125)
+    options = {} if make is SGD else {"eps": 1e-4}
+    model, optimizer = prepared(
+        amp, level, model, lambda p, lr: make(p, lr=lr, **options), loss_scale=4.0
+    )
+    expected = make(reference.parameters(), lr=0.125, **options)
     for _ in range(2):
         for tokens in (torch.tensor([1, 1, 4]), torch.tensor([1, 0])):
             with amp.scale_loss(model(tokens).float().sum(), optimizer) as scaled_loss:
@@ -1044,7 +1047,7 @@ def test_after_deactivate_the_optimizer_steps_the_same_parameters(
 ) -> None:
     model = fine_linear()
     params = list(model.parameters())
-    options = {"momentum": 0.5} if make is SGD else {}
+    options = {"momentum": 0.5} if make is SGD else {"eps": 1e-4}
     model, optimizer = prepared(amp, level, model, lambda p, lr: make(p, lr=lr, **options))
     train_step(amp, model, optimizer)
     state = copies(model)
@@ -1081,7 +1084,7 @@ def test_deactivate_keeps_gradients(amp: ModuleType) -> None:
 
 
 def test_o3_has_no_masters_and_states_half_weights_in_fp32(amp: ModuleType) -> None:
-    model, optimizer = prepared(amp, "O3", make=Adam)
+    model, optimizer = prepared(amp, "O3", make=lambda p, lr: Adam(p, lr=lr, eps=1e-4))
     rounded = {name: param.detach().float() for name, param in model.named_parameters()}
     assert all(a is b for a, b in zip(amp.master_params(optimizer), model.parameters(),
                                       strict=True))  # fmt: skip
@@ -1093,7 +1096,7 @@ def test_o3_has_no_masters_and_states_half_weights_in_fp32(amp: ModuleType) -> N
 
 def test_o3_takes_state_that_was_there_before(amp: ModuleType) -> None:
     model = fine_linear()
-    optimizer = Adam(model.parameters(), lr=0.125)
+    optimizer = Adam(model.parameters(), lr=0.125, eps=1e-4)
     optimizer.state["shared"] = {"mean": torch.ones(2)}
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()

@@ -40,6 +40,8 @@ def _install() -> None:
     tool = os.environ.get("AMP_PATCH_TOOL")
     if tool:
         importlib.import_module("wrapt").register_post_import_hook(tool, "amp_patch.session")
+    if os.environ.get("AMP_PATCH_REPORT"):
+        importlib.import_module("amp_patch.tools.run_report").start()
 
 
 _run_the_next()

@@ -136,6 +136,18 @@ def _apex(machine: Machine) -> Iterator[Finding]:
         yield Finding("apex", "ok", text)
 
 
+def _enabled(machine: Machine) -> Iterator[Finding]:
+    if machine.enabled is None:
+        text = "amp-patch enable is off: apex can be imported under amp-patch run only"
+        yield Finding("enable", "ok", text)
+    elif machine.is_enabled_whole:
+        text = f"amp-patch enable is on, in {machine.enabled}: every process can import apex"
+        yield Finding("enable", "ok", text)
+    else:
+        text = f"amp-patch enable is on, in {machine.enabled}, by another amp_patch or not in full"
+        yield Finding("enable", "note", text, "amp-patch enable (renews it)")
+
+
 def _extras(machine: Machine) -> Iterator[Finding]:
     missing = [name for name in OPTIONAL if name not in machine.packages]
     there = [f"{name} {machine.packages[name]}" for name in OPTIONAL if name in machine.packages]
@@ -158,5 +170,6 @@ RULES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     _kernels_setting,
     _level_setting,
     _apex,
+    _enabled,
     _extras,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from amp_patch.apex import environment
 from amp_patch.apex.process import real_amp
 from amp_patch.kernels import cuda_compiler
 
@@ -53,6 +54,8 @@ class Machine:
         toolchain_error: the exception's name and message.
         apex: where a real apex lies; None without.
         apex_has_amp: whether that has an ``apex.amp`` of its own.
+        enabled: the folder by which every process imports apex from amp_patch; None without.
+        is_enabled_whole: whether that is as this amp_patch writes it.
         environ: the environment variables.
         cudnn: whether torch uses cuDNN.
     """
@@ -69,6 +72,8 @@ class Machine:
     toolchain_error: str = ""
     apex: str | None = None
     apex_has_amp: bool = False
+    enabled: Path | None = None
+    is_enabled_whole: bool = True
     environ: Mapping[str, str] = field(default_factory=dict)
     cudnn: bool = True
 
@@ -81,6 +86,7 @@ def look() -> Machine:
     except Exception as problem:  # whatever a broken cupy raises when it is imported
         error = f"{type(problem).__name__}: {problem}"
     spec = importlib.machinery.PathFinder.find_spec("apex")
+    enabled = environment.enabled_folder()
     return Machine(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -94,6 +100,8 @@ def look() -> Machine:
         toolchain_error=error,
         apex=None if spec is None or spec.loader is None else str(spec.origin),
         apex_has_amp=real_amp() is not None,
+        enabled=enabled,
+        is_enabled_whole=enabled is None or environment.look(enabled).is_whole,
         environ=dict(os.environ),
         cudnn=torch.backends.cudnn.enabled and torch.backends.cudnn.is_available(),
     )

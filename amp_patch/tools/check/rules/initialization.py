@@ -24,8 +24,13 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 _ZERO_IN_HALF = 2.0**-25
 #: They make state for their parameters at once; others do in the first step.
 _WITH_STATE = {"torch.optim.Adagrad"}
+#: The optimizers of torch that divide by a root plus eps: where eps stands, and what it is else.
 _DIVIDING = {
-    f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop")
+    **{
+        f"torch.optim.{name}": (3, 1e-8)
+        for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "SparseAdam")
+    },
+    "torch.optim.Adagrad": (5, 1e-10),
 }
 
 
@@ -179,7 +184,7 @@ def _is_move(call: Call) -> bool:
 
 @rule(
     "adam-eps",
-    "at O3 Adam's eps of 1e-8 is 0 in float16, and 0 / 0 is NaN",
+    "at O3 the eps of Adam, RMSprop, Adagrad and the like is 0 in float16, and 0 / 0 is NaN",
     "give the optimizer eps=1e-4, or train at O2",
 )
 def adam_eps(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
@@ -189,10 +194,19 @@ def adam_eps(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             made = optimizer.source
             if made is None or made.arguments.is_open or not isinstance(optimizer, Made):
                 continue
-            eps = made.arguments.get("eps", 3) or Const(1e-8)
-            if optimizer.dotted in _DIVIDING and isinstance(eps, Const) and _is_zero(eps.value):
-                name = optimizer.dotted.rpartition(".")[2]
+            if optimizer.dotted not in _DIVIDING:
+                continue
+            name = optimizer.dotted.rpartition(".")[2]
+            place, default = _DIVIDING[optimizer.dotted]
+            eps = made.arguments.get("eps", place) or Const(default)
+            if isinstance(eps, Const) and _is_zero(eps.value) and not _is_fused_adam(name, made):
                 yield made.node, f"{name} with eps={eps.value} at O3"
+
+
+def _is_fused_adam(name: str, made: Call) -> bool:
+    """Return whether eps is added in float32, by torch's fused kernels."""
+    fused = made.arguments.keywords.get("fused")
+    return name in ("Adam", "AdamW") and isinstance(fused, Const) and fused.value is True
 
 
 def _is_zero(eps: object) -> bool:

@@ -10,6 +10,7 @@ import torch
 from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
+from amp_patch.call_site import errors_at_the_call, returned
 from amp_patch.levels import OptLevel, Resolved, resolve_forced
 from amp_patch.rules_file import rules_of
 from amp_patch.session import initialize_at, session
@@ -89,6 +90,7 @@ opt_levels = {name: _Level(level) for name, level in core_levels.OPT_LEVELS.item
 O0, O1, O2, O3, O4, O5 = opt_levels.values()
 
 
+@errors_at_the_call
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -118,7 +120,7 @@ def initialize(
         TypeError, RuntimeError, ValueError: as `amp_patch.amp.initialize`, also of the file that
             ``amp-patch run --rules`` names.
     """
-    result = models if optimizers is None else (models, optimizers)
+    result = returned(models, optimizers)
     _forget_at_deactivate()
     if not enabled_of(enabled):
         _amp_state.opt_properties = Properties()

@@ -1,0 +1,67 @@
+"""What ``amp-patch run --report`` hears of the training in a process; see `run_report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_patch.debug.summary import summary
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.session import session
+from amp_patch.step.observers import StepObserver
+from amp_patch.step.skip import Skip
+
+from . import child
+from .run_report import Report
+
+
+class Recorder(StepObserver):
+    """Keeps the summaries of the sessions of this process.
+
+    Args:
+        report: is written now and then.
+
+    Attributes:
+        rank, world_size: when the process last initialized or stepped.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._over: list[dict[str, Any]] = []
+        self.rank, self.world_size = child.rank(), 1
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return the summary of each session, from `amp.initialize` to `amp.deactivate`."""
+        running = [summary().to_json()] if session.initialized and session.history.levels else []
+        return self._over + running
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """See `StepObserver`."""
+        self._note_ranks()
+        session.call_at_deactivate(self._keep)
+
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """See `StepObserver`."""
+        params = optimizer.param_groups[0]["params"]
+        if not params or not captures.are_made(params[0].device):
+            self._report.write_if_due()
+
+    def _keep(self) -> None:
+        self._over = self.sessions()
+
+    def _note_ranks(self) -> None:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            self.world_size = distributed.get_world_size()
+        self.rank = child.rank()
+
+
+def follow(report: Report) -> None:
+    """Begin; called when the script has imported amp_patch."""
+    recorder = Recorder(report)
+    report.training = recorder
+    session.observers.attach(recorder)

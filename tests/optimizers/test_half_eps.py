@@ -1,0 +1,68 @@
+"""The warning of an eps that is 0 in float16, against what torch's optimizers then do."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer, RMSprop, SparseAdam
+
+KINDS = sorted(
+    (
+        kind
+        for kind in vars(torch.optim).values()
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
+        if kind.__name__ not in ("LBFGS", "Muon")  # refused; for matrices only
+    ),
+    key=lambda kind: kind.__name__,
+)
+
+
+def becomes_nan(kind: type[Optimizer], **options: object) -> bool:
+    """Step float16 weights by gradients of 0 and of little more, in torch alone."""
+    params = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
+    optimizer = kind(params, **options)
+    for _ in range(10):
+        for param, grad in zip(params, (0.0, 1e-4), strict=True):
+            param.grad = torch.full_like(param, grad)
+            if kind is SparseAdam:
+                places = torch.arange(2)[None]
+                param.grad = torch.sparse_coo_tensor(places, param.grad, (2,))
+        optimizer.step()
+    return not all(param.isfinite().all() for param in params)
+
+
+def warns(amp: ModuleType, kind: type[Optimizer], level: str, **options: object) -> bool:
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.deactivate()
+    return any("which is 0 there" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_it_warns_of_the_optimizers_that_make_nan(amp: ModuleType, kind: type[Optimizer]) -> None:
+    assert warns(amp, kind, "O3") == becomes_nan(kind)
+    assert not warns(amp, kind, "O2")
+    assert not warns(amp, kind, "O4")
+    parameters = inspect.signature(kind).parameters
+    if "eps" in parameters and isinstance(parameters["eps"].default, float):
+        assert warns(amp, kind, "O3", eps=1e-4) is becomes_nan(kind, eps=1e-4) is False
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_fused_kernels_add_eps_in_float32(amp: ModuleType, kind: type[Optimizer]) -> None:
+    assert warns(amp, kind, "O3", fused=True) is becomes_nan(kind, fused=True) is False
+
+
+def test_it_names_the_optimizer_and_what_mends_it(amp: ModuleType) -> None:
+    model = nn.Linear(2, 2)
+    message = r"got RMSprop with eps=1e-08, which is 0 there.*optim\.RMSprop\(\.\.\., eps=1e-4\)"
+    with pytest.warns(UserWarning, match=message):
+        amp.initialize(model, RMSprop(model.parameters()), opt_level="O3", verbosity=0)
