@@ -48,8 +48,9 @@ def optimizers_of(optimizers: Any) -> list[Optimizer]:
     """
     if optimizers is None:
         return []
-    rule = "optimizers must be a torch.optim.Optimizer or a list or tuple of"
-    found = _as_list(optimizers, Optimizer, rule)
+    found = _as_list(
+        optimizers, Optimizer, "optimizers must be a torch.optim.Optimizer or a list or tuple of"
+    )
     for optimizer in found:
         if isinstance(optimizer, LBFGS):
             raise TypeError(

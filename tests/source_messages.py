@@ -1,20 +1,28 @@
 """Reads the errors and warnings of the package out of its source, without running it.
 
-Knows no documentation. Where a message takes a value in, it has "..." here.
+Knows no documentation. Where a message takes in a value, its text has "…" here.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "amp_patch"
-VALUE = "..."
-# calls that show their argument to the user
-TELLING = {"warn": "warning", "warn_once": "warning", "warning": "logged", "announce": "printed"}
+VALUE = "…"
+#: functions that show their first argument to the user -> how
+TELLING = {
+    "add_note": "note",
+    "announce": "printed",
+    "warn": "warning",
+    "warn_once": "warning",
+    "warning": "logged warning",
+}
+Scopes = list[ast.Module | ast.FunctionDef]
 
 
 @dataclass(frozen=True, order=True)
@@ -26,63 +34,134 @@ class Message:
     text: str
 
 
-@dataclass
-class Source:
-    """One module: its constants and functions by name."""
+def messages(package: Path = PACKAGE) -> list[Message]:
+    """Return each error and warning of a package once, by file and text."""
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(package.rglob("*.py"))}
+    functions = {path: _functions(tree) for path, tree in trees.items()}
+    named = Counter(name for own in functions.values() for name in own)
+    only = {
+        name: function
+        for own in functions.values()
+        for name, function in own.items()
+        if named[name] == 1
+    }
+    found = set()
+    for path, tree in trees.items():
+        reader = _Reader({**only, **functions[path]})
+        file = path.relative_to(package.parent).as_posix()
+        for kind, node, scopes in _told(tree, []):
+            for given in _given(scopes):
+                texts = reader.texts(node, scopes, given)
+                found |= {Message(file, kind, text) for text in texts if is_message(text)}
+    return sorted(found)
 
-    path: Path
-    tree: ast.Module
-    functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
 
-    @classmethod
-    def read(cls, path: Path) -> Source:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        return cls(path, tree, functions)
+def is_message(text: str) -> bool:
+    """Whether a text has words of its own, and is none that Python itself would say."""
+    words = re.findall(r"[A-Za-z_]{2,}", text)
+    return len(words) >= 3 and not re.search(f"has no attribute '?{VALUE}'?$", text)
 
 
-class Reader:
-    """Reads the text of expressions in one scope, a module or a function of it."""
+def _told(node: ast.AST, scopes: Scopes) -> Iterator[tuple[str, ast.expr, Scopes]]:
+    """Yield how each message below a node is told, its expression, and the scopes around it."""
+    if isinstance(node, (ast.Module, ast.FunctionDef)):
+        scopes = [*scopes, node]
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        name = _called(node.exc)
+        if name[:1].isupper() and node.exc.args:
+            yield name, node.exc.args[0], scopes
+        elif not name[:1].isupper():
+            yield "error", node.exc, scopes
+    elif isinstance(node, ast.Call) and node.args and _called(node) in TELLING:
+        yield TELLING[_called(node)], node.args[0], scopes
+    for child in ast.iter_child_nodes(node):
+        yield from _told(child, scopes)
 
-    def __init__(self, sources: list[Source]) -> None:
-        self._functions = {name: one for source in sources for name, one in source.functions.items()}
 
-    def texts(self, node: ast.expr, scopes: list[ast.AST]) -> list[str]:
-        """Return the texts that an expression can have; one for each branch of a condition."""
+def _given(scopes: Scopes) -> list[dict[str, str]]:
+    """Return the texts that the calls in a module give to the arguments of its function."""
+    module, function = scopes[0], scopes[-1]
+    if not isinstance(function, ast.FunctionDef):
+        return [{}]
+    names = [argument.arg for argument in function.args.args]
+    calls = [
+        {
+            name: argument.value
+            for name, argument in zip(names, node.args, strict=False)
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        }
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function.name
+    ]
+    return calls or [{}]
+
+
+def _called(node: ast.Call) -> str:
+    """Return the last part of the name that a call calls."""
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+class _Reader:
+    """Reads the texts that the expressions of one module can have."""
+
+    def __init__(self, functions: dict[str, ast.FunctionDef]) -> None:
+        self._functions = functions
+
+    def texts(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> list[str]:
+        """Return the texts of an expression, one for each branch and each return behind it."""
         if isinstance(node, ast.IfExp):
-            return [*self.texts(node.body, scopes), *self.texts(node.orelse, scopes)]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            function = self._functions.get(node.func.id)
-            if function is not None:
-                returned = [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
-                return [
-                    text for one in returned if one for text in self.texts(one, [*scopes, function])
-                ]
-        return [self._text(node, scopes)]
-
-    def _text(self, node: ast.expr, scopes: list[ast.AST]) -> str:
-        if isinstance(node, ast.Constant):
-            return node.value if isinstance(node.value, str) else VALUE
-        if isinstance(node, ast.JoinedStr):
-            return "".join(self._text(part, scopes) for part in node.values)
-        if isinstance(node, ast.FormattedValue):
-            return self._text(node.value, scopes)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return self._text(node.left, scopes) + self._text(node.right, scopes)
-        if isinstance(node, ast.Name):
-            return self._named(node.id, scopes)
-        return VALUE
-
-    def _named(self, name: str, scopes: list[ast.AST]) -> str:
-        for scope in reversed(scopes):
-            values = [
-                one.value
-                for one in ast.walk(scope)
-                if isinstance(one, ast.Assign)
-                and any(isinstance(target, ast.Name) and target.id == name for target in one.targets)
+            return [
+                text for one in (node.body, node.orelse) for text in self.texts(one, scopes, given)
             ]
-            if len(values) == 1 and isinstance(values[0], (ast.Constant, ast.JoinedStr, ast.BinOp)):
-                return self._text(values[0], scopes)
-            if values:
-                return VALUE
+        if isinstance(node, ast.Call):
+            name = _called(node)
+            function = self._functions.get(name)
+            if function is not None and function not in scopes:
+                returned = [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
+                inside = [*scopes[:1], function]
+                return [text for one in returned if one for text in self.texts(one, inside, {})]
+            if name[:1].isupper() and node.args:  # an exception that a function makes
+                return self.texts(node.args[0], scopes, given)
+        text = re.sub("%[a-z]", VALUE, self._text(node, scopes, given))
+        return [" ".join(re.sub(f"{VALUE}+", VALUE, text).split())]
+
+    def _text(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.JoinedStr):
+            return "".join(self._text(part, scopes, given) for part in node.values)
+        if isinstance(node, ast.FormattedValue):
+            return self._text(node.value, scopes, given)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._text(node.left, scopes, given) + self._text(node.right, scopes, given)
+        if isinstance(node, ast.Name):
+            return given.get(node.id) or self._text_of(node.id, scopes)
         return VALUE
+
+    def _text_of(self, name: str, scopes: Scopes) -> str:
+        """Return the text of a name that is given one value and no other."""
+        for depth, scope in reversed(list(enumerate(scopes))):
+            values = _bindings(scope, name)
+            if values:
+                value = values[0] if len(values) == 1 else None
+                return VALUE if value is None else self._text(value, scopes[: depth + 1], {})
+        return VALUE
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _bindings(scope: ast.Module | ast.FunctionDef, name: str) -> list[ast.expr | None]:
+    """Return what a scope assigns to a name; None for what is no assignment, as an argument."""
+    found: list[ast.expr | None] = []
+    inside = scope.body if isinstance(scope, ast.Module) else ast.walk(scope)
+    for node in inside:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [node.value for target in targets if ast.unparse(target) == name]
+        elif isinstance(node, ast.arg):
+            found += [None] * (node.arg == name)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            found += [None] * (name in re.findall(r"\w+", ast.unparse(node.target)))
+    return found
