@@ -1,8 +1,11 @@
 """Settings of the site: ``sphinx-build -W docs build/docs`` makes it, from pages and docstrings."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
@@ -10,22 +13,33 @@ ROOT = Path(__file__).parent.parent
 
 project = "amp_patch"
 release = re.search(r'__version__ = "(.+)"', (ROOT / "amp_patch" / "__init__.py").read_text())[1]
-copyright = author = "the amp_patch authors"
 html_title = f"amp_patch {release}"
+html_show_copyright = False
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-myst_heading_anchors = 4  # [text](page.md#a-heading) is checked
-html_theme = "furo"  # of system fonts: a page asks the network for nothing
+myst_heading_anchors = 4  # links to headings, [text](page.md#a-heading), are checked
+smartquotes = False  # a message on a page has the quotes that it is raised with
+html_theme = "furo"  # its fonts are the system's: a page asks the network for nothing
 html_static_path = ["_static"]
 html_copy_source = False
 
-# docstrings say `name` for what they mean, and types by their annotations
-default_role = "py:obj"
+default_role = "py:obj"  # what docstrings mean by `name`
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
-napoleon_custom_sections = []
+autodoc_typehints = "none"  # the docstrings say them in words
+
+
+def add_messages(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Give the search page the errors and warnings, which _static/messages.js finds a query in."""
+    if pagename == "search":
+        quotes = app.env.get_doctree("messages").findall(nodes.block_quote)
+        found = [{"id": quote.parent["ids"][0], "text": quote.astext()} for quote in quotes]
+        app.add_js_file(None, body=f"const MESSAGES = {json.dumps(found)};")
+        app.add_js_file("messages.js", loading_method="defer")
 
 
 def setup(app: Sphinx) -> None:
-    """Let pages show Mermaid's text, which GitHub draws."""
+    """Let the pages show Mermaid's text, which GitHub draws; add the messages to the search."""
     app.add_lexer("mermaid", TextLexer)
+    app.connect("html-page-context", add_messages)

@@ -33,9 +33,9 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
 
 @pytest.mark.parametrize("partly", [["--quick"], ["--only", "casts"]])
 def test_only_a_whole_measurement_is_written(partly: list[str]) -> None:
-    done = run("--write-readme", *partly)
+    done = run("--write-docs", *partly)
     assert done.returncode == 2
-    assert "--write-readme needs the whole measurement; leave out --quick" in done.stderr
+    assert "--write-docs needs the whole measurement; leave out --quick" in done.stderr
 
 
 def test_candidates_take_turns_in_an_order_that_rotates() -> None:
@@ -106,23 +106,23 @@ def test_results_describe_the_machine_by_its_kind_alone(
 def test_the_table_replaces_what_stands_between_the_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n")
-    monkeypatch.setattr(report, "README", readme)
-    report.write_readme([Row("casts, O1", 630, at_most=650)])
-    text = readme.read_text()
+    page = tmp_path / "benchmarks.md"
+    page.write_text("before\n<!-- benchmarks:begin -->\nold\n<!-- benchmarks:end -->\nafter\n")
+    monkeypatch.setattr(report, "PAGE", page)
+    report.write_page([Row("casts, O1", 630, at_most=650)])
+    text = page.read_text()
     assert text.startswith("before\n<!-- benchmarks:begin -->\nMeasured on ")
-    assert text.endswith(
-        "| casts, O1 | 630 | exact | <= 650 | yes |\n<!-- benchmarks:end -->\nafter\n"
-    )
+    assert text.endswith("| casts, O1 | 630 | exact |\n<!-- benchmarks:end -->\nafter\n")
     assert "old" not in text
 
 
-def test_a_readme_without_marks_is_told_what_it_lacks(
+def test_a_page_without_marks_is_told_what_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here\n")
-    monkeypatch.setattr(report, "README", readme)
-    with pytest.raises(SystemExit, match=r"README\.md must hold the lines <!-- benchmarks:begin"):
-        report.write_readme([])
+    page = tmp_path / "benchmarks.md"
+    page.write_text("nothing here\n")
+    monkeypatch.setattr(report, "PAGE", page)
+    with pytest.raises(
+        SystemExit, match=r"benchmarks\.md must hold the lines <!-- benchmarks:begin"
+    ):
+        report.write_page([])

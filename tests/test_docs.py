@@ -1,13 +1,67 @@
-"""The pages of docs/: their snippets run, and the files that they name exist."""
+"""The pages: each snippet runs, tables say what the code does, and the files named exist.
 
+``python tests/test_docs.py`` writes the tables made from the code and from docs/sweep.json.
+"""
+
+import json
 import re
 from pathlib import Path
 
 import pytest
+from pages import (
+    DOCS,
+    PAGES,
+    README,
+    ROOT,
+    between_markers,
+    headings,
+    run,
+    snippets,
+    text_of,
+    write_between_markers,
+)
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted(ROOT.glob("docs/**/*.md"))
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+from amp_patch import amp, levels
+from amp_patch.casting import rules
+from amp_patch.tools.sweep import tables
+from amp_patch.tools.sweep.comparison import Comparison, Row, Spread
+from amp_patch.tools.sweep.verdicts import Verdict
+
+ARCHITECTURE = text_of(DOCS / "architecture.md")
+#: pages whose snippets more is asked of than that they run, and who asks
+TESTED_BY = {
+    "check.md": "tests/tools/test_check.py",
+    "logging.md": "tests/debug/test_logs.py",
+    "sweep.md": "tests/tools/sweep/test_sweep_command.py",
+    "tune.md": "tests/tools/test_tune.py",
+}
+#: pages whose snippets go on from each other, from the first to the last
+IN_ONE_GO = {"diagnose.md"}
+SNIPPETS = [
+    pytest.param(page, heading, id=f"{page.name}-{heading}")
+    for page in PAGES
+    if page.name not in {*TESTED_BY, *IN_ONE_GO}
+    for heading in headings(page)
+]
+
+
+@pytest.mark.parametrize(("page", "heading"), SNIPPETS)
+@pytest.mark.usefixtures("amp")
+def test_the_snippets_under_a_heading_run(page: Path, heading: str) -> None:
+    run(page, heading)
+
+
+@pytest.mark.parametrize("name", IN_ONE_GO)
+@pytest.mark.usefixtures("amp")
+def test_the_snippets_of_a_page_run_one_after_the_other(name: str) -> None:
+    namespace = {"__name__": "__main__"}
+    for _, line, source in snippets(DOCS / name):
+        exec(compile("\n" * line + source, name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", TESTED_BY)
+def test_the_other_snippets_have_a_test_of_their_own(name: str) -> None:
+    assert f'"{name}"' in text_of(ROOT / TESTED_BY[name])
 
 
 def named_files(text: str) -> list[str]:
@@ -15,29 +69,95 @@ def named_files(text: str) -> list[str]:
     return re.findall(r"`((?:amp_patch|csrc|tests|examples|docs)/[\w./-]*)`", text)
 
 
-def snippets(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
-
-
-@pytest.mark.parametrize(
-    "page",
-    [ROOT / "docs" / "diagnose.md", ROOT / "docs" / "summary.md"],
-    ids=lambda page: page.name,
-)
-def test_the_snippets_of_a_page_run_one_after_the_other(amp, page: Path) -> None:
-    namespace = {"__name__": "__main__"}
-    for source in snippets(page):
-        exec(compile(source, str(page), "exec"), namespace)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
-    missing = [
-        name for name in named_files(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()
-    ]
-    assert not missing
+    assert [name for name in named_files(text_of(page)) if not (ROOT / name).exists()] == []
+
+
+def test_every_script_that_the_first_page_names_exists() -> None:
+    named = set(re.findall(r"\b(?:examples|tests|csrc)/[\w/.]+\.\w+", text_of(README)))
+    assert "examples/digits.py" in named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
 def test_a_file_that_does_not_exist_is_seen() -> None:
     assert named_files("see `amp_patch/step/skip.py` and `step.skip`") == ["amp_patch/step/skip.py"]
     assert len(named_files(ARCHITECTURE)) > 25
+
+
+# --- tables ---
+
+
+def test_every_call_is_in_the_reference() -> None:
+    reference = text_of(DOCS / "api.md").partition("## amp_patch.amp\n")[2].partition("\n## ")[0]
+    missing = [name for name in amp.__all__ if f"{name}(" not in reference]
+    # the three other register_* calls are told in one row with register_half_function
+    assert missing == [name for name in missing if name.startswith("register_")]
+    assert len(missing) <= 3
+
+
+@pytest.mark.parametrize("option", list(levels.OPT_LEVELS["O0"].options())[2:])
+def test_the_level_table_says_what_the_levels_are(option: str) -> None:
+    page = text_of(DOCS / "levels.md")
+    row = re.search(rf"^\| `{option}` \|(.*)\|$", page, re.MULTILINE).group(1)
+    cells = [cell.strip() for cell in row.split("|")]
+    values = [level.options()[option] for level in levels.OPT_LEVELS.values()]
+    assert cells == [str(value).removeprefix("torch.") for value in values]
+
+
+def test_the_first_page_and_the_page_of_levels_have_the_same_table() -> None:
+    rows = [
+        re.findall(r"^\| `O\d` .*$", text_of(page), re.M) for page in (README, DOCS / "levels.md")
+    ]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == len(levels.OPT_LEVELS)
+
+
+def rules_table() -> str:
+    by_rule: dict[str, list[str]] = {}
+    for operator, rule in sorted(rules.rules().items()):
+        if not operator.startswith("_"):
+            by_rule.setdefault(rule, []).append(f"`{operator}`")
+    rows = [f"| *{rule}* | {' '.join(names)} |" for rule, names in sorted(by_rule.items())]
+    return "\n".join(["| rule | operators |", "|---|---|", *rows, ""])
+
+
+def differences_table() -> str:
+    rows = [f"| `{name}` | {reason} |" for name, reason in rules.DIFFERENCES.items()]
+    return "\n".join(["| operator | here |", "|---|---|", *rows, ""])
+
+
+def results_table() -> str:
+    """Return the table of the committed sweep."""
+    sweep = json.loads(text_of(DOCS / "sweep.json"))
+    rows = [_row(level) for level in sweep["levels"]]
+    is_cuda = sweep["machine"]["is_cuda"]
+    return tables.as_markdown(Comparison(rows, sweep["warm_up_steps"], is_cuda))
+
+
+def _row(level: dict[str, object]) -> Row:
+    verdict = Verdict(level.pop("verdict"), level.pop("reason"), level.pop("verdict_step"))
+    spreads = {name: Spread(**level.pop(name)) for name in ("seconds", "speed_up", "deviation")}
+    return Row(verdict=verdict, **spreads, **level)
+
+
+GENERATED = {
+    "rules": (DOCS / "cast-rules.md", rules_table),
+    "differences": (DOCS / "cast-rules.md", differences_table),
+    "results": (README, results_table),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_the_tables_made_from_the_code_are_up_to_date(name: str) -> None:
+    page, table = GENERATED[name]
+    assert between_markers(page, name) == table(), "run: python tests/test_docs.py"
+
+
+def test_the_measured_table_has_been_written() -> None:
+    assert between_markers(DOCS / "benchmarks.md", "benchmarks").count("|") > 10
+
+
+if __name__ == "__main__":
+    for name, (page, table) in GENERATED.items():
+        write_between_markers(page, name, table())

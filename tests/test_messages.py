@@ -97,7 +97,8 @@ def entry(message: Message, link: str) -> str:
 
 def page(known: dict[str, str]) -> str:
     """Return the page: messages by the page that they lead to, in the site's order of pages."""
-    order = re.findall(r"^[\w-]+$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    order = re.findall(r"^(?:.+ <)?([\w-]+)>?$", index, re.MULTILINE)
     by_page: dict[str, dict[str, str]] = {name: {} for name in order}
     for message in messages():
         link = known.get(message.text) or page_of(message.file)

@@ -1,4 +1,4 @@
-"""Shows what was measured: on the screen, as JSON and in the README; it measures nothing."""
+"""Shows what was measured: on the screen, as JSON and in docs/; it measures nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 RESULTS = Path(__file__).with_name("results") / "cpu.json"
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 COLUMNS = ("what", "median", "quartiles", "must be", "is")
+SHOWN_TO_USERS = 3  # of the columns: targets are for who works on the code
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def save(rows: list[Row]) -> None:
 
 def as_markdown(rows: list[Row]) -> str:
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells() for row in rows)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join(f"| {' | '.join(line[:SHOWN_TO_USERS])} |" for line in lines)
     about = machine()
     return (
         f"Measured on {about['date']}, one thread of {about['processor']} "
@@ -100,11 +101,11 @@ def as_markdown(rows: list[Row]) -> str:
     )
 
 
-def write_readme(rows: list[Row]) -> None:
-    """Replace what stands between the README's benchmark markers."""
+def write_page(rows: list[Row]) -> None:
+    """Replace what stands between the benchmark markers of the page."""
     begin, end = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
-    before, mark, rest = README.read_text(encoding="utf-8").partition(begin)
+    before, mark, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     _, end_mark, after = rest.partition(end)
     if not (mark and end_mark):
-        raise SystemExit(f"{README.name} must hold the lines {begin} and {end}; add them.")
-    README.write_text(f"{before}{begin}\n{as_markdown(rows)}{end}{after}", encoding="utf-8")
+        raise SystemExit(f"{PAGE.name} must hold the lines {begin} and {end}; add them.")
+    PAGE.write_text(f"{before}{begin}\n{as_markdown(rows)}{end}{after}", encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/run.py
     python tests/benchmarks/run.py --only casts host
-    python tests/benchmarks/run.py --write-readme
+    python tests/benchmarks/run.py --write-docs
 
 Times are ratios of runs in this one process, on one thread, taken in turn, round by round.
 """
@@ -96,11 +96,11 @@ def parse_arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="few rounds and small models, to see that it runs"
     )
     parser.add_argument(
-        "--write-readme", action="store_true", help="write the table there, and results/cpu.json"
+        "--write-docs", action="store_true", help="write the table there, and results/cpu.json"
     )
     args = parser.parse_args()
-    if args.write_readme and (args.quick or len(args.only) < len(PARTS)):
-        parser.error("--write-readme needs the whole measurement; leave out --quick and --only")
+    if args.write_docs and (args.quick or len(args.only) < len(PARTS)):
+        parser.error("--write-docs needs the whole measurement; leave out --quick and --only")
     return args
 
 
@@ -110,9 +110,9 @@ def main() -> None:
     with Progress() as progress:
         rows = [row for name in args.only for row in PARTS[name](args, progress)]
     Console().print(report.as_table(rows))
-    if args.write_readme:
+    if args.write_docs:
         report.save(rows)
-        report.write_readme(rows)
+        report.write_page(rows)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def calls_of_targets():
 
 
 def by_rule(rule, args, kwargs):
-    """Cast arguments as the README says of a rule."""
+    """Cast arguments as docs/cast-rules.md says of a rule."""
     dtype = {"off": None, "half": torch.float16, "float": torch.float32}[rule]
     return _pytree.tree_map(
         lambda value: value.to(dtype) if dtype and oracle.castable(value) else value,

@@ -1,0 +1,114 @@
+"""The site: it is built without a warning, and a browser reads and searches it from disk."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from pages import README, ROOT, text_of
+from torch import nn
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as the README says; -W makes a warning an error, of a broken link too."""
+    (options,) = re.findall(r"sphinx-build (-W docs)\s", text_of(README))
+    folder = tmp_path_factory.mktemp("site")
+    build = processes.run(
+        [sys.executable, "-m", "sphinx", "-q", "--keep-going", *options.split(), folder], cwd=ROOT
+    )
+    assert (build.returncode, build.stdout + build.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is missing: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(site: Path, browser: Any) -> Iterator[Any]:
+    """Open a page; what it asks for must lie on the disk."""
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    yield page
+    page.close()
+    assert asked
+    assert [url for url in asked if not url.startswith(site.as_uri())] == []
+
+
+def test_every_page_is_shown_without_the_network(site: Path, page: Any) -> None:
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    pages = sorted(set(site.glob("*.html")) - {site / "search.html"})
+    assert len(pages) > 25
+    for path in pages:
+        page.goto(path.as_uri())
+        assert page.locator("h1").first.inner_text(), path
+        broken = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
+        assert page.evaluate(broken) == [], path
+    assert said == []
+
+
+def half_model(amp: Any) -> None:
+    amp.initialize(nn.Linear(4, 2).half(), verbosity=0)
+
+
+def unknown_level(amp: Any) -> None:
+    amp.initialize(nn.Linear(4, 2), opt_level="o1", verbosity=0)
+
+
+def strange_optimizer(amp: Any) -> None:
+    model = nn.Linear(4, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    other = torch.optim.Adam(nn.Linear(3, 3).parameters())
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), other):
+        pass
+
+
+def no_number(amp: Any) -> None:
+    amp.clip_grad_norm_(torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1), "1.0")
+
+
+@pytest.mark.parametrize("mistake", [half_model, unknown_level, strange_optimizer, no_number])
+def test_the_search_finds_a_message_as_it_was_raised(
+    site: Path, page: Any, amp: Any, mistake: Callable[[Any], None]
+) -> None:
+    with pytest.raises(Exception, match="amp") as raised:
+        mistake(amp)
+    page.goto((site / "index.html").as_uri())
+    page.get_by_placeholder("Search").fill(str(raised.value))
+    page.get_by_placeholder("Search").press("Enter")
+    first = page.locator("#messages a").first
+    pieces = [re.escape(piece) for piece in first.inner_text().split("…")]
+    assert re.fullmatch(".*".join(pieces), str(raised.value), re.DOTALL)
+    first.click()
+    answer = page.locator(f"section{page.evaluate('location.hash')} a[href*='.html']")
+    answer.first.click()
+    assert page.url.partition("#")[0] != (site / "messages.html").as_uri()
+
+
+def test_the_search_finds_a_word(site: Path, page: Any) -> None:
+    page.goto((site / "index.html").as_uri())
+    page.get_by_placeholder("Search").fill("AveragedModel")
+    page.get_by_placeholder("Search").press("Enter")
+    page.locator("#search-results li").first.wait_for()
+    assert "Save and resume" in page.locator("#search-results").inner_text()
+    assert page.locator("#messages").count() == 0
