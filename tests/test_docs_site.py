@@ -105,10 +105,16 @@ def test_the_search_finds_a_message_as_it_was_raised(
     assert page.url.partition("#")[0] != (site / "messages.html").as_uri()
 
 
-def test_the_search_finds_a_word(site: Path, page: Any) -> None:
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [("AveragedModel", "Save and resume"), ("save the model of the optimizer", "Save and resume")],
+)
+def test_the_search_finds_words_that_are_no_message(
+    site: Path, page: Any, words: str, title: str
+) -> None:
     page.goto((site / "index.html").as_uri())
-    page.get_by_placeholder("Search").fill("AveragedModel")
+    page.get_by_placeholder("Search").fill(words)
     page.get_by_placeholder("Search").press("Enter")
     page.locator("#search-results li").first.wait_for()
-    assert "Save and resume" in page.locator("#search-results").inner_text()
+    assert title in page.locator("#search-results").inner_text()
     assert page.locator("#messages").count() == 0
