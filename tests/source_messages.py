@@ -49,10 +49,11 @@ def messages(package: Path = PACKAGE) -> list[Message]:
     for path, tree in trees.items():
         reader = _Reader({**only, **functions[path]})
         file = path.relative_to(package.parent).as_posix()
-        for kind, node, scopes in _told(tree, []):
-            for given in _given(scopes):
-                texts = reader.texts(node, scopes, given)
-                found |= {Message(file, kind, text) for text in texts if is_message(text)}
+        for kind, told, within in _told(tree):
+            for node, scopes in _passed(told, within):
+                for given in _given(scopes):
+                    texts = reader.texts(node, scopes, given)
+                    found |= {Message(file, kind, text) for text in texts if is_message(text)}
     return sorted(found)
 
 
@@ -62,38 +63,62 @@ def is_message(text: str) -> bool:
     return len(words) >= 3 and not re.search(f"has no attribute '?{VALUE}'?$", text)
 
 
-def _told(node: ast.AST, scopes: Scopes) -> Iterator[tuple[str, ast.expr, Scopes]]:
-    """Yield how each message below a node is told, its expression, and the scopes around it."""
+def _walk(node: ast.AST, scopes: Scopes) -> Iterator[tuple[ast.AST, Scopes]]:
+    """Yield each node, and the module and the functions around it."""
     if isinstance(node, (ast.Module, ast.FunctionDef)):
         scopes = [*scopes, node]
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        name = _called(node.exc)
-        if name[:1].isupper() and node.exc.args:
-            yield name, node.exc.args[0], scopes
-        elif not name[:1].isupper():
-            yield "error", node.exc, scopes
-    elif isinstance(node, ast.Call) and node.args and _called(node) in TELLING:
-        yield TELLING[_called(node)], node.args[0], scopes
+    yield node, scopes
     for child in ast.iter_child_nodes(node):
-        yield from _told(child, scopes)
+        yield from _walk(child, scopes)
+
+
+def _told(tree: ast.Module) -> Iterator[tuple[str, ast.expr, Scopes]]:
+    """Yield how each message of a module is told, its expression, and the scopes around it."""
+    for node, scopes in _walk(tree, []):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = _called(node.exc)
+            if name[:1].isupper() and node.exc.args:
+                yield name, node.exc.args[0], scopes
+            elif not name[:1].isupper():
+                yield "error", node.exc, scopes
+        elif isinstance(node, ast.Call) and node.args and _called(node) in TELLING:
+            yield TELLING[_called(node)], node.args[0], scopes
+
+
+def _passed(node: ast.expr, scopes: Scopes) -> list[tuple[ast.expr, Scopes]]:
+    """Return what the calls in a module pass where a message is its function's argument."""
+    passed = [
+        (arguments[node.id], around)
+        for arguments, around in _calls(scopes)
+        if isinstance(node, ast.Name) and node.id in arguments
+    ]
+    return passed or [(node, scopes)]
 
 
 def _given(scopes: Scopes) -> list[dict[str, str]]:
     """Return the texts that the calls in a module give to the arguments of its function."""
-    module, function = scopes[0], scopes[-1]
-    if not isinstance(function, ast.FunctionDef):
-        return [{}]
-    names = [argument.arg for argument in function.args.args]
-    calls = [
+    given = [
         {
             name: argument.value
-            for name, argument in zip(names, node.args, strict=False)
+            for name, argument in arguments.items()
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
         }
-        for node in ast.walk(module)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == function.name
+        for arguments, _ in _calls(scopes)
     ]
-    return calls or [{}]
+    return given or [{}]
+
+
+def _calls(scopes: Scopes) -> list[tuple[dict[str, ast.expr], Scopes]]:
+    """Return the calls in a module of its function: the arguments by name, the scopes around."""
+    module, function = scopes[0], scopes[-1]
+    if not isinstance(function, ast.FunctionDef):
+        return []
+    names = [argument.arg for argument in function.args.args if argument.arg != "self"]
+    return [
+        (dict(zip(names, node.args, strict=False)), around)
+        for node, around in _walk(module, [])
+        if isinstance(node, ast.Call) and _called(node) == function.name
+    ]
 
 
 def _called(node: ast.Call) -> str:

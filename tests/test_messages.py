@@ -180,6 +180,18 @@ def test_a_message_has_the_texts_that_its_function_is_called_with(package) -> No
     ]
 
 
+def test_a_message_that_is_passed_on_is_found(package) -> None:
+    source = """
+        class Guard:
+            def check(self, value):
+                self._tell(value, f"a value must be small; got {value}")
+
+            def _tell(self, value, message):
+                warn_once(message)
+    """
+    assert package(source) == [("warning", "a value must be small; got …")]
+
+
 def test_what_has_no_words_of_its_own_is_no_message(package) -> None:
     source = """
         def fail(error, loop):
