@@ -15,8 +15,8 @@ EXTRAS = {
     # what `amp-patch sweep` draws with, and what hands it the functions of `amp_patch.sweep`
     "sweep": ["cloudpickle>=3", "matplotlib>=3.8", "plotly>=6", "rich>=13"],
 }
-# the site: `sphinx-build -W docs build/docs`
-EXTRAS["docs"] = ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"]
+# the site, `sphinx-build -W docs build/docs`; without NumPy torch warns when it is imported
+EXTRAS["docs"] = ["furo>=2024.8", "myst-parser>=4", "numpy>=1.26", "sphinx>=8"]
 EXTRAS["examples"] = [*EXTRAS["sweep"], "scikit-learn>=1.4"]
 EXTRAS["test"] = [
     *EXTRAS["docs"],
