@@ -6,6 +6,7 @@ Knows no documentation. Where a message takes in a value, its text has "…" her
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,9 @@ VALUE = "…"
 TELLING = {
     "add_note": "note",
     "announce": "printed",
+    "ask": "printed",
+    "maybe_print": "printed",
+    "print": "printed",
     "warn": "warning",
     "warn_once": "warning",
     "warning": "logged warning",
@@ -81,8 +85,11 @@ def _told(tree: ast.Module) -> Iterator[tuple[str, ast.expr, Scopes]]:
                 yield name, node.exc.args[0], scopes
             elif not name[:1].isupper():
                 yield "error", node.exc, scopes
-        elif isinstance(node, ast.Call) and node.args and _called(node) in TELLING:
-            yield TELLING[_called(node)], node.args[0], scopes
+        elif isinstance(node, ast.Call) and node.args:
+            name = _called(node)
+            is_report = name == "print" and not isinstance(node.func, ast.Name)  # of a console
+            if name in TELLING and not is_report:
+                yield TELLING[name], node.args[0], scopes
 
 
 def _passed(node: ast.expr, scopes: Scopes) -> list[tuple[ast.expr, Scopes]]:
@@ -134,47 +141,62 @@ class _Reader:
 
     def texts(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> list[str]:
         """Return the texts of an expression, one for each branch and each return behind it."""
+        return [
+            " ".join(re.sub(f"(%[a-z]|{VALUE})+", VALUE, text).split())
+            for text in self._texts(node, scopes, given)
+        ]
+
+    def _texts(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> list[str]:
         if isinstance(node, ast.IfExp):
             return [
-                text for one in (node.body, node.orelse) for text in self.texts(one, scopes, given)
+                text for one in (node.body, node.orelse) for text in self._texts(one, scopes, given)
             ]
         if isinstance(node, ast.Call):
-            name = _called(node)
-            function = self._functions.get(name)
+            function = self._functions.get(_called(node))
             if function is not None and function not in scopes:
                 returned = [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
                 inside = [*scopes[:1], function]
-                return [text for one in returned if one for text in self.texts(one, inside, {})]
-            if name[:1].isupper() and node.args:  # an exception that a function makes
-                return self.texts(node.args[0], scopes, given)
-        text = re.sub("%[a-z]", VALUE, self._text(node, scopes, given))
-        return [" ".join(re.sub(f"{VALUE}+", VALUE, text).split())]
-
-    def _text(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> str:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return node.value
+                texts = [text for one in returned if one for text in self._texts(one, inside, {})]
+                return texts or [VALUE]
+            if _called(node)[:1].isupper() and node.args:  # an exception that a function makes
+                return self._texts(node.args[0], scopes, given)
+        if isinstance(node, ast.Name) and node.id not in given:
+            value, around = _value_of(node.id, scopes)
+            return [VALUE] if value is None else self._texts(value, around, {})
         if isinstance(node, ast.JoinedStr):
-            return "".join(self._text(part, scopes, given) for part in node.values)
-        if isinstance(node, ast.FormattedValue):
-            return self._text(node.value, scopes, given)
+            parts = [self._parts(part, scopes, given) for part in node.values]
+            return ["".join(chosen) for chosen in itertools.product(*parts)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return self._text(node.left, scopes, given) + self._text(node.right, scopes, given)
-        if isinstance(node, ast.Name):
-            return given.get(node.id) or self._text_of(node.id, scopes)
-        return VALUE
+            sides = (self._texts(node.left, scopes, given), self._texts(node.right, scopes, given))
+            return ["".join(chosen) for chosen in itertools.product(*sides)]
+        return self._parts(node, scopes, given)
 
-    def _text_of(self, name: str, scopes: Scopes) -> str:
-        """Return the text of a name that is given one value and no other."""
-        for depth, scope in reversed(list(enumerate(scopes))):
-            values = _bindings(scope, name)
-            if values:
-                value = values[0] if len(values) == 1 else None
-                return VALUE if value is None else self._text(value, scopes[: depth + 1], {})
-        return VALUE
+    def _parts(self, node: ast.expr, scopes: Scopes, given: Mapping[str, str]) -> list[str]:
+        """Return the texts of a part of a string: its own where they are fixed, else a value."""
+        if isinstance(node, ast.FormattedValue):
+            return self._parts(node.value, scopes, given)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return [node.value]
+        if isinstance(node, ast.Name) and node.id in given:
+            return [given[node.id]]
+        if isinstance(node, (ast.Name, ast.IfExp)):
+            texts = self._texts(node, scopes, given)
+            is_choice = len(texts) > 1
+            return [VALUE] if is_choice and VALUE in "".join(texts) else texts
+        return [VALUE]
 
 
 def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _value_of(name: str, scopes: Scopes) -> tuple[ast.expr | None, Scopes]:
+    """Return what a name is given, where that is one value and no other, and the scopes there."""
+    for depth, scope in reversed(list(enumerate(scopes))):
+        values = _bindings(scope, name)
+        if values:
+            return values[0] if len(values) == 1 else None, scopes[: depth + 1]
+    return None, scopes
 
 
 def _bindings(scope: ast.Module | ast.FunctionDef, name: str) -> list[ast.expr | None]:

@@ -22,6 +22,7 @@ ENTRY = re.compile(r"^### (.+)\n\n> (.+)\n\n(.+)\. See \[.+?\]\((.+?)\)\.$", re.
 PAGES = {
     "": "plain-pytorch.md",
     "apex/": "apex.md",
+    "apex/packages/": "apex.md#what-is-supplied",
     "arguments.py": "api.md",
     "casting/": "rules.md",
     "cuda_graph.py": "compile.md#capture-the-step-in-a-cuda-graph",
@@ -34,6 +35,8 @@ PAGES = {
     "rules_file.py": "tune.md#the-rules-file",
     "scaling/": "overflow.md#how-the-loss-scale-moves",
     "step/": "gradients.md",
+    "step/closure.py": "overflow.md#the-first-steps-are-skipped",
+    "step/loss_scaling.py": "overflow.md#the-first-steps-are-skipped",
     "tools/check/": "check.md",
     "tools/compare/": "compare.md",
     "tools/doctor/": "doctor.md",
@@ -190,6 +193,22 @@ def test_a_message_that_is_passed_on_is_found(package) -> None:
                 warn_once(message)
     """
     assert package(source) == [("warning", "a value must be small; got …")]
+
+
+def test_a_message_has_a_text_for_each_choice_of_fixed_words_in_it(package) -> None:
+    source = """
+        def told(scale, fell, name):
+            change = "reducing the scale" if fell else "keeping the scale"
+            return f"a step was skipped, {change} to {scale} of {name or 'all'}"
+
+        def skip(scale):
+            reason = told(scale, True, "")
+            announce(reason)
+    """
+    assert package(source) == [
+        ("printed", "a step was skipped, keeping the scale to … of …"),
+        ("printed", "a step was skipped, reducing the scale to … of …"),
+    ]
 
 
 def test_what_has_no_words_of_its_own_is_no_message(package) -> None:
