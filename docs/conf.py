@@ -25,6 +25,7 @@ html_copy_source = False
 
 default_role = "py:obj"  # what docstrings mean by `name`
 autodoc_member_order = "bysource"
+napoleon_use_ivar = True  # the attributes of a class are a list, not entries of their own
 autodoc_typehints = "none"  # the docstrings say them in words
 
 

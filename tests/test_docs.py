@@ -133,8 +133,13 @@ def results_table() -> str:
     """Return the table of the committed sweep."""
     sweep = json.loads(text_of(DOCS / "sweep.json"))
     rows = [_row(level) for level in sweep["levels"]]
-    is_cuda = sweep["machine"]["is_cuda"]
-    return tables.as_markdown(Comparison(rows, sweep["warm_up_steps"], is_cuda))
+    comparison = Comparison(
+        rows=rows,
+        warm_up=sweep["warm_up_steps"],
+        rounds=sweep["settings"]["repeat"],
+        on_cuda=sweep["machine"]["is_cuda"],
+    )
+    return tables.as_markdown(comparison)
 
 
 def _row(level: dict[str, Any]) -> Row:

@@ -23,7 +23,7 @@ def test_the_first_snippet_trains(capsys: pytest.CaptureFixture[str]) -> None:
     assert heading == START
     execute(README, source.replace("range(10)", "range(1)"), line, namespace)
     before = namespace["loss"].item()
-    assert capsys.readouterr().out.endswith(f"0 {before}\n")
+    assert capsys.readouterr().out.endswith(f"step 0: loss {before:.4f}\n")
     amp.deactivate()
     execute(README, source.replace("range(10)", "range(200)"), line, namespace)
     assert namespace["loss"].item() < 0.8 * before
