@@ -13,6 +13,7 @@ import processes
 import pytest
 import torch
 from pages import README, ROOT, text_of
+from support import made_once
 from torch import nn
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -22,12 +23,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site as the README says; -W makes a warning an error, of a broken link too."""
     (options,) = re.findall(r"sphinx-build (-W docs)\s", text_of(README))
-    folder = tmp_path_factory.mktemp("site")
-    build = processes.run(
-        [sys.executable, "-m", "sphinx", "-q", "--keep-going", *options.split(), folder], cwd=ROOT
-    )
-    assert (build.returncode, build.stdout + build.stderr) == (0, "")
-    return folder
+
+    def build(folder: Path) -> None:
+        command = [sys.executable, "-m", "sphinx", "-q", "--keep-going", *options.split(), folder]
+        done = processes.run(command, cwd=ROOT)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+    return made_once(tmp_path_factory, "site", build)
 
 
 @pytest.fixture(scope="module")
