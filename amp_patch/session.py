@@ -31,14 +31,15 @@ from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .levels import OptLevel, Resolved, is_forced, print_level
+from .mistakes.guard import Guard
 from .optimizers.half_eps import warn_of_eps
 from .patching import Patches
 from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
-from .step.backward_pass import BackwardPass
+from .step.backward_pass import BackwardPass, Other
 from .step.history import History, Prepared
-from .step.loss_scaling import Found, choose_scaling
+from .step.loss_scaling import Found, LossScaling, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.overflow_log import OverflowLog
@@ -63,6 +64,7 @@ class Session:
         verbosity: above 0, apex's messages are printed.
         overflows: the last one of each scaler.
         history: what was initialized, and how many steps came of it.
+        guard: looks out for mistakes.
         observers: told of each training step; they stay when the session ends.
     """
 
@@ -84,6 +86,14 @@ class Session:
         self.functions = PatchedFunctions(self.casts, self._registered)
         self.models = PreparedModels(self.store, self.cache, _HOOKS)
         self.optimizers = PreparedOptimizers(self.scalers, self.announce, self.observers)
+        self.guard = Guard(
+            self.models,
+            self.optimizers,
+            self.store,
+            lambda: self.scalers[0],
+            lambda steps, device: self._scaling(steps, 0, device, may_be_delayed=True),
+            lambda steps, scaling: self._pass(steps, 0, scaling),
+        )
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
@@ -117,6 +127,7 @@ class Session:
         arguments.refuse_twice(optimizers, self.optimizers.steps)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
+        self.guard.look_at(models, optimizers)
         rules_of_modules.leave_all()
         mode.leave_all_models()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -134,6 +145,7 @@ class Session:
             for optimizer in optimizers:
                 warn_of_eps(optimizer)
             on_error.pop_all()
+        self.guard.follow(models, self._torch_patches)
         self.disabled = False
         self.history.add(level.name, [self._prepared(one, level) for one in optimizers])
         if self.observers:
@@ -172,7 +184,7 @@ class Session:
             return
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
-        torch_sites.install(self._torch_patches)
+        torch_sites.install(self._torch_patches, self.guard.replacements())
         self._step_hooks = [
             register_optimizer_step_pre_hook(_before_any_step),
             register_optimizer_step_post_hook(_after_any_step),
@@ -280,23 +292,39 @@ class Session:
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
+        return self._pass(steps, scaler_id, self._scaling(steps, scaler_id, device, may_be_delayed))
+
+    def _scaling(
+        self,
+        steps: Sequence[OptimizerStep],
+        scaler_id: int,
+        device: torch.device,
+        may_be_delayed: bool,
+    ) -> LossScaling:
+        """Return who scales a loss of these optimizers on a device."""
         for step in steps:
             step.skip.settle()
-        optimizers = [step.backward for step in steps]
-        scaling = choose_scaling(
+        return choose_scaling(
             self.scalers[scaler_id],
             scaler_id,
             self.models.name_of,
             device,
             may_be_delayed or self.observers.wait_for_overflows,
-            can_skip=lambda: all(one.skips_by_flag for one in optimizers),
+            can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
             on_overflow=functools.partial(self._note_overflow, steps[0].ended + 1),
         )
-        others = [step.backward for step in self.optimizers.others(steps)]
+
+    def _pass(
+        self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
+    ) -> BackwardPass:
+        others: list[Other] = [step.backward for step in self.optimizers.others(steps)]
+        if self.guard.unprepared:
+            others.append(self.guard.unprepared)
         on_scaled = None
         if self.observers:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self.observers.scaled, scaler_id, stepped)
+        optimizers = [step.backward for step in steps]
         return BackwardPass(optimizers, others, scaling, self.cache, on_scaled)
 
     def _note_overflow(
@@ -344,6 +372,7 @@ def _write_state(
     module: nn.Module, state: OrderedDict[str, Any], prefix: str, metadata: Any
 ) -> None:
     session.store.write_state(module, state, prefix)
+    session.guard.note_state(module, state, prefix)
 
 
 def _read_state(
@@ -358,20 +387,23 @@ def _read_state(
     session.store.read_state(module, dict(state), prefix)
 
 
+def _explain(error: BaseException) -> None:
+    session.guard.explain(error)
+
+
 def _announce(message: str) -> None:
     session.announce(message)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in session.optimizers.steps:
-        session.optimizers.refuse_unknown(optimizer, session.store)
+    session.guard.before_step(optimizer)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     session.cache.mark_stale()
 
 
-_HOOKS = ModelHooks(_observe_model, _observe_cast_model, _write_state, _read_state)
+_HOOKS = ModelHooks(_observe_model, _observe_cast_model, _explain, _write_state, _read_state)
 #: The session of this process.
 session = Session()
 atexit.register(session.settle)

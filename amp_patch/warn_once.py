@@ -1,8 +1,49 @@
-"""Warnings that are given once per session; knows nothing of what they warn of."""
+"""Warnings: each points at the user's line, and is given once per session.
+
+Knows which files are not the user's; nothing of what is warned of.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import types
 import warnings
+
+import torch
+import wrapt
+
+#: Where the frames lie that a warning does not point at: this package, and what calls it.
+_NOT_THE_USERS = (
+    *(
+        os.path.join(os.path.dirname(os.path.abspath(str(path))), "")
+        for path in (__file__, torch.__file__, wrapt.__file__)
+    ),
+    os.path.abspath(contextlib.__file__),
+)
+
+
+def users_frame() -> types.FrameType:
+    """Return the innermost frame outside of amp_patch and torch; the outermost if there is none."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def warn(message: str) -> None:
+    """Warn of ``message`` at the user's line, whatever lies between it and here."""
+    frame = users_frame()
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=names.get("__name__"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )
 
 
 class WarnOnce:
@@ -15,7 +56,7 @@ class WarnOnce:
         """Warn, unless that was done."""
         if message not in self._given:
             self._given.add(message)
-            warnings.warn(message, stacklevel=2)
+            warn(message)
 
     def reset(self) -> None:
         """Forget what was warned of: a session ends."""

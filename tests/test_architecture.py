@@ -33,6 +33,7 @@ FLOORS = (
     {"amp"},
     {"user_functions", "cuda_graph", "debug"},
     {"session"},
+    {"mistakes"},
     {"step"},
     {"optimizers", "scaling", "half_model"},
     {"weights"},

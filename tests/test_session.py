@@ -118,6 +118,7 @@ def observed_process() -> list[Any]:
     ("failure", "level"),
     [(failure, level) for failure, (*_, levels) in FAILURES.items() for level in levels],
 )
+@pytest.mark.filterwarnings("ignore:the optimizers of amp.initialize.. step its models")
 def test_an_error_in_the_middle_leaves_everything_as_it_was(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, failure: str, level: str, others: str | None
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,15 @@ from .mode import casts_are_on, mode
 from .torch_compile import is_patched
 
 
-def install(patches: Patches) -> None:
-    """Replace them; `_REPLACEMENTS` lists all."""
+def install(patches: Patches, others: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Replace them; `_REPLACEMENTS` lists all.
+
+    Args:
+        patches: undoes it.
+        others: path -> what makes a replacement of what stands there, of the caller's.
+    """
     bindings: dict[int, tuple[Any, Any]] = {}
-    for path, make in _REPLACEMENTS.items():
+    for path, make in {**_REPLACEMENTS, **others}.items():
         owner, name, original = resolve(path)
         replacement = make(original)
         as_if_defined_at(replacement, path)
@@ -117,9 +122,10 @@ def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
             originals = Patches()
             hidden.callback(originals.undo)
             for module in nn_module.modules():
-                for name, value in list(vars(module).items()):
-                    if is_patched(value):
-                        originals.replace(module, name, value.__prepare_scriptable__())
+                for owner in (module, type(module)):
+                    for name, value in list(vars(owner).items()):
+                        if is_patched(value):
+                            originals.replace(owner, name, value.__prepare_scriptable__())
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     hidden.enter_context(_without_ours(hooks))
             return original(nn_module, *args, **kwargs)

@@ -6,7 +6,7 @@ Knows optimizers and the scaling it is given; no model, level or session.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,17 @@ from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
 from .param_pairs import ParamPairs
+
+
+class Other(Protocol):
+    """What a backward is not for, but may write gradients to."""
+
+    def watch_foreign(self, is_scaled: bool) -> Watch:
+        """Call before the backward; see `OptimizerBackward.watch_foreign`."""
+
+    def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
+        """Call after it, which was for these optimizers."""
+
 
 #: How many of an optimizer's first passes are watched for a backward that goes astray.
 _WATCHED_PASSES = 16
@@ -33,6 +44,7 @@ class BackwardPass:
         one.update()                 # the scale moves; asks for a skip after an overflow
         optimizer.step()             # see `optimizer_step`
 
+    ``scale`` is ``begin`` and ``multiply``, for callers who see the loss long before its backward.
     ``optimizer.step()`` may also come before ``update``, and does its work then. ``leave_scaled``
     takes the place of ``unscale_`` and ``update`` where further passes are to add to the gradients.
     ``abandon`` ends the pass at any point, as if there had been none: whoever calls the hooks calls
@@ -41,7 +53,7 @@ class BackwardPass:
 
     Args:
         optimizers: those whose gradients the backward writes.
-        others: all others that there are.
+        others: whose gradients it may reach all the same.
         scaling: multiplies the loss, and moves the scale.
         cache: made stale when the backward is done.
         on_scaled: gets the loss and the scale when the pass begins; None where nobody asks.
@@ -50,7 +62,7 @@ class BackwardPass:
     def __init__(
         self,
         optimizers: Sequence[OptimizerBackward],
-        others: Sequence[OptimizerBackward],
+        others: Sequence[Other],
         scaling: LossScaling,
         cache: WeightCache,
         on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
@@ -58,7 +70,7 @@ class BackwardPass:
         self._optimizers, self._others = optimizers, others
         self._scaling, self._cache = scaling, cache
         self._on_scaled = on_scaled
-        self._scale: float | Tensor = 1.0
+        self._scale: float | Tensor = scaling.scale()
         self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._pending: PendingCheck | None = None
@@ -71,26 +83,36 @@ class BackwardPass:
         Raises:
             RuntimeError: inside another pass of one of the optimizers.
         """
+        self.begin()
+        scaled_loss = self.multiply(loss)
+        if self._scaling.is_on:
+            self._watched = self._watch(scaled_loss)
+        return scaled_loss
+
+    def begin(self) -> None:
+        """Make room for the gradients of a loss that `multiply` returns.
+
+        Raises:
+            RuntimeError: inside another pass of one of the optimizers.
+        """
         for one in self._optimizers:
             one.refuse_nested()
-        scaling = self._scaling
-        self._watches = [other.watch_foreign(scaling.is_on) for other in self._others]
-        loss = loss.float() if loss.dtype in HALVES else loss
-        if self._on_scaled is not None:
-            self._on_scaled(loss, scaling.scale())
-        if not scaling.is_on and all(one.takes_grads_as_they_are for one in self._optimizers):
-            return loss
-        self._scale = scaling.scale()
+        is_on = self._scaling.is_on
+        self._watches = [other.watch_foreign(is_on) for other in self._others]
+        if not is_on and all(one.takes_grads_as_they_are for one in self._optimizers):
+            return
         for one in self._optimizers:
             one.drop_cleared()
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))
             one.begin(pairs, self._scale)
-        if not scaling.is_on:
-            return loss
-        scaled_loss = loss * self._scale
-        self._watched = self._watch(scaled_loss)
-        return scaled_loss
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """Return the loss in fp32 (float64 stays) times the scale."""
+        loss = loss.float() if loss.dtype in HALVES else loss
+        if self._on_scaled is not None:
+            self._on_scaled(loss, self._scale)
+        return loss * self._scale if self._scaling.is_on else loss
 
     def unscale_(self) -> None:
         """Divide what the backward wrote by the scale, and check it.
@@ -123,6 +145,7 @@ class BackwardPass:
         self._refuse_another()
         for one, _ in self._open:
             one.leave_scaled(self._scale)
+        self._open = []
 
     def abandon(self) -> None:
         """Give up: the scale does not move, and gradients are as before the pass.
@@ -154,7 +177,6 @@ class BackwardPass:
     def _watch(self, scaled_loss: Tensor) -> _WatchedBackward | None:
         """Return what notes the backward of the scaled loss, None where nothing depends on it."""
         first = self._optimizers[0]
-        first.passes += 1
         # A script that goes astray does so at once: to look at every pass would cost the host more
         # than the scaling.
         if scaled_loss.grad_fn is None or first.passes > _WATCHED_PASSES:

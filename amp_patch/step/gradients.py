@@ -7,7 +7,6 @@ unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_
 from __future__ import annotations
 
 import operator
-import warnings
 from itertools import chain, repeat
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
+from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source, stored_grad
 
@@ -281,13 +281,12 @@ class Gradients:
         refused_later = self._lazy is not None and isinstance(self._lazy.source, HalfGradients)
         if not self._has_warned and not refused_later:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "What is written to the gradients of half parameters after scale_loss() has no "
                 "effect, for the optimizer steps fp32 masters, which have received theirs; got "
                 "such a write. Write to those of amp.master_params(optimizer); call "
                 "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() of the "
-                "optimizer into a scale_loss().",
-                stacklevel=2,
+                "optimizer into a scale_loss()."
             )
 
 

@@ -110,6 +110,7 @@ class OptimizerBackward:
         self._foreign.drop_cleared()
         self.gradients.set_aside(pairs, scale)
         self.is_open = True
+        self.passes += 1
         self._thread = threading.get_ident()
         if self.skip.is_possible and self.gradients.are_cleared(self.pairs()):
             self.skip.forget()  # the user dropped what overflowed

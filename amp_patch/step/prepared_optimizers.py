@@ -7,7 +7,6 @@ Knows no model; what an optimizer's step does is `optimizer_step`'s, how a scale
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -41,7 +40,6 @@ class PreparedOptimizers:
     ) -> None:
         self._scalers = scalers
         self._announce, self._observers = announce, observers
-        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
         )
@@ -105,38 +103,6 @@ class PreparedOptimizers:
         """Undo it: every optimizer steps its own parameters again, state kept."""
         for step in list(self.steps.values()):
             step.release()
-
-    def refuse_unknown(self, optimizer: Optimizer, store: FP32Values) -> None:
-        """Raise before the step of an optimizer that is not set up, if it would go wrong.
-
-        Where no optimizer of these parameters is set up, a warning tells once of what it loses.
-
-        Raises:
-            RuntimeError: it holds parameters of which another optimizer steps masters.
-        """
-        halves = [
-            param
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.dtype in HALVES and store.holds(param)
-        ]
-        if not halves or optimizer in self._told:
-            return
-        kind = type(optimizer).__name__
-        mend = "call amp.initialize(model, [optimizer, ...]) with every optimizer of the model"
-        if any(step.backward.has_master_of(halves[0]) for step in list(self.steps.values())):
-            raise RuntimeError(
-                "parameters that were cast to half are stepped through their fp32 masters; got a "
-                f"step of a {kind} that amp.initialize() did not return, and holds "
-                f"{len(halves)} of them; {mend}."
-            )
-        self._told.add(optimizer)
-        warnings.warn(
-            f"This {kind} steps {len(halves)} parameters that amp.initialize() cast to half, "
-            "where small updates are rounded away: it was not given to amp.initialize(), so there "
-            f"are no fp32 masters; {mend}.",
-            stacklevel=2,
-        )
 
     def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerStep]:
         """Return all but these."""

@@ -7,6 +7,7 @@ What stays on a model are hooks, not a replaced forward: they follow copies, rep
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ class ForwardCasts:
         inputs: dtype that floating inputs are cast to; None leaves them.
         outputs: dtype that floating outputs are cast to; None leaves them.
         observe: called with the model at the start of its forward; must be picklable.
+        explain: called with what its forward raised; must be picklable.
     """
 
     level: torch.dtype
@@ -44,6 +46,7 @@ class ForwardCasts:
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     observe: Callable[[nn.Module], None] | None = None
+    explain: Callable[[BaseException], None] | None = None
 
     @leave_out
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -70,6 +73,10 @@ class ForwardCasts:
     def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Forward hook; also called when the forward raised."""
         mode.leave_model(id(model))
+        if outputs is None and self.explain is not None:
+            error = sys.exc_info()[1]
+            if error is not None:
+                self.explain(error)
         return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
 
     def _holds_around(self, key: int) -> bool:

@@ -26,12 +26,14 @@ class ModelHooks(NamedTuple):
     Attributes:
         observe: gets the model at the start of its forward, where it casts no functions.
         observe_casting: the same, at O1 and O4.
+        explain: gets what the forward of a model in half raised.
         write_state: a state-dict post-hook of each submodule of a model in half.
         read_state: a load-state-dict pre-hook of these.
     """
 
     observe: Callable[[nn.Module], None]
     observe_casting: Callable[[nn.Module], None]
+    explain: Callable[[BaseException], None]
     write_state: Callable[..., None]
     read_state: Callable[..., None]
 
@@ -210,6 +212,7 @@ class PreparedModels:
             inputs=level.cast_model_type,
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
+            explain=hooks.explain if level.cast_model_type in HALVES else None,
         ).attach(model)
         module_rules.attach(model, precisions, level.cast_model_type)
         self.levels[model] = level

@@ -1,0 +1,158 @@
+"""Averages of weights that are stored in half, where small updates would be rounded away.
+
+``torch.optim.swa_utils.AveragedModel`` is given fp32 values to average, and keeps the average in
+fp32. An average that a script keeps in a copy of its own is told of. Knows models in half and their
+fp32 values; no optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from amp_patch.casting.mode import HALVES
+from amp_patch.warn_once import warn_once
+from amp_patch.weights import half_model, module_rules
+from amp_patch.weights.fp32_values import FP32Values
+
+_CLASS = "torch.optim.swa_utils.AveragedModel"
+#: Elements up to which an entry of a copy's state is kept to see if it is written to.
+_SMALL = 1 << 16
+
+
+class _ExactModel:
+    """A model's parameters and buffers as an average is to read them: in fp32."""
+
+    def __init__(self, model: nn.Module, store: FP32Values) -> None:
+        self._model, self._store = model, store
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the fp32 value of each parameter in half, and the others."""
+        for param in self._model.parameters():
+            yield self._store.exact(param) if param.dtype in HALVES else param
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield buffers, those in half cast up."""
+        for buffer in self._model.buffers():
+            yield buffer.float() if buffer.dtype in HALVES else buffer
+
+
+def replacements(store: FP32Values) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each method by its path, what makes its replacement."""
+    return {
+        f"{_CLASS}.__init__": functools.partial(_copying, store),
+        f"{_CLASS}.update_parameters": functools.partial(_averaging, store),
+    }
+
+
+def _copying(store: FP32Values, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        if any(map(store.holds, model.parameters())):
+            _store_in_fp32(self.module, _ExactModel(model, store))  # type: ignore[arg-type]
+
+    return init
+
+
+def _averaging(store: FP32Values, original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def update_parameters(self: nn.Module, model: nn.Module) -> None:
+        in_half = any(map(store.holds, model.parameters()))
+        original(self, _ExactModel(model, store) if in_half else model)
+
+    return update_parameters
+
+
+@torch.no_grad()
+def _store_in_fp32(copy: nn.Module, source: _ExactModel) -> None:
+    """Give a copy of a model in half the fp32 values, and take off the casts of its inputs."""
+    for param, exact in zip(copy.parameters(), source.parameters(), strict=True):
+        param.data = exact.detach().to(param.device, copy=True)
+    for module in copy.modules():
+        half_model.detach(module)
+        module_rules.detach(module)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in HALVES:
+                module._buffers[name] = buffer.float()
+
+
+class HalfCopies:
+    """Copies of models in half that a script may be averaging in; false without any.
+
+    Of each copy one parameter is watched.
+    """
+
+    def __init__(self, store: FP32Values) -> None:
+        self._store = store
+        # a copy's parameter, the parameter that it is a copy of, and the version it had
+        self._watched: list[tuple[TensorWeakRef, TensorWeakRef, int]] = []
+        # entries of a copy's state dict, which nothing reads, and the versions they had
+        self._entries: list[tuple[Tensor, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._watched)
+
+    def clear(self) -> None:
+        """Watch none any more."""
+        self._watched.clear()
+        self._entries.clear()
+
+    def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the ``__deepcopy__`` of a parameter that notes copies in half."""
+
+        @functools.wraps(original)
+        def deepcopy(param: nn.Parameter, memo: dict[Any, Any]) -> Any:
+            is_known = id(param) in memo
+            copied = original(param, memo)
+            if not is_known and param.dtype in HALVES and self._store.holds(param):
+                self._note(param, copied, memo)
+            return copied
+
+        return deepcopy
+
+    def _note(self, param: Tensor, copied: Tensor, memo: dict[Any, Any]) -> None:
+        """Watch the first parameter of each copy of a module."""
+        is_first = memo.setdefault(_NOTED, copied) is copied
+        if is_first and any(isinstance(one, nn.Module) for one in list(memo.values())):
+            self._watched.append((TensorWeakRef(copied), TensorWeakRef(param), copied._version))
+
+    def note_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """A state dict was made: of a copy it holds fp32 tensors that the copy does not read."""
+        for name, param in module._parameters.items():
+            entry = state.get(prefix + name)
+            if entry is None or param is None or self._store.holds(param):
+                continue
+            if entry.dtype is not param.dtype and entry.numel() <= _SMALL:
+                self._entries.append((entry.detach(), entry._version))
+
+    def look(self) -> None:
+        """Warn where one was averaged in since the last look; call it before each step."""
+        entries, self._entries = self._entries, []
+        if any(entry._version != version for entry, version in entries):
+            warn_once(_ADVICE)
+        left = []
+        for copy_reference, source_reference, version in self._watched:
+            copied, source = copy_reference(), source_reference()
+            if copied is None or source is None or copied.dtype not in HALVES:
+                continue
+            if copied._version != version and not torch.equal(copied, source):
+                warn_once(_ADVICE)
+                continue
+            left.append((copy_reference, source_reference, copied._version))
+        self._watched = left
+
+
+#: Marks, in the memo of a deep copy, that one of its parameters is watched.
+_NOTED = "amp_patch"
+_ADVICE = (
+    "an average of weights needs fp32, for small updates are rounded away in half precision; got "
+    "writes to a copy of a model that amp.initialize() stored in half. Make the copy before "
+    "amp.initialize(), and read amp.master_params(optimizer), or model.state_dict(), which hold "
+    "fp32 values; or use torch.optim.swa_utils.AveragedModel(model), which gets them."
+)

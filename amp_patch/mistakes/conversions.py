@@ -1,0 +1,81 @@
+"""``model.half()`` and its like, called on a model that `amp.initialize` has prepared.
+
+Knows prepared models and their levels; no optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.casting.mode import HALVES
+from amp_patch.levels import OptLevel
+from amp_patch.warn_once import warn_once
+
+_METHODS = ("half", "bfloat16", "double", "to", "type")
+
+
+def replacements(
+    levels: Callable[[], Mapping[nn.Module, OptLevel]],
+) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each method by its path, what makes its replacement.
+
+    Args:
+        levels: returns the prepared models, with what they were prepared at.
+    """
+    return {
+        f"torch.nn.modules.module.Module.{name}": functools.partial(_checking, levels, name)
+        for name in _METHODS
+    }
+
+
+def _checking(
+    levels: Callable[[], Mapping[nn.Module, OptLevel]], name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def convert(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = _dtypes(self)
+        result = original(self, *args, **kwargs)
+        new = _dtypes(self) - before
+        if new:
+            _tell(self, name, new, levels())
+        return result
+
+    return convert
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {param.dtype for param in module.parameters()}
+
+
+def _tell(
+    module: nn.Module, name: str, new: set[torch.dtype], levels: Mapping[nn.Module, OptLevel]
+) -> None:
+    """Warn if the weights of a prepared model are no longer in the dtype of its level."""
+    for model, level in list(levels.items()):
+        stored = level.cast_model_type or torch.float32
+        if new <= {stored} or not _share(module, model):
+            continue
+        lost = (
+            ""
+            if new.isdisjoint(HALVES) or stored in HALVES
+            else (", where the optimizer's small updates are rounded away")
+        )
+        warn_once(
+            f"amp.initialize(..., opt_level={level.name!r}) keeps weights in {stored} and casts by "
+            f"itself; got {type(module).__name__}.{name}() afterwards, which stores them in "
+            f"{', '.join(sorted(map(str, new)))}{lost}. Leave that call out; to store the model in "
+            "half precision call amp.initialize(..., opt_level='O2'), or 'O5' for bfloat16."
+        )
+        return
+
+
+def _share(module: nn.Module, model: nn.Module) -> bool:
+    """Tell whether one of the two is, or is inside of, the other."""
+    return any(one is model for one in module.modules()) or any(
+        one is module for one in model.modules()
+    )

@@ -1,0 +1,289 @@
+"""``torch.amp.GradScaler`` in a script that called `amp.initialize`: served by our loss scaler.
+
+Its methods are the hooks of a step under other names. Knows the prepared optimizers, and how a
+backward pass is made; no model.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from amp_patch import kernels
+from amp_patch.kernels import GradCheck
+from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.step.backward_pass import BackwardPass
+from amp_patch.step.loss_scaling import Found, LossScaling
+from amp_patch.step.optimizer_step import OptimizerStep
+from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.step.skip import Skip
+
+#: What makes the scaling of a pass for optimizers, and the pass itself.
+MakeScaling = Callable[[Sequence[OptimizerStep], torch.device], LossScaling]
+MakePass = Callable[[Sequence[OptimizerStep], LossScaling], BackwardPass]
+
+
+class _OneMove:
+    """A scale that moves once between two calls of ``GradScaler.update``, as there.
+
+    Several optimizers may step in between. See `LossScaling`.
+    """
+
+    def __init__(self, scaling: LossScaling, cycle: _Cycle) -> None:
+        self._scaling, self._cycle = scaling, cycle
+        self.is_on = scaling.is_on
+
+    def scale(self) -> float | Tensor:
+        return self._scaling.scale()
+
+    def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        self._cycle.take_in(self._scaling, found, skips)
+
+    def moves(self, scaler: LossScaler) -> bool:
+        return self._scaling.moves(scaler)
+
+
+class _Cycle:
+    """What happened since the last ``GradScaler.update``.
+
+    Attributes:
+        stepped: the optimizers that were stepped.
+        checks: of optimizers that were not given to `amp.initialize`.
+    """
+
+    def __init__(self) -> None:
+        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.checks: weakref.WeakKeyDictionary[Any, GradCheck] = weakref.WeakKeyDictionary()
+        self._waits: LossScaling | None = None
+        self._reason: str | None = None
+
+    def take_in(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
+        """Move the scale at the first overflow; where there is none, `end` does it."""
+        if not any(check.overflow for check, _ in found):
+            self._waits = scaling
+        elif self._reason is None:
+            scaling.update(found, skips)
+            self._reason = next((skip.reason for skip in skips if skip.reason), "")
+        else:
+            for skip in skips:
+                skip.ask(self._reason)
+
+    def end(self) -> None:
+        """``update`` was called: the scale grows if nothing overflowed."""
+        if self._waits is not None and self._reason is None:
+            self._waits.update([], [])
+
+
+class ServedScalers:
+    """All objects of ``torch.amp.GradScaler``, while an optimizer is prepared.
+
+    They have one scale, that of loss_id 0.
+
+    Args:
+        optimizers: the prepared ones.
+        scaler: returns that loss scaler.
+        make_scaling, make_pass: see there.
+    """
+
+    def __init__(
+        self,
+        optimizers: PreparedOptimizers,
+        scaler: Callable[[], LossScaler],
+        make_scaling: MakeScaling,
+        make_pass: MakePass,
+    ) -> None:
+        self._optimizers, self._scaler = optimizers, scaler
+        self._make_scaling, self._make_pass = make_scaling, make_pass
+        self._cycle = _Cycle()
+        self._task = -1
+        self._open: BackwardPass | None = None
+        self._last_scale: float | Tensor = 1.0
+
+    @property
+    def serve(self) -> bool:
+        """True while an optimizer is prepared."""
+        return bool(self._optimizers.steps)
+
+    def scale(self, outputs: Any) -> Any:
+        """Return tensors, or containers of them, times the scale.
+
+        Inside of a ``scale_loss`` block they are returned as they are: its loss is scaled.
+        """
+        if isinstance(outputs, Tensor):
+            return self._scale(outputs)
+        if not isinstance(outputs, Iterable):
+            raise ValueError(
+                "GradScaler.scale() takes a tensor, or an iterable of them; got "
+                f"{type(outputs).__name__}; call scaler.scale(loss)."
+            )
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        steps = list(self._optimizers.steps.values())
+        if self._open is not None and torch._C._current_graph_task_id() == -1:
+            self._abandon()  # its backward raised
+        if any(step.backward.is_open for step in steps):
+            return loss
+        scaling = self._scaling(steps, loss.device)
+        self._last_scale = scaling.scale()
+        one = self._make_pass(steps, scaling)
+        scaled = one.multiply(loss)
+        if scaling.is_on and scaled.grad_fn is not None:
+            scaled.grad_fn.register_prehook(functools.partial(self._begin, one))
+        return scaled
+
+    def _begin(self, one: BackwardPass, grads: Any) -> None:
+        """The backward of a scaled loss begins."""
+        task = torch._C._current_graph_task_id()
+        if self._open is not None and task == self._task:
+            return  # of two losses, backward together
+        if self._open is not None:
+            self._abandon()
+        if any(step.backward.is_open for step in self._optimizers.steps.values()):
+            raise RuntimeError(
+                "a loss must be scaled once; got one that GradScaler.scale() has scaled inside of "
+                "an amp.scale_loss() block, which scales it, too. Remove the GradScaler: call "
+                "scaled_loss.backward() in the block, and optimizer.step() behind it."
+            )
+        one.begin()
+        self._open, self._task = one, task
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """It is over; what it wrote stays scaled until `unscale_`."""
+        one, self._open = self._open, None
+        if one is not None:
+            one.leave_scaled()
+
+    def _abandon(self) -> None:
+        one, self._open = self._open, None
+        if one is not None:
+            one.abandon()
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divide an optimizer's gradients by the scale, where that was not done."""
+        step = self._step_of(optimizer)
+        if step is None:
+            self._unscale_other(optimizer)
+        elif step.backward.gradients.scaled.scale is not None:
+            device = step.backward.pairs().model[0].device
+            one = self._make_pass([step], self._scaling([step], device))
+            one.begin()
+            one.unscale_()
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer, unless its gradients overflowed; return what its step returns."""
+        if "closure" in kwargs:
+            raise RuntimeError(
+                "GradScaler.step() takes no closure; got one; call optimizer.step(closure) with "
+                "an amp.scale_loss() block in the closure."
+            )
+        key = self._optimizers.originals_of(optimizer)
+        if key in self._cycle.stepped:
+            self.update()  # which the script has left out
+        self.unscale_(optimizer)
+        self._cycle.stepped.add(key)
+        check = self._cycle.checks.get(key)
+        if check is not None and check.overflow:
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Let the scale grow where no step since the last call overflowed, or set it."""
+        cycle, self._cycle = self._cycle, _Cycle()
+        self._optimizers.settle()
+        if new_scale is None:
+            cycle.end()
+        else:
+            self._scaler().settle()
+            self._scaler().scale = float(new_scale)
+
+    def get_scale(self) -> float:
+        """Return the factor of the next loss."""
+        self._optimizers.settle()
+        return self._scaler().loss_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return our scaler's state in GradScaler's format."""
+        scaler = self._scaler()
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": scaler.rule.growth_factor,
+            "backoff_factor": scaler.rule.backoff_factor,
+            "growth_interval": scaler.rule.growth_interval,
+            "_growth_tracker": scaler.unskipped,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set our scaler from GradScaler's state; an empty one is that of a disabled GradScaler."""
+        if state_dict:
+            self._optimizers.settle()
+            self._scaler().load_state_dict(state_dict)
+
+    def option(self, name: str) -> Any:
+        """Return ``growth_factor``, ``backoff_factor`` or ``growth_interval``."""
+        return getattr(self._scaler().rule, name)
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Set one of these."""
+        scaler = self._scaler()
+        scaler.rule = replace(scaler.rule, **{name: value})
+
+    def _scaling(self, steps: Sequence[OptimizerStep], device: torch.device) -> LossScaling:
+        return _OneMove(self._make_scaling(steps, device), self._cycle)
+
+    def _step_of(self, optimizer: Any) -> OptimizerStep | None:
+        return self._optimizers.steps.get(self._optimizers.originals_of(optimizer))
+
+    def _unscale_other(self, optimizer: Any) -> None:
+        """Unscale gradients of a model that was not given to `amp.initialize`, as torch does."""
+        if optimizer in self._cycle.checks or not isinstance(optimizer, Optimizer):
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        grads = [param.grad for param in params if param.grad is not None]
+        unscale = kernels.Unscale(grads, grads)
+        self._cycle.checks[optimizer] = unscale.run(grads, grads, self._last_scale)
+
+
+def replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each method of GradScaler, what makes its replacement."""
+    own = {
+        name: getattr(served, name)
+        for name in (
+            "scale",
+            "unscale_",
+            "step",
+            "update",
+            "get_scale",
+            "state_dict",
+            "load_state_dict",
+        )
+    }
+    for name in ("growth_factor", "backoff_factor", "growth_interval"):
+        own[f"get_{name}"] = functools.partial(served.option, name)
+        own[f"set_{name}"] = functools.partial(served.set_option, name)
+    return {
+        f"torch.amp.grad_scaler.GradScaler.{name}": functools.partial(_serving, served, method)
+        for name, method in own.items()
+    }
+
+
+def _serving(
+    served: ServedScalers, method: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if served.serve:
+            return method(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return replacement

@@ -1,0 +1,104 @@
+"""All that is looked out for in one session: what is replaced, and what comes before a step.
+
+Knows the families of mistakes, and what was prepared; a session makes one and calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from amp_patch.casting.mode import HALVES
+from amp_patch.patching import Patches
+from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.prepared_models import PreparedModels
+
+from . import averages, clipping, conversions, grad_scaler
+from .averages import HalfCopies
+from .dtype_notes import LayerNotes, explain
+from .grad_scaler import MakePass, MakeScaling, ServedScalers
+from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
+
+
+class Guard:
+    """Looks out for mistakes.
+
+    Args:
+        models, optimizers, store: of the session.
+        scaler: returns the loss scaler of loss_id 0.
+        make_scaling, make_pass: see `grad_scaler`.
+
+    Attributes:
+        unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
+        copies: of models in half; false without any.
+    """
+
+    def __init__(
+        self,
+        models: PreparedModels,
+        optimizers: PreparedOptimizers,
+        store: FP32Values,
+        scaler: Callable[[], LossScaler],
+        make_scaling: MakeScaling,
+        make_pass: MakePass,
+    ) -> None:
+        self._models, self._optimizers, self._store = models, optimizers, store
+        self._served = ServedScalers(optimizers, scaler, make_scaling, make_pass)
+        self._half_steps = HalfSteps()
+        self._layers = LayerNotes(models.levels)
+        self.unprepared = UnpreparedParams()
+        self.copies = HalfCopies(store)
+
+    def replacements(self) -> dict[str, Callable[[Any], Any]]:
+        """Return, for each function of torch by its path, what makes its replacement."""
+        return {
+            **grad_scaler.replacements(self._served),
+            **clipping.replacements(self._optimizers),
+            **averages.replacements(self._store),
+            **conversions.replacements(lambda: self._models.levels),
+            "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
+        }
+
+    def look_at(self, models: Collection[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Warn of what is to be prepared, before anything is changed."""
+        if models:
+            warn_of_strangers(optimizers, [*models, *self._models.levels])
+
+    def follow(self, models: Sequence[nn.Module], patches: Patches) -> None:
+        """Models and optimizers were prepared.
+
+        Args:
+            models: those of this call.
+            patches: get the layers whose errors are explained.
+        """
+        self.unprepared.find(list(self._models.levels), self._optimizers)
+        for model in models:
+            if self._models.levels[model].cast_model_type in HALVES:
+                for kind in self._layers.new_classes(model):
+                    patches.replace(kind, "forward", self._layers.telling(kind.forward))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look before the step of any optimizer of torch.
+
+        Raises:
+            RuntimeError: one that is not prepared is about to step what it must not.
+        """
+        if self.copies:
+            self.copies.look()
+        if optimizer not in self._optimizers.steps:
+            self.unprepared.refuse(optimizer, list(self._models.levels), self._optimizers)
+            self._half_steps.refuse(optimizer, self._store, self._optimizers)
+
+    def note_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """A state dict of a model in half was made; see `HalfCopies.note_state`."""
+        if self.copies:
+            self.copies.note_state(module, state, prefix)
+
+    def explain(self, error: BaseException) -> None:
+        """Add to what a model in half raised, see `dtype_notes`."""
+        explain(error, self._models.levels)
