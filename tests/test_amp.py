@@ -821,9 +821,10 @@ def test_scaled_gradients_are_neither_clipped_nor_stepped(amp: ModuleType, level
         "optimizer.step()": optimizer.step,
     }.items():
         words = (
-            f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True) left "
-            "them scaled. Leave delay_unscale out in the last scale_loss() before it, or clear "
-            "them with optimizer.zero_grad()."
+            f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True), or "
+            "a GradScaler's scale(), left them scaled. Leave delay_unscale out in the last "
+            "scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with "
+            "optimizer.zero_grad()."
         )
         with pytest.raises(RuntimeError, match=exactly(words)):
             call()

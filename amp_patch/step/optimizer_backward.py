@@ -217,8 +217,9 @@ class OptimizerBackward:
         if self.gradients.scaled.scale is not None:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
-                "delay_unscale=True) left them scaled. Leave delay_unscale out in the last "
-                "scale_loss() before it, or clear them with optimizer.zero_grad()."
+                "delay_unscale=True), or a GradScaler's scale(), left them scaled. Leave "
+                "delay_unscale out in the last scale_loss() before it, or call "
+                "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
         self.receive_unscaled()
 

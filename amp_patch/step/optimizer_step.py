@@ -18,8 +18,9 @@ from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
+from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
-from amp_patch.weights.lazy_gradients import clear_grads
+from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
@@ -45,6 +46,8 @@ class OptimizerStep:
         masters: of half parameters; None for levels without.
         backward: what comes before the step.
         ended: how many steps there were, those skipped included.
+        expects_scale: True until it is known whether its losses are scaled; may be set where they
+            should be.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class OptimizerStep:
         self.skip = Skip(announce)
         self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip)
         self.ended = 0
+        self.expects_scale = False
         self._is_published = True
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
@@ -134,11 +138,27 @@ class OptimizerStep:
         if closure is not None:
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
+        if self.expects_scale:
+            self._look_for_scale()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
             self.masters.reconcile()
         return self._run(self.skip.flag, original, *args, **kwargs)
+
+    def _look_for_scale(self) -> None:
+        """Warn where the first gradients come from a backward that was not of a scaled loss."""
+        if self.backward.passes:
+            self.expects_scale = False
+        elif any(stored_grad(param) is not None for param in self.backward.pairs().model):
+            self.expects_scale = False
+            warn(
+                "at a level with a loss scale every loss is to be multiplied by it, or small "
+                "gradients become 0 in float16; got an optimizer.step() before which no loss was. "
+                "Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()` in the place of loss.backward(), or call "
+                "amp.initialize(..., loss_scale=1.0) to train without."
+            )
 
     def _has_to_know(self) -> bool:
         """Return whether the host skips the next step; else the device does."""

@@ -72,6 +72,7 @@ class PreparedOptimizers:
             step = OptimizerStep(
                 optimizer, masters_from, scaler_ids, self._announce, self._observers, fused_step
             )
+            step.expects_scale = scale_rule.dynamic or scale_rule.init_scale != 1.0
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)

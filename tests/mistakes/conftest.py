@@ -1,0 +1,29 @@
+"""Each mistake is made with ``from amp_patch import amp``, and with the drop-in's ``apex.amp``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+import amp_patch.apex
+from amp_patch import amp as core
+
+
+@pytest.fixture(scope="module", params=["plain", "drop-in"])
+def module(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The module that a script calls ``amp``."""
+    if request.param == "plain":
+        yield core
+    else:
+        with amp_patch.apex.install(force=True):
+            yield importlib.import_module("apex.amp")
+
+
+@pytest.fixture
+def amp(module: ModuleType) -> Iterator[ModuleType]:
+    """It, deactivated at the end of the test."""
+    yield module
+    core.deactivate()

@@ -1,0 +1,292 @@
+"""A GradScaler of torch's that a script keeps: it trains as ``scale_loss`` does."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import (
+    LEVELS,
+    assert_equal,
+    batches,
+    loss_of,
+    make,
+    prepared,
+    trained_rightly,
+    weights,
+)
+
+from amp_patch import amp as core
+from amp_patch.session import session
+
+SCALERS = {
+    "torch.amp": lambda: torch.amp.GradScaler("cpu"),
+    "torch.cuda.amp": lambda: torch.cuda.amp.GradScaler(),
+    "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
+}
+MAX_NORM = 0.1
+
+
+def scaler_of(kind: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no CUDA, and that the name is old
+        return SCALERS[kind]()
+
+
+def clip_by_norm(model: nn.Module, optimizer: Any) -> None:
+    core.clip_grad_norm_(optimizer, MAX_NORM)
+
+
+def clip_masters_by_value(model: nn.Module, optimizer: Any) -> None:
+    for param in core.master_params(optimizer):
+        param.grad.clamp_(-1e-3, 1e-3)
+
+
+CLIPS = {
+    "no clipping": (None, None),
+    "unscale_ alone": (lambda model: None, None),
+    "norm": (lambda model: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM), clip_by_norm),
+    "value": (
+        lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+        clip_masters_by_value,
+    ),
+}
+
+
+CASES = [
+    *(("torch.amp", clip, level) for clip in CLIPS for level in LEVELS),
+    *((kind, "norm", level) for kind in ("torch.cuda.amp", "disabled") for level in LEVELS),
+    *(("torch.amp", "norm", level) for level in ("O0", "O3", "O4")),
+]
+
+
+@pytest.mark.parametrize(("kind", "clip", "level"), CASES)
+def test_a_grad_scaler_trains_as_scale_loss_does(
+    amp: ModuleType, kind: str, clip: str, level: str
+) -> None:
+    torchs, ours = CLIPS[clip]
+    expected = trained_rightly(level, ours)
+    model, optimizer = prepared(amp, level)
+    scaler = scaler_of(kind)
+    for inputs in batches():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, inputs)).backward()
+        if torchs is not None:
+            scaler.unscale_(optimizer)
+            torchs(model)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(weights(model), expected, rtol=1e-6, atol=1e-8)
+    assert scaler.get_scale() == session.scalers[0].loss_scale()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_hits(level: str) -> None:
+    for clip in (clip_by_norm, clip_masters_by_value):
+        plain, clipped = trained_rightly(level), trained_rightly(level, clip)
+        assert not all(map(torch.equal, plain, clipped))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_losses_are_accumulated(amp: ModuleType, level: str) -> None:
+    def train(scaled: bool) -> list[torch.Tensor]:
+        model, optimizer = prepared(amp if scaled else core, level)
+        scaler = torch.amp.GradScaler("cpu")
+        for pair in itertools.pairwise(batches()):
+            optimizer.zero_grad()
+            for number, inputs in enumerate(pair):
+                loss = loss_of(model, inputs) / 2
+                if scaled:
+                    scaler.scale(loss).backward()
+                else:
+                    with core.scale_loss(loss, optimizer, delay_unscale=not number) as scaled_loss:
+                        scaled_loss.backward()
+            scaler.step(optimizer) if scaled else optimizer.step()
+            if scaled:
+                scaler.update()
+        found = weights(model)
+        core.deactivate()
+        return found
+
+    assert_equal(train(True), train(False))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_the_step_and_lowers_the_scale(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    scaler = torch.amp.GradScaler("cpu")
+    before, scale = weights(model), scaler.get_scale()
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        inputs = next(iter(batches()))
+        scaler.scale(loss_of(model, inputs) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale / 2
+        assert all(map(torch.equal, weights(model), before)) is (factor != 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_optimizers_move_the_scale_once(amp: ModuleType, level: str) -> None:
+    (one, first), (two, second) = make(), make()
+    amp.initialize([one, two], [first, second], opt_level=level, verbosity=0)
+    scaler = torch.amp.GradScaler("cpu")
+    scale = scaler.get_scale()
+    session.scalers[0].unskipped = 1998
+    inputs = next(iter(batches()))
+    for factor, expected in ((float("inf"), scale / 2), (1.0, scale / 2)):
+        for model, optimizer in ((one, first), (two, second)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, inputs) * factor).backward()
+        before = weights(one) + weights(two)
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+        assert scaler.get_scale() == expected
+        moved = [
+            not torch.equal(*pair) for pair in zip(weights(one) + weights(two), before, strict=True)
+        ]
+        assert any(moved) is (factor == 1.0)
+    assert session.scalers[0].unskipped == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_of_two_optimizers_that_overflows_skips_alone(amp: ModuleType, level: str) -> None:
+    (one, first), (two, second) = make(), make()
+    amp.initialize([one, two], [first, second], opt_level=level, verbosity=0)
+    scaler = torch.amp.GradScaler("cpu")
+    inputs = next(iter(batches()))
+    before_one, before_two = weights(one), weights(two)
+    scaler.scale(loss_of(one, inputs) * float("inf")).backward()
+    scaler.scale(loss_of(two, inputs)).backward()
+    scaler.step(second)
+    scaler.step(first)
+    scaler.update()
+    assert_equal(weights(one), before_one)
+    assert not all(map(torch.equal, weights(two), before_two))
+
+
+def test_the_state_is_our_scalers(amp: ModuleType) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    saved = {**scaler.state_dict(), "_growth_tracker": 7}
+    model, optimizer = prepared(amp, "O1")
+    scaler.load_state_dict(saved)
+    assert session.scalers[0].state_dict() == {"loss_scale": 256.0, "unskipped": 7}
+    assert scaler.state_dict() == saved
+    assert scaler.get_scale() == 256.0
+    scaler.update(64.0)
+    assert session.scalers[0].loss_scale() == 64.0
+    scaler.set_growth_interval(3)
+    assert scaler.get_growth_interval() == session.scalers[0].rule.growth_interval == 3
+    del model, optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("steps", ["scaler.step", "optimizer.step"])
+def test_scaling_what_scale_loss_yields_scales_once(
+    amp: ModuleType, level: str, steps: str
+) -> None:
+    expected = trained_rightly(level)
+    model, optimizer = prepared(amp, level)
+    scaler = torch.amp.GradScaler("cpu")
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaler.scale(scaled_loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer) if steps == "scaler.step" else optimizer.step()
+        scaler.update()
+    assert_equal(weights(model), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_scale_loss_of_what_a_grad_scaler_scaled_is_refused(
+    amp: ModuleType, level: str, factor: float
+) -> None:
+    model, optimizer = prepared(amp, level)
+    before = weights(model)
+    scaled_by_torch = torch.amp.GradScaler("cpu").scale(loss_of(model, next(iter(batches()))))
+    with (
+        pytest.raises(RuntimeError, match="a loss must be scaled once.* Remove the GradScaler"),
+        amp.scale_loss(scaled_by_torch * factor, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_equal(weights(model), before)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("call", ["step", "clip"])
+def test_gradients_that_were_not_unscaled_are_refused(
+    amp: ModuleType, level: str, call: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, next(iter(batches())))).backward()
+    with pytest.raises(RuntimeError, match=r"scaler\.unscale_\(optimizer\)"):
+        optimizer.step() if call == "step" else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_that_raises_leaves_no_gradient_behind(amp: ModuleType, level: str) -> None:
+    expected = trained_rightly(level)
+    model, optimizer = prepared(amp, level)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def fail(grad: torch.Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    for inputs in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs)
+        failing = loss_of(model, inputs)
+        failing.register_hook(fail)
+        with pytest.raises(MemoryError):
+            scaler.scale(failing).backward()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert_equal(weights(model), expected)
+
+
+def test_a_model_that_is_not_prepared_trains_beside_one_that_is(amp: ModuleType) -> None:
+    (exact, plain), (model, optimizer) = make(), make()
+    kept = prepared(amp, "O2")
+    scaler = torch.amp.GradScaler("cpu")
+    for inputs in batches():
+        for one, stepper in ((exact, plain), (model, optimizer)):
+            stepper.zero_grad()
+            loss = loss_of(one, inputs)
+            scaler.scale(loss).backward() if one is model else loss.backward()
+        plain.step()
+        scaler.unscale_(optimizer)
+        torch.testing.assert_close(gradients(model), gradients(exact))
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(list(model.parameters()), list(exact.parameters()))
+    scaler.scale(loss_of(model, inputs) * float("inf")).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(list(model.parameters()), list(exact.parameters()))
+    assert kept
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [param.grad for param in model.parameters()]
+
+
+def test_without_a_prepared_optimizer_it_is_torchs_own(amp: ModuleType) -> None:
+    model, optimizer = make()
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0

@@ -1,0 +1,125 @@
+"""Optimizers that ``initialize`` never got, or that belong to something else."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from training import (
+    LEVELS,
+    assert_equal,
+    batches,
+    loss_of,
+    make,
+    prepared,
+    trained_rightly,
+    weights,
+)
+
+SCALED = ("O1", "O2")
+NEVER_GOT = re.escape("got a step of a SGD that amp.initialize() never got, with 2 gradients")
+
+
+def other_half(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.last.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("level", SCALED)
+@pytest.mark.parametrize("made", ["before", "after", "after unfreezing"])
+@pytest.mark.parametrize("scaled_by", ["scale_loss", "GradScaler", "delay_unscale"])
+def test_an_optimizer_of_a_part_of_the_model_is_refused(
+    amp: ModuleType, level: str, made: str, scaled_by: str
+) -> None:
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.05)
+    other = other_half(model)
+    model.last.requires_grad_(made != "after unfreezing")
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.last.requires_grad_()
+    if made != "before":
+        other = other_half(model)
+    before = weights(model)
+    inputs = next(batches())
+    if scaled_by == "GradScaler":
+        torch.amp.GradScaler("cpu").scale(loss_of(model, inputs)).backward()
+    else:
+        delayed = scaled_by == "delay_unscale"
+        with amp.scale_loss(loss_of(model, inputs), optimizer, delay_unscale=delayed) as scaled:
+            scaled.backward()
+    with pytest.raises(RuntimeError, match=NEVER_GOT) as error:
+        other.step()
+    assert "call amp.initialize(model, [optimizer, other_optimizer])" in str(error.value)
+    assert_equal(weights(model), before)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_an_optimizer_of_the_whole_model_is_refused(amp: ModuleType, level: str) -> None:
+    model, _ = make()
+    nothing = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*model.first.parameters(), nothing], lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    other = torch.optim.SGD(model.parameters(), lr=0.05)
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match=r"a SGD that amp\.initialize\(\)"):
+        other.step()
+
+
+def test_cleared_and_unscaled_gradients_are_stepped(amp: ModuleType) -> None:
+    expected = trained_rightly("O1")
+    model, _ = make()
+    first = torch.optim.SGD(model.first.parameters(), lr=0.05)
+    amp.initialize(model, first, opt_level="O1", verbosity=0)
+    other = other_half(model)
+    inputs = next(batches())
+    with amp.scale_loss(loss_of(model, inputs), first) as scaled_loss:
+        scaled_loss.backward()
+    for inputs in batches():
+        model.zero_grad()
+        loss_of(model, inputs).backward()
+        other.step()
+        first.step()
+    torch.testing.assert_close(weights(model), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_of_another_model_is_told_of(amp: ModuleType, level: str) -> None:
+    model, optimizer = make()
+    with pytest.warns(UserWarning, match="of which none is of these models") as caught:
+        amp.initialize(copy.deepcopy(model), optimizer, opt_level=level, verbosity=0)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_of_models_that_came_before_are_not_told_of(amp: ModuleType, level: str) -> None:
+    (one, first), (two, second) = make(), make()
+    amp.initialize(one, opt_level=level, verbosity=0)
+    amp.initialize(two, [first, second], opt_level=level, verbosity=0)
+    loss = nn.Parameter(torch.ones(1))
+    amp.initialize([], torch.optim.SGD([loss], lr=0.1), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            optimizer.zero_grad()
+            loss_of(model, inputs).backward()
+            optimizer.step()
+    told = ["at a level with a loss scale"] if level in SCALED else []
+    assert [str(one.message)[:28] for one in caught] == told
+    assert {one.filename for one in caught} <= {__file__}
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": 1.0}, {"opt_level": "O0"}, {"opt_level": "O3"}])
+def test_without_a_loss_scale_nothing_is_forgotten(amp: ModuleType, options: dict) -> None:
+    model, optimizer = prepared(amp, **{"level": "O1", **options})
+    loss_of(model, next(batches())).backward()
+    optimizer.step()
