@@ -385,6 +385,7 @@ def _read_state(
             "amp.deactivate() first."
         )
     session.store.read_state(module, dict(state), prefix)
+    session.guard.note_load(module)
 
 
 def _explain(error: BaseException) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.levels import OptLevel
 from amp_patch.warn_once import warn_once
 from amp_patch.weights import half_model, module_rules
 from amp_patch.weights.fp32_values import FP32Values
@@ -42,29 +43,46 @@ class _ExactModel:
             yield buffer.float() if buffer.dtype in HALVES else buffer
 
 
-def replacements(store: FP32Values) -> dict[str, Callable[[Any], Any]]:
-    """Return, for each method by its path, what makes its replacement."""
+_Exact = Callable[[nn.Module], _ExactModel | None]
+
+
+def replacements(
+    store: FP32Values, levels: Callable[[], Mapping[nn.Module, OptLevel]]
+) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each method by its path, what makes its replacement.
+
+    Args:
+        store: the fp32 values.
+        levels: returns the prepared models, with what they were prepared at.
+    """
+
+    def exact(model: nn.Module) -> _ExactModel | None:
+        """Return what is read of a model that is, or wraps, one in half; None of any other."""
+        halves = {id(one) for one, level in levels().items() if level.cast_model_type in HALVES}
+        in_half = any(id(module) in halves for module in model.modules())
+        return _ExactModel(model, store) if in_half else None
+
     return {
-        f"{_CLASS}.__init__": functools.partial(_copying, store),
-        f"{_CLASS}.update_parameters": functools.partial(_averaging, store),
+        f"{_CLASS}.__init__": functools.partial(_copying, exact),
+        f"{_CLASS}.update_parameters": functools.partial(_averaging, exact),
     }
 
 
-def _copying(store: FP32Values, original: Callable[..., None]) -> Callable[..., None]:
+def _copying(exact: _Exact, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, model, *args, **kwargs)
-        if any(map(store.holds, model.parameters())):
-            _store_in_fp32(self.module, _ExactModel(model, store))  # type: ignore[arg-type]
+        source = exact(model)
+        if source is not None:
+            _store_in_fp32(self.module, source)  # type: ignore[arg-type]
 
     return init
 
 
-def _averaging(store: FP32Values, original: Callable[..., None]) -> Callable[..., None]:
+def _averaging(exact: _Exact, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def update_parameters(self: nn.Module, model: nn.Module) -> None:
-        in_half = any(map(store.holds, model.parameters()))
-        original(self, _ExactModel(model, store) if in_half else model)
+        original(self, exact(model) or model)
 
     return update_parameters
 
@@ -82,6 +100,32 @@ def _store_in_fp32(copy: nn.Module, source: _ExactModel) -> None:
                 module._buffers[name] = buffer.float()
 
 
+class _Copy:
+    """A parameter of a copy, held weakly, and the one that it is a copy of.
+
+    Attributes:
+        version: that it had when it was last looked at; None where what wrote to it is known.
+    """
+
+    def __init__(self, copied: Tensor, source: Tensor) -> None:
+        self._copied, self._source = TensorWeakRef(copied), TensorWeakRef(source)
+        self.version: int | None = copied._version
+
+    @property
+    def copied(self) -> Tensor | None:
+        """The copy, while it lives and is in half."""
+        copied = self._copied()
+        return None if copied is None or copied.dtype not in HALVES else copied
+
+    def look(self) -> bool:
+        """Return whether it was written to since the last look, and not its source's values."""
+        copied, source = self.copied, self._source()
+        if copied is None or source is None:
+            return False
+        version, self.version = self.version, copied._version
+        return version not in (None, self.version) and not torch.equal(copied, source)
+
+
 class HalfCopies:
     """Copies of models in half that a script may be averaging in; false without any.
 
@@ -90,8 +134,7 @@ class HalfCopies:
 
     def __init__(self, store: FP32Values) -> None:
         self._store = store
-        # a copy's parameter, the parameter that it is a copy of, and the version it had
-        self._watched: list[tuple[TensorWeakRef, TensorWeakRef, int]] = []
+        self._watched: list[_Copy] = []
         # entries of a copy's state dict, which nothing reads, and the versions they had
         self._entries: list[tuple[Tensor, int]] = []
 
@@ -120,7 +163,7 @@ class HalfCopies:
         """Watch the first parameter of each copy of a module."""
         is_first = memo.setdefault(_NOTED, copied) is copied
         if is_first and any(isinstance(one, nn.Module) for one in list(memo.values())):
-            self._watched.append((TensorWeakRef(copied), TensorWeakRef(param), copied._version))
+            self._watched.append(_Copy(copied, param))
 
     def note_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """A state dict was made: of a copy it holds fp32 tensors that the copy does not read."""
@@ -136,16 +179,16 @@ class HalfCopies:
         entries, self._entries = self._entries, []
         if any(entry._version != version for entry, version in entries):
             warn_once(_ADVICE)
-        left = []
-        for copy_reference, source_reference, version in self._watched:
-            copied, source = copy_reference(), source_reference()
-            if copied is None or source is None or copied.dtype not in HALVES:
-                continue
-            if copied._version != version and not torch.equal(copied, source):
-                warn_once(_ADVICE)
-                continue
-            left.append((copy_reference, source_reference, copied._version))
-        self._watched = left
+        if [one for one in self._watched if one.look()]:
+            warn_once(_ADVICE)
+        self._watched = [one for one in self._watched if one.copied is not None]
+
+    def note_load(self, module: nn.Module) -> None:
+        """A state dict is about to be loaded into a module, which is no average."""
+        params = [param for param in module._parameters.values() if param is not None]
+        for one in self._watched:
+            if any(one.copied is param for param in params):
+                one.version = None
 
 
 #: Marks, in the memo of a deep copy, that one of its parameters is watched.

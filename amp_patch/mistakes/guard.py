@@ -59,7 +59,7 @@ class Guard:
         return {
             **grad_scaler.replacements(self._served),
             **clipping.replacements(self._optimizers),
-            **averages.replacements(self._store),
+            **averages.replacements(self._store, lambda: self._models.levels),
             **conversions.replacements(lambda: self._models.levels),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
         }
@@ -98,6 +98,11 @@ class Guard:
         """A state dict of a model in half was made; see `HalfCopies.note_state`."""
         if self.copies:
             self.copies.note_state(module, state, prefix)
+
+    def note_load(self, module: nn.Module) -> None:
+        """A state dict is about to be loaded; see `HalfCopies.note_load`."""
+        if self.copies:
+            self.copies.note_load(module)
 
     def explain(self, error: BaseException) -> None:
         """Add to what a model in half raised, see `dtype_notes`."""

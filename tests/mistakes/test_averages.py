@@ -1,0 +1,147 @@
+"""Averages of the weights, right in fp32, or told of at the first update."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+from training import LEVELS, batches, loss_of, make, prepared, weights
+
+from amp_patch import amp as core
+
+HALF = ("O2", "O5")
+DECAY = 0.9
+Update = Callable[[nn.Module, nn.Module], Any]
+
+
+def train(
+    amp: ModuleType, model: nn.Module, optimizer: Any, update: Callable[[], Any]
+) -> list[Tensor]:
+    """Train; return the fp32 average of the weights with `DECAY`."""
+    average: list[Tensor] = []
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        update()
+        now = [value for value in weights(model) if value.is_floating_point()]
+        pairs = zip(average, now, strict=True)
+        average = [torch.lerp(a, b, 1 - DECAY) for a, b in pairs] if average else now
+    return average
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "multi_avg_fn": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(DECAY)},
+    "avg_fn": {"avg_fn": swa_utils.get_ema_avg_fn(DECAY), "use_buffers": True},
+}
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O3"])
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_averaged_model_is_exact(amp: ModuleType, level: str, made: str, kind: str) -> None:
+    model, optimizer = make()
+    averaged = swa_utils.AveragedModel(model, **KINDS[kind]) if made == "before" else None
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    averaged = averaged or swa_utils.AveragedModel(model, **KINDS[kind])
+    expected = train(amp, model, optimizer, lambda: averaged.update_parameters(model))
+    got = list(averaged.module.parameters())
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    assert {param.dtype for param in got} == {torch.float32}
+    inputs = next(batches())
+    assert averaged(inputs).dtype in (torch.float32, torch.float16)
+    with core.disable_casts():
+        exact = nn.functional.linear(inputs, got[0], got[1]).tanh()
+        exact = nn.functional.linear(exact, got[2], got[3])
+    torch.testing.assert_close(averaged(inputs).float(), exact, rtol=1e-2, atol=1e-3)
+
+
+def test_a_plain_average_of_batch_norms_is_exact(amp: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O2", keep_batchnorm_fp32=False, verbosity=0)
+    averaged = swa_utils.AveragedModel(model)
+    train(amp, model, optimizer, lambda: averaged.update_parameters(model))
+    assert {buffer.dtype for buffer in averaged.module.buffers()} <= {torch.float32, torch.int64}
+    swa_utils.update_bn(batches(), averaged)
+    assert averaged(next(batches())).isfinite().all()
+
+
+@torch.no_grad()
+def lerp(averaged: nn.Module, model: nn.Module) -> None:
+    for average, param in zip(averaged.parameters(), model.parameters(), strict=True):
+        average.lerp_(param, 1 - DECAY)
+
+
+@torch.no_grad()
+def multiply_and_add(averaged: nn.Module, model: nn.Module) -> None:
+    for average, param in zip(averaged.parameters(), model.parameters(), strict=True):
+        average.mul_(DECAY).add_(param, alpha=1 - DECAY)
+
+
+@torch.no_grad()
+def entries(averaged: nn.Module, model: nn.Module) -> None:
+    state = model.state_dict()
+    for name, value in averaged.state_dict().items():
+        value.mul_(DECAY).add_(state[name], alpha=1 - DECAY)
+
+
+UPDATES = [lerp, multiply_and_add, entries]
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_average_in_half_is_told_of_once(amp: ModuleType, level: str, update: Update) -> None:
+    model, optimizer = prepared(amp, level)
+    averaged = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(amp, model, optimizer, lambda: update(averaged, model))
+    assert [str(one.message)[:35] for one in caught] == ["an average of weights needs fp32, f"]
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("update", [multiply_and_add, entries])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_average_in_a_copy_made_before_is_right(
+    amp: ModuleType, level: str, update: Update
+) -> None:
+    model, optimizer = make()
+    averaged = copy.deepcopy(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    averaged.load_state_dict(model.state_dict())
+    expected = weights(model)
+
+    def follow() -> None:
+        update(averaged, model)
+        pairs = zip(expected, weights(model), strict=True)
+        expected[:] = [torch.lerp(a, b, 1 - DECAY) for a, b in pairs]
+
+    train(amp, model, optimizer, follow)
+    rough = {"O2": 1e-3, "O5": 1e-2}.get(level, 0) if update is multiply_and_add else 0
+    torch.testing.assert_close(list(averaged.parameters()), expected, rtol=rough, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_copy_that_only_follows_is_not_told_of(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    best, teacher, loaded = (copy.deepcopy(model) for _ in range(3))
+
+    def follow() -> None:
+        best.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            for param, source in zip(teacher.parameters(), model.parameters(), strict=True):
+                param.copy_(source)
+        loaded.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+        assert core.loss_scale()
+
+    train(amp, model, optimizer, follow)

@@ -1,0 +1,225 @@
+"""Two dtypes that meet: torch's exception, with a note that says where and what mends it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import Net, make, prepared
+
+from amp_patch.mistakes import dtype_notes
+
+HALF = ("O2", "O3", "O5")
+DTYPES = {"O2": "torch.float16", "O3": "torch.float16", "O5": "torch.bfloat16"}
+
+
+class Masked(nn.Module):
+    """A block that makes a tensor in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.fc = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        mask = torch.ones(4, 4)
+        if self.kind == "mask":
+            return h @ mask
+        if self.kind == "inline":
+            return torch.mm(h, torch.ones(4, 4))
+        if self.kind == "layer":
+            return self.fc(h + mask)
+        if self.kind == "index":
+            out = torch.zeros_like(x, dtype=torch.float32)
+            out[torch.arange(len(x))] = h
+            return out
+        return h.masked_fill(h > 0, -1e9)
+
+
+class Outer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), Masked(kind)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def told(error: BaseException) -> str:
+    """Return the note, of which there is one."""
+    notes = getattr(error, "__notes__", None)
+    text = str(error) if notes is None else "\n".join(notes)
+    assert text.count("amp_patch: ") == 1
+    return text
+
+
+def fail(call: Callable[[], Any]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        call()
+    return told(error.value)
+
+
+X = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize(
+    ("kind", "operands"),
+    [
+        ("mask", ["h {}", "mask torch.float32"]),
+        ("inline", ["h {}"]),
+        ("index", ["out torch.float32", "h {}"]),
+    ],
+)
+def test_a_tensor_made_inside_of_forward(
+    amp: ModuleType, level: str, kind: str, operands: list[str]
+) -> None:
+    model = amp.initialize(Outer(kind), opt_level=level, verbosity=0)
+    note = fail(lambda: model(X))
+    assert f"at opt_level {level} the model is stored in {DTYPES[level]}" in note
+    assert "module 'blocks.1' (Masked)" in note
+    assert all(operand.format(DTYPES[level]) in note for operand in operands)
+    assert "mask.to(x.dtype)" in note
+    assert "amp.float_region()" in note
+    assert "'O1'" in note
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_mask_that_reaches_a_layer(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(Outer("layer"), opt_level=level, verbosity=0)
+    note = fail(lambda: model(X))
+    assert "module 'blocks.1.fc' (Linear), with input torch.float32, self.weight torch." in note
+    assert "mask.to(x.dtype)" in note
+
+
+def test_a_number_that_half_cannot_hold(amp: ModuleType) -> None:
+    model = amp.initialize(Outer("fill"), opt_level="O2", verbosity=0)
+    assert "write torch.finfo(x.dtype).min in the place of -1e9" in fail(lambda: model(X))
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize(
+    "make_model", [Net, lambda: nn.Linear(4, 4), lambda: nn.LSTM(4, 4), lambda: nn.Conv1d(4, 4, 1)]
+)
+def test_forward_called_directly(amp: ModuleType, level: str, make_model: Any) -> None:
+    model = amp.initialize(make_model(), opt_level=level, verbosity=0)
+    if amp.__name__ == "apex.amp":  # which casts there, too
+        model.forward(X)
+    else:
+        note = fail(lambda: model.forward(X))
+        assert "call model(x)" in note
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_layer_called_by_itself(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(Outer("mask"), opt_level=level, verbosity=0)
+    for call, path in ((model.blocks[0], "blocks.0"), (model.blocks[1], "blocks.1.fc")):
+        note = fail(lambda call=call: call(X))
+        assert f"module {path!r} (Linear)" in note
+        assert f"pass x.to({DTYPES[level]}) to the module" in note
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_layer_replaced_later(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    model.last = nn.Linear(8, 3)
+    note = fail(lambda: model(X))
+    assert "'last' holds float32 weights, so it was put there after amp.initialize()" in note
+    model.last = nn.Sequential(nn.Linear(8, 3))
+    assert "'last.0' holds float32 weights" in fail(lambda: model(X))
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_the_model_in_float_again(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    model.float()
+    note = fail(lambda: model(X))
+    assert "as model.float() leaves them: leave that call out" in note
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_other_errors_and_other_models_get_no_note(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    for call in (
+        lambda: model(torch.ones(3, 3)),
+        lambda: nn.Linear(4, 4).double()(X.cfloat()),
+        lambda: nn.Linear(4, 4)(torch.ones(3, 3)),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert "amp_patch: " not in "".join(traceback.format_exception_only(error.value))
+
+
+def test_an_old_python_gets_the_note_in_the_message() -> None:
+    class Old(RuntimeError):
+        add_note = None
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "add_note":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    error = Old("mat1 and mat2 must have the same dtype")
+    dtype_notes._add_note(error, "amp_patch: at opt_level O2")
+    assert str(error) == "mat1 and mat2 must have the same dtype\namp_patch: at opt_level O2"
+
+
+def test_layers_are_torchs_again_after_deactivate(amp: ModuleType) -> None:
+    before = nn.Linear.forward
+    prepared(amp, "O2")
+    assert nn.Linear.forward is not before
+    from amp_patch import amp as core
+
+    core.deactivate()
+    assert nn.Linear.forward is before
+
+
+# --- conversions ---
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "half()": lambda model: model.half(),
+    "bfloat16()": lambda model: model.bfloat16(),
+    "to()": lambda model: model.to(torch.float16),
+    "to() of a part": lambda model: model.first.to("cpu", torch.bfloat16),
+    "double()": lambda model: model.double(),
+    "half() around": lambda model: nn.Sequential(model).half(),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O0"])
+@pytest.mark.parametrize("call", CONVERSIONS)
+def test_a_conversion_after_initialize_is_told_of(amp: ModuleType, level: str, call: str) -> None:
+    model, _ = prepared(amp, level)
+    name = re.escape(call.partition(" ")[0])
+    with pytest.warns(UserWarning, match=rf"got \w+\.{name} afterwards, which stores") as caught:
+        CONVERSIONS[call](model)
+    assert [one.filename for one in caught] == [__file__]
+
+
+def test_at_o2_another_half_dtype_is_told_of(amp: ModuleType) -> None:
+    model, _ = prepared(amp, "O2")
+    with pytest.warns(UserWarning, match="which stores them in torch.bfloat16. Leave"):
+        model.bfloat16()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_conversions_that_change_nothing_are_not_told_of(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    other, _ = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.half()
+        model.to("cpu")
+        model.half() if level == "O2" else model.float()
