@@ -51,9 +51,9 @@ LATE_IMPORTS = ("cupy.", "torch._dynamo.", "amp_patch.levels.")
 
 # What any module may set on an object that is not its own: a tensor's data and gradient, the flag
 # that tells schedulers of a step, the two that torch's fused optimizers skip by, and the metadata
-# of a function just made.
+# of a function just made; and the message of an exception, which Python 3.10 adds no notes to.
 FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
-FOREIGN_DATA |= {"found_inf", "grad_scale"}
+FOREIGN_DATA |= {"found_inf", "grad_scale", "args"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
 # In a wrapper's place torch.compile traces "traced", TorchScript what "__prepare_..." returns.
 # A function that is "_dynamo_marked..." it calls.

@@ -46,8 +46,8 @@ class OptimizerStep:
         masters: of half parameters; None for levels without.
         backward: what comes before the step.
         ended: how many steps there were, those skipped included.
-        expects_scale: True until it is known whether its losses are scaled; may be set where they
-            should be.
+        was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
+            is no loss scale, and from when that is known.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OptimizerStep:
         self.skip = Skip(announce)
         self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip)
         self.ended = 0
-        self.expects_scale = False
+        self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published = True
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
@@ -138,20 +138,20 @@ class OptimizerStep:
         if closure is not None:
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
-        if self.expects_scale:
-            self._look_for_scale()
+        if self.was_scaled is not None:
+            self._look_for_scale(self.was_scaled)
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
             self.masters.reconcile()
         return self._run(self.skip.flag, original, *args, **kwargs)
 
-    def _look_for_scale(self) -> None:
+    def _look_for_scale(self, was_scaled: Callable[[OptimizerStep], bool]) -> None:
         """Warn where the first gradients come from a backward that was not of a scaled loss."""
-        if self.backward.passes:
-            self.expects_scale = False
+        if was_scaled(self):
+            self.was_scaled = None
         elif any(stored_grad(param) is not None for param in self.backward.pairs().model):
-            self.expects_scale = False
+            self.was_scaled = None
             warn(
                 "at a level with a loss scale every loss is to be multiplied by it, or small "
                 "gradients become 0 in float16; got an optimizer.step() before which no loss was. "

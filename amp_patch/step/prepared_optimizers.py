@@ -72,12 +72,21 @@ class PreparedOptimizers:
             step = OptimizerStep(
                 optimizer, masters_from, scaler_ids, self._announce, self._observers, fused_step
             )
-            step.expects_scale = scale_rule.dynamic or scale_rule.init_scale != 1.0
+            if scale_rule.dynamic or scale_rule.init_scale != 1.0:
+                step.was_scaled = self._was_scaled
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)
             if level.cast_model_type in HALVES:
                 step.match_state()
+
+    def _was_scaled(self, step: OptimizerStep) -> bool:
+        """Return whether a loss was scaled for an optimizer, or one that shares its parameters."""
+        own = set(map(id, step.backward.pairs().model))
+        return any(
+            other.backward.passes and not own.isdisjoint(map(id, other.backward.pairs().model))
+            for other in list(self.steps.values())
+        )
 
     def originals_of(self, optimizers: Any) -> Any:
         """Return the optimizers that are set up in the place of what wraps or copies them.

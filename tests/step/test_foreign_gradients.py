@@ -199,6 +199,7 @@ def test_what_a_master_has_received_counts_though_another_loss_came_after(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
 def test_zeros_of_the_optimizer_may_be_added_to_outside_of_a_block(
     amp: ModuleType, level: str
 ) -> None:

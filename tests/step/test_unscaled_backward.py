@@ -10,6 +10,8 @@ from torch import nn
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# tests/mistakes/test_optimizers.py is about that warning
+pytestmark = pytest.mark.filterwarnings("ignore:at a level with a loss scale")
 WITH_MASTERS = ("O2", "O5")
 
 
