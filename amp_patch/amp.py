@@ -76,7 +76,7 @@ def initialize(
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
-    verbosity: int = 1,
+    verbosity: int | str = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
@@ -107,7 +107,8 @@ def initialize(
         loss_scale: "dynamic" or a fixed factor of the loss.
         cast_model_outputs: dtype of floating outputs; fp32 where the model is cast.
         num_losses: how many loss_ids `scale_loss` gets for these optimizers.
-        verbosity: 0 silences what is printed; 2 adds a line for every tensor that O1 and O4 cast.
+        verbosity: 1 prints the level's options and a line for each skipped step, "skips" these
+            lines alone, 0 nothing; 2 adds a line for every tensor that O1 and O4 cast.
         min_loss_scale: floor of a dynamic scale; None stands for 2**-24.
         max_loss_scale: cap of a dynamic scale.
         growth_factor: multiplies the scale after ``growth_interval`` finite backward passes (2).

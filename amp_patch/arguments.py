@@ -234,18 +234,18 @@ def enabled_of(enabled: Any) -> bool:
     return bool(enabled)
 
 
-def verbosity_of(verbosity: Any) -> int:
+def verbosity_of(verbosity: Any) -> int | str:
     """Return ``verbosity``.
 
     Raises:
-        TypeError: not an int.
+        TypeError: neither an int nor "skips".
     """
-    if not isinstance(verbosity, int):
-        raise TypeError(
-            f"verbosity must be an int, and 0 prints nothing; got {verbosity!r}; call "
-            "amp.initialize(..., verbosity=0)."
-        )
-    return verbosity
+    if isinstance(verbosity, int) or (isinstance(verbosity, str) and verbosity == "skips"):
+        return verbosity
+    raise TypeError(
+        "verbosity must be an int, of which 0 prints nothing, or 'skips' for the lines of skipped "
+        f"steps alone; got {verbosity!r}; call amp.initialize(..., verbosity=0)."
+    )
 
 
 def count_of(num_losses: Any) -> int:

@@ -61,11 +61,12 @@ class Session:
     Attributes:
         models, optimizers, functions: what was done to each.
         scalers: one list per process; a loss_id of an optimizer points into it.
-        verbosity: above 0, apex's messages are printed.
+        verbosity: above 0, apex's messages are printed; "skips": those of skipped steps only.
         overflows: the last one of each scaler.
         history: what was initialized, and how many steps came of it.
         guard: looks out for mistakes.
         observers: told of each training step; they stay when the session ends.
+        was_used: True once anything was initialized, or amp disabled, in this process.
     """
 
     def __init__(self) -> None:
@@ -73,6 +74,7 @@ class Session:
         self.casts = Casts(self.cache)
         self.store = FP32Values()
         self.observers = Observers()
+        self.was_used = False
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self._reset()
 
@@ -80,7 +82,7 @@ class Session:
         self.scalers: list[LossScaler] = []
         self.overflows = OverflowLog()
         self.history = History()
-        self.verbosity = 1
+        self.verbosity: int | str = 1
         self.initialized = False
         self.disabled = False
         self.functions = PatchedFunctions(self.casts, self._registered)
@@ -180,6 +182,7 @@ class Session:
 
     def _start(self, on_error: contextlib.ExitStack) -> None:
         """Patch what every level needs, at the first call."""
+        self.was_used = True
         if self.initialized:
             return
         on_error.callback(self.deactivate)
@@ -222,7 +225,7 @@ class Session:
 
     def disable(self, optimizers: Any) -> None:
         """``enabled=False``: later calls with these optimizers, of any type, do nothing."""
-        self.disabled = True
+        self.disabled = self.was_used = True
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self._untouched.update(item for item in given if isinstance(item, Optimizer))
 
@@ -308,6 +311,7 @@ class Session:
             self.scalers[scaler_id],
             scaler_id,
             self.models.name_of,
+            lambda: self._prints,
             device,
             may_be_delayed or self.observers.wait_for_overflows,
             can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
@@ -350,8 +354,12 @@ class Session:
 
     def announce(self, message: str) -> None:
         """Print a message of apex's, unless ``verbosity`` is 0."""
-        if self.verbosity > 0:
+        if self._prints:
             print(message)
+
+    @property
+    def _prints(self) -> bool:
+        return self.verbosity == "skips" or int(self.verbosity) > 0
 
 
 # Hooks on models must be picklable, so they are functions that find the session below.
@@ -416,7 +424,7 @@ def initialize_at(
     optimizers: Any,
     *,
     num_losses: int,
-    verbosity: int,
+    verbosity: int | str,
     rules: Rules | None = None,
     lists: Mapping[str, str] | None = None,
     fused_step: bool = False,
@@ -446,7 +454,8 @@ def initialize_at(
         precisions = session.models.precisions(checked, rules.modules)
     if message is not None:  # what a level that the script did not ask for has no use for
         fused_step = fused_step and bool(level.master_weights)
-    session.tell_of_casts(verbosity > 1)
+    says_all = verbosity != "skips"
+    session.tell_of_casts(says_all and int(verbosity) > 1)
     session.initialize(
         checked,
         arguments.optimizers_of(optimizers),
@@ -458,7 +467,7 @@ def initialize_at(
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
     )
     session.verbosity = verbosity
-    if verbosity > 0:
+    if says_all and int(verbosity) > 0:
         print_level(level, message)
 
 

@@ -176,7 +176,8 @@ def test_verbosity_0_is_silent_and_1_tells_of_a_skipped_step_in_apexs_words(
     capsys.readouterr()
     train(*run, factor=float("inf"))
     assert capsys.readouterr().out == (
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0\n"
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 16384.0; "
+        "not finite: 0.weight (NaN), 0.bias (NaN), 1.weight (NaN) and 3 more\n"
     )
 
 

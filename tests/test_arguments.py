@@ -376,12 +376,13 @@ def test_a_level_in_the_place_of_enabled_is_told_its_own(given: str, meant: str)
         arguments.enabled_of(given)
 
 
-@pytest.mark.parametrize("verbosity", ["1", None, 1.0, []])
+@pytest.mark.parametrize("verbosity", ["1", "skip", None, 1.0, []])
 def test_a_wrong_verbosity_is_refused(verbosity: Any) -> None:
     message = (
-        f"verbosity must be an int, and 0 prints nothing; got {verbosity!r}; call "
-        "amp.initialize(..., verbosity=0)."
+        "verbosity must be an int, of which 0 prints nothing, or 'skips' for the lines of skipped "
+        f"steps alone; got {verbosity!r}; call amp.initialize(..., verbosity=0)."
     )
     with pytest.raises(TypeError, match=exactly(message)):
         arguments.verbosity_of(verbosity)
-    assert [arguments.verbosity_of(given) for given in (0, 1, 2)] == [0, 1, 2]
+    given = [0, 1, 2, "skips"]
+    assert [arguments.verbosity_of(one) for one in given] == given

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .finder import is_of_amp_patch
+from .unused import SCRIPT
 
 #: Where ``amp-patch run --report`` writes; the process that it became, and when it did.
 REPORT = "AMP_PATCH_REPORT"
@@ -53,6 +54,7 @@ def run_python(
     environment = environment_of_run(os.environ, opt_level, force, rules, report)
     sys.stdout.flush()
     sys.stderr.flush()
+    environment[SCRIPT] = str(os.getpid())  # which exec keeps
     if os.name == "nt":  # where exec starts another process and ends this one at once
         sys.exit(subprocess.call(argv, env=environment))
     os.execve(sys.executable, argv, environment)

@@ -72,13 +72,22 @@ class GradCheck:
         return any(flag.item() != 0 for flag in self.found_inf)
 
     def nonfinite(self) -> list[tuple[int, str]]:
-        """Return ``(index, "inf" | "NaN" | "inf and NaN")`` of each gradient that is not finite."""
-        found = []
+        """Return ``(index, "inf" | "NaN" | "inf and NaN")`` of each gradient that is not finite.
+
+        Waits once for each device.
+        """
+        rows: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for index, grad in enumerate(self.grads):
-            kinds = [name for name, test in _TESTS if test(values(grad)).any()]
-            if kinds:
-                found.append((index, " and ".join(kinds)))
-        return found
+            flags = torch.stack([test(values(grad)).any() for _, test in _TESTS])
+            rows.setdefault(grad.device, []).append((index, flags))
+        found = []
+        for on_device in rows.values():
+            read = torch.stack([flags for _, flags in on_device]).tolist()
+            for (index, _), row in zip(on_device, read, strict=True):
+                kinds = [name for (name, _), is_so in zip(_TESTS, row, strict=True) if is_so]
+                if kinds:
+                    found.append((index, " and ".join(kinds)))
+        return sorted(found)
 
     def flags(self) -> Flags | None:
         """Return what tells `nonfinite` when the gradients are gone; None: only they can tell."""

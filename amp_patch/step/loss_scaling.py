@@ -93,7 +93,8 @@ class HostScaling:
     Args:
         scaler: moved.
         scaler_id: its number in messages.
-        name_of: the name of a parameter, for the error at the floor.
+        name_of: the name of a parameter, for messages.
+        tells: returns whether somebody reads why a step is skipped.
         on_overflow: called after each overflow, see `OnOverflow`.
     """
 
@@ -104,9 +105,11 @@ class HostScaling:
         scaler: LossScaler,
         scaler_id: int,
         name_of: Callable[[Tensor], str],
+        tells: Callable[[], bool],
         on_overflow: OnOverflow,
     ) -> None:
         self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
+        self._tells = tells
         self.on_overflow = on_overflow
 
     def scale(self) -> float:
@@ -120,7 +123,7 @@ class HostScaling:
         before = scaler.numbers()
         try:
             if scaler.update(any(check.overflow for check, _ in found)):
-                reason = scaler.skip_message(self._scaler_id)
+                reason = self.reason(found)
                 for skip in skips:
                     skip.ask(reason, scaler)
                 self.on_overflow(self._scaler_id, found, before[0])
@@ -135,13 +138,24 @@ class HostScaling:
         """See `LossScaling`."""
         return scaler is self._scaler
 
-    def _describe(self, found: Sequence[Found]) -> str:
-        names = [
-            f"{self._name_of(params[index])} ({kind})"
+    def reason(self, found: Sequence[Found]) -> str:
+        """Return apex's line about the skipped step, and the first gradients that caused it."""
+        names = self._names(found, most=3) if self._tells() else ""
+        line = self._scaler.skip_message(self._scaler_id)
+        return f"{line}; not finite: {names}" if names else line
+
+    def _names(self, found: Sequence[Found], most: int) -> str:
+        rows = [
+            (params[index], kind)
             for check, params in found
             for index, kind in check.nonfinite()
+            if index < len(params)
         ]
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        names = ", ".join(f"{self._name_of(param)} ({kind})" for param, kind in rows[:most])
+        return names + (f" and {len(rows) - most} more" if len(rows) > most else "")
+
+    def _describe(self, found: Sequence[Found]) -> str:
+        shown = self._names(found, most=10)
         return (
             "gradients must become finite at some loss scale; got two steps in a row that are not, "
             f"with loss scaler {self._scaler_id} at its floor {self._scaler.loss_scale()}: "
@@ -193,7 +207,7 @@ class DeviceScaling:
         """See `LossScaling`."""
         return scaler is self._scaler
 
-    def _expect(self, skips: Sequence[Skip], late: Sequence[LateCheck]) -> Callable[[float], None]:
+def _expect(self, skips: Sequence[Skip], late: Sequence[LateCheck]) -> Callable[[float], None]:
         """The device is at work; return what is to be called when the scaler has heard of it."""
         tell = [skip.expect(self._scaler) for skip in skips]
         return functools.partial(self._report, tell, late)
@@ -204,12 +218,12 @@ class DeviceScaling:
         late: Sequence[LateCheck],
         scale: float,
     ) -> None:
-        scaler = self._scaler
-        reason = scaler.skip_message(self._scaler_id) if scaler.skipped else None
+        found = [Found(check, check.params()) for check in late]
+        was_skipped = self._scaler.skipped
+        reason = self._on_host.reason(found) if was_skipped else None
         for one in tell:
             one(reason)
-        if scaler.skipped:
-            found = [Found(check, check.params()) for check in late]
+        if was_skipped:
             self._on_host.on_overflow(self._scaler_id, found, scale)
 
 
@@ -217,6 +231,7 @@ def choose_scaling(
     scaler: LossScaler,
     scaler_id: int,
     name_of: Callable[[Tensor], str],
+    tells: Callable[[], bool],
     device: torch.device,
     may_be_delayed: bool,
     can_skip: Callable[[], bool],
@@ -229,7 +244,7 @@ def choose_scaling(
     floor: the error that may follow names gradients, which are gone one step later.
 
     Args:
-        scaler, scaler_id, name_of, on_overflow: see `HostScaling`.
+        scaler, scaler_id, name_of, tells, on_overflow: see `HostScaling`.
         device: the loss's.
         may_be_delayed: whether the check waits for the step (``delay_overflow_check``).
         can_skip: returns whether all optimizers of the loss can skip a step by a flag.
@@ -237,7 +252,7 @@ def choose_scaling(
     # A static scale does not move: to read it, nothing is waited for.
     if not scaler.rule.dynamic and scaler.scale == 1.0:
         return NoScaling(scaler, device)
-    on_host = HostScaling(scaler, scaler_id, name_of, on_overflow)
+    on_host = HostScaling(scaler, scaler_id, name_of, tells, on_overflow)
     if device.type not in RUNS_AHEAD or may_be_delayed:
         return on_host
     if scaler.device_scaler is not None:

@@ -849,7 +849,8 @@ def test_messages_are_printed_by_verbosity_alone(amp, capsys: pytest.CaptureFixt
     backward(amp, model, optimizer, value=float("inf"))
     optimizer.step()
     assert capsys.readouterr().out == (
-        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0; "
+        "not finite: 0.weight (NaN), 0.bias (NaN), 1.weight (NaN) and 3 more\n"
     )
     amp._amp_state.verbosity = 0
     backward(amp, model, optimizer, value=float("inf"))

@@ -234,3 +234,38 @@ def test_a_script_of_apex_trains_by_a_rules_file(tmp_path: Path) -> None:
     assert "opt_level O2 of the script is run as O4" in found.stderr
     dtypes = ["bfloat16", "float32", "bfloat16", "float32"]
     assert lines[-1] == " ".join(f"torch.{dtype}" for dtype in dtypes)
+
+
+# --- a script that never calls amp ---
+
+NEVER = "never called amp.initialize(), so that --opt-level O2 had no effect"
+USES_AMP = """
+import torch
+from apex import amp
+model = torch.nn.Linear(2, 2)
+amp.initialize(model, enabled="off" not in __import__("sys").argv, verbosity=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "is_said"),
+    [
+        ("import torch", ["--opt-level", "O2"], True),
+        ("import torch", [], False),
+        ("raise SystemExit(3)", ["--opt-level", "O2"], True),
+        ("1 / 0", ["--opt-level", "O2"], False),
+        (USES_AMP, ["--opt-level", "O2"], False),
+        (USES_AMP + "amp._amp_state.handle; import amp_patch.amp as core; core.deactivate()",
+         ["--opt-level", "O2"], False),
+        ("import os; os.fork() or os._exit(0)", ["--opt-level", "O2"], True),
+    ],
+)  # fmt: skip
+def test_a_script_that_never_calls_amp_is_told_so(
+    tmp_path: Path, program: str, options: list[str], is_said: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    found = run([*RUN, *options, script])
+    assert found.stderr.count(NEVER) == is_said
+    assert ("amp-patch: " in found.stderr) is is_said
+    assert NEVER not in found.stdout

@@ -197,8 +197,9 @@ def test_the_message_comes_when_the_outcome_does(
     step(amp, model, optimizer)
     step(amp, model, optimizer, "overflow")
     assert amp.loss_scale() == 512.0  # waits
-    message = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0\n"
-    assert capsys.readouterr().out == message
+    message = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 512.0"
+    # which gradients is known where a kernel has flagged each of them
+    assert capsys.readouterr().out.partition(";")[0].rstrip() == message
     assert amp.step_was_skipped(optimizer)
     step(amp, model, optimizer)
     assert not amp.step_was_skipped(optimizer)
@@ -265,8 +266,8 @@ def test_the_message_of_the_last_step_comes_when_the_process_ends() -> None:
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     _, end = run.stdout.split("the last line\n")
-    message = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
-    assert end == message
+    message = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    assert end == f"{message}; not finite: weight (inf), bias (inf)\n"
 
 
 @pytest.mark.usefixtures("ahead")

@@ -37,6 +37,7 @@ def _install() -> None:
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
     force = os.environ.get("AMP_PATCH_FORCE") == "1"
     importlib.import_module("amp_patch.apex").install(force=force)
+    importlib.import_module("amp_patch.apex.unused").watch()
     tool = os.environ.get("AMP_PATCH_TOOL")
     if tool:
         importlib.import_module("wrapt").register_post_import_hook(tool, "amp_patch.session")

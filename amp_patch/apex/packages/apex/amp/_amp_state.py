@@ -128,12 +128,12 @@ class AmpState(types.ModuleType):
         self.num_losses = len(cores)
 
     @property
-    def verbosity(self) -> int:
+    def verbosity(self) -> int | str:
         """Above 0, apex's messages are printed."""
         return session.verbosity
 
     @verbosity.setter
-    def verbosity(self, value: int) -> None:
+    def verbosity(self, value: int | str) -> None:
         session.verbosity = value
 
     def __getattr__(self, name: str) -> Any:

@@ -103,7 +103,7 @@ def initialize(
     loss_scale: Any = None,
     cast_model_outputs: torch.dtype | None = None,
     num_losses: int = 1,
-    verbosity: int = 1,
+    verbosity: int | str = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
