@@ -311,11 +311,11 @@ class Session:
             self.scalers[scaler_id],
             scaler_id,
             self.models.name_of,
-            lambda: self._prints,
             device,
             may_be_delayed or self.observers.wait_for_overflows,
             can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
             on_overflow=functools.partial(self._note_overflow, steps[0].ended + 1),
+            tells=lambda: self._prints,
         )
 
     def _pass(

@@ -94,8 +94,8 @@ class HostScaling:
         scaler: moved.
         scaler_id: its number in messages.
         name_of: the name of a parameter, for messages.
-        tells: returns whether somebody reads why a step is skipped.
         on_overflow: called after each overflow, see `OnOverflow`.
+        tells: returns whether somebody reads why a step is skipped.
     """
 
     is_on = True
@@ -105,8 +105,8 @@ class HostScaling:
         scaler: LossScaler,
         scaler_id: int,
         name_of: Callable[[Tensor], str],
-        tells: Callable[[], bool],
         on_overflow: OnOverflow,
+        tells: Callable[[], bool] = lambda: True,
     ) -> None:
         self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
         self._tells = tells
@@ -207,7 +207,7 @@ class DeviceScaling:
         """See `LossScaling`."""
         return scaler is self._scaler
 
-def _expect(self, skips: Sequence[Skip], late: Sequence[LateCheck]) -> Callable[[float], None]:
+    def _expect(self, skips: Sequence[Skip], late: Sequence[LateCheck]) -> Callable[[float], None]:
         """The device is at work; return what is to be called when the scaler has heard of it."""
         tell = [skip.expect(self._scaler) for skip in skips]
         return functools.partial(self._report, tell, late)
@@ -231,11 +231,11 @@ def choose_scaling(
     scaler: LossScaler,
     scaler_id: int,
     name_of: Callable[[Tensor], str],
-    tells: Callable[[], bool],
     device: torch.device,
     may_be_delayed: bool,
     can_skip: Callable[[], bool],
     on_overflow: OnOverflow,
+    tells: Callable[[], bool] = lambda: True,
 ) -> LossScaling:
     """Return who scales a loss on ``device``.
 
@@ -244,7 +244,7 @@ def choose_scaling(
     floor: the error that may follow names gradients, which are gone one step later.
 
     Args:
-        scaler, scaler_id, name_of, tells, on_overflow: see `HostScaling`.
+        scaler, scaler_id, name_of, on_overflow, tells: see `HostScaling`.
         device: the loss's.
         may_be_delayed: whether the check waits for the step (``delay_overflow_check``).
         can_skip: returns whether all optimizers of the loss can skip a step by a flag.
@@ -252,7 +252,7 @@ def choose_scaling(
     # A static scale does not move: to read it, nothing is waited for.
     if not scaler.rule.dynamic and scaler.scale == 1.0:
         return NoScaling(scaler, device)
-    on_host = HostScaling(scaler, scaler_id, name_of, tells, on_overflow)
+    on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, tells)
     if device.type not in RUNS_AHEAD or may_be_delayed:
         return on_host
     if scaler.device_scaler is not None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.warn_once import warn_once
 from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import stored_grad
 from amp_patch.weights.master_weights import MasterWeights
@@ -42,6 +43,7 @@ class OptimizerBackward:
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
         passes: how many of these there were.
+        was_cleared: True where the gradients of the last one were cleared before a step.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class OptimizerBackward:
         self._foreign = ForeignGradients()
         self.is_open = False
         self.passes = 0
+        self.was_cleared = False
+        self._passes_stepped = 0
         self._pairs = ParamPairs([], [])
         self._thread: int | None = None
 
@@ -110,6 +114,7 @@ class OptimizerBackward:
         self._foreign.drop_cleared()
         self.gradients.set_aside(pairs, scale)
         self.is_open = True
+        self.was_cleared = False
         self.passes += 1
         self._thread = threading.get_ident()
         if self.skip.is_possible and self.gradients.are_cleared(self.pairs()):
@@ -228,6 +233,26 @@ class OptimizerBackward:
         expects = self.masters is not None and not self.is_open and not self.gradients.are_pending
         if expects:
             self.gradients.receive_unscaled(self.pairs())
+
+    def note_cleared(self) -> None:
+        """The user is about to clear the gradients."""
+        if self.passes > self._passes_stepped:
+            self.was_cleared = not self.is_open or self.gradients.wrote(self.pairs())
+
+    def tell_of_cleared(self) -> None:
+        """Warn, once, where a step has no gradients, for they were cleared behind their pass."""
+        self.was_cleared = False
+        if self.gradients.are_cleared(self.pairs()):
+            warn_once(
+                "gradients must last until the step; got an optimizer.step() after "
+                "optimizer.zero_grad() has cleared what scale_loss() left, so that it has none. "
+                "Call optimizer.zero_grad() behind optimizer.step(), or before the block."
+            )
+
+    def end_step(self) -> None:
+        """The gradients were used up."""
+        self._passes_stepped = self.passes
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """The gradients were stepped or cleared; nothing is known of the next ones."""

@@ -140,6 +140,8 @@ class OptimizerStep:
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
         if self.was_scaled is not None:
             self._look_for_scale(self.was_scaled)
+        if self.backward.was_cleared:
+            self.backward.tell_of_cleared()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
@@ -228,7 +230,7 @@ class OptimizerStep:
         self._drop_waiting()
         if self.masters is not None:
             self.masters.clear_grads()
-        self.backward.forget_gradients()
+        self.backward.end_step()
         if self._observers and (optimizer := self._optimizer()) is not None:
             self._observers.stepped(optimizer, self.skip)
 
@@ -254,6 +256,7 @@ class OptimizerStep:
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._publish_if_due()
         self.skip.settle()
+        self.backward.note_cleared()
         if self._clears_plainly and not args and not kwargs:
             self._drop_waiting()
             pairs = self.backward.pairs()

@@ -1,0 +1,244 @@
+"""Calls in the wrong place, around and inside of ``scale_loss``: refused, told of, or right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import (
+    LEVELS,
+    assert_equal,
+    batches,
+    loss_of,
+    make,
+    prepared,
+    trained_rightly,
+    weights,
+)
+
+from amp_patch import amp as core
+
+INPUTS = next(batches())
+
+
+def one_pass(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def train(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+# --- refused, with the place ---
+
+
+def in_block(act: Callable[[Any, Any, Any], Any]) -> Callable[..., None]:
+    def run(amp: Any, model: Any, optimizer: Any) -> None:
+        loss = loss_of(model, INPUTS)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            act(model, optimizer, loss)
+
+    return run
+
+
+def plain_backward(amp: Any, model: Any, optimizer: Any) -> None:
+    loss = loss_of(model, INPUTS)
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+
+
+def late_backward(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+        pass
+    scaled_loss.backward()
+
+
+def delayed_clip(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+BEHIND = "Move it behind the block"
+REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
+    "step inside": (in_block(lambda model, optimizer, _: optimizer.step()), BEHIND, LEVELS),
+    "clip_grad_norm_ inside": (
+        in_block(lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+        BEHIND,
+        ("O1", "O2", "O5"),
+    ),
+    "clip_grad_value_ inside": (
+        in_block(lambda model, *_: nn.utils.clip_grad_value_(model.last.weight, 1.0)),
+        BEHIND,
+        LEVELS,
+    ),
+    "get_total_norm inside": (
+        in_block(lambda m, *_: nn.utils.get_total_norm([p.grad for p in m.parameters()])),
+        BEHIND,
+        LEVELS,
+    ),
+    "clipping of masters inside": (
+        in_block(lambda _, o, __: nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0)),
+        BEHIND,
+        LEVELS,
+    ),
+    "clipping of scaled gradients": (delayed_clip, "Leave delay_unscale out", ("O1", "O2")),
+    "loss.backward()": (plain_backward, "must be that of the loss it yields", ("O1", "O2")),
+    "backward outside": (late_backward, "must run inside of its scale_loss", ("O1", "O2")),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "level"), [(name, level) for name, row in REFUSED.items() for level in row[2]]
+)
+def test_refused(amp: ModuleType, mistake: str, level: str) -> None:
+    run, words, _ = REFUSED[mistake]
+    model, optimizer = prepared(amp, level)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=words):
+        run(amp, model, optimizer)
+    optimizer.zero_grad()
+    assert_equal(weights(model), before)
+    train(amp, model, optimizer)
+    torch.testing.assert_close(weights(model), trained_rightly(level))
+
+
+# --- told of once ---
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", ["behind the block", "in the block"])
+def test_cleared_between_backward_and_step(amp: ModuleType, level: str, where: str) -> None:
+    model, optimizer = prepared(amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if where == "in the block":
+                    optimizer.zero_grad()
+            if where == "behind the block":
+                optimizer.zero_grad()
+            optimizer.step()
+    told = [str(one.message)[:37] for one in caught if one.filename == __file__]
+    assert told == ["gradients must last until the step; g"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clearing_elsewhere_is_right(amp: ModuleType, level: str) -> None:
+    expected = trained_rightly(level)
+    model, optimizer = prepared(amp, level)
+    for number, inputs in enumerate(batches()):
+        optimizer.zero_grad()
+        if number == 1:  # a batch that is thrown away
+            one_pass(amp, model, optimizer)
+            optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            optimizer.zero_grad()
+            scaled_loss.backward()
+        optimizer.step()
+    assert_equal(weights(model), expected)
+
+
+# --- right ---
+
+
+def clip(model: nn.Module, optimizer: Any) -> None:
+    core.clip_grad_norm_(optimizer, 0.1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_torchs_clipping_behind_the_block_reaches_the_masters(
+    amp: ModuleType, level: str, fused_step: bool
+) -> None:
+    if fused_step and (level == "O1" or amp is not core):
+        return
+    expected = trained_rightly(level, clip)
+    model, optimizer = prepared(amp, level, **({"fused_step": True} if fused_step else {}))
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        before = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(before, norm)
+        assert 0.1 < norm < 10.0
+        optimizer.step()
+    torch.testing.assert_close(weights(model), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipping_of_other_parameters_is_torchs(amp: ModuleType, level: str) -> None:
+    prepared_pair = prepared(amp, level)
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.full((3,), 2.0)
+    assert nn.utils.clip_grad_norm_(iter([param]), 1.0) == torch.full((3,), 2.0).norm()
+    nn.utils.clip_grad_value_(param, 0.1)
+    assert param.grad.tolist() == pytest.approx([0.1] * 3)
+    with pytest.warns(UserWarning, match="empty generator"):
+        nn.utils.clip_grad_norm_((one for one in []), 1.0)
+    assert prepared_pair
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_old_checkpoint_loaded_afterwards(amp: ModuleType, level: str) -> None:
+    other, _ = make()
+    state = {name: value * 1.0001 for name, value in other.state_dict().items()}
+    results = []
+    for when in ("before", "after"):
+        model, optimizer = make()
+        if when == "before":
+            model.load_state_dict(state)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if when == "after":
+            model.load_state_dict(state)
+        train(amp, model, optimizer)
+        results.append(weights(model))
+        core.deactivate()
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_that_are_added_or_unfrozen_later(amp: ModuleType, level: str) -> None:
+    expected = trained_rightly(level)
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.05)
+    model.last.requires_grad_(False)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.last.requires_grad_()
+    optimizer.add_param_group({"params": list(model.last.parameters())})
+    train(amp, model, optimizer)
+    # of what nothing trained at first there was no second copy in fp32
+    rough = {"O1": 1e-6, "O2": 2e-3, "O5": 2e-2}[level]
+    torch.testing.assert_close(weights(model), expected, rtol=rough, atol=rough)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_mistakes_of_initialize_are_refused(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    late = torch.optim.SGD(model.parameters(), lr=0.05)
+    twin, copied = copy.deepcopy((model, optimizer))
+    for mistake, words in (
+        (lambda: amp.initialize(model, optimizer, opt_level=level), "initialize"),
+        (lambda: amp.initialize(*make(), opt_level=level.lower()), "a lower-case letter o"),
+        (lambda: amp.initialize(nn.DataParallel(make()[0]), opt_level=level), "AFTER the model"),
+        (lambda: one_pass(amp, model, late), "got an optimizer that amp.initialize"),
+        (lambda: one_pass(amp, twin, copied), "got an optimizer that amp.initialize"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            mistake()
+    train(amp, model, optimizer)
+    assert_equal(weights(model), trained_rightly(level))
