@@ -54,31 +54,36 @@ class _OneMove:
 class _Cycle:
     """What happened since the last ``GradScaler.update``.
 
+    Args:
+        scaler: returns the loss scaler that moves.
+
     Attributes:
         stepped: the optimizers that were stepped.
         checks: of optimizers that were not given to `amp.initialize`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scaler: Callable[[], LossScaler]) -> None:
+        self._scaler = scaler
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.checks: weakref.WeakKeyDictionary[Any, GradCheck] = weakref.WeakKeyDictionary()
         self._waits: LossScaling | None = None
-        self._reason: str | None = None
+        self._has_moved = False
 
     def take_in(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         """Move the scale at the first overflow; where there is none, `end` does it."""
         if not any(check.overflow for check, _ in found):
             self._waits = scaling
-        elif self._reason is None:
+        elif not self._has_moved:
+            self._has_moved = True
             scaling.update(found, skips)
-            self._reason = next((skip.reason for skip in skips if skip.reason), "")
         else:
+            scaler = self._scaler()
             for skip in skips:
-                skip.ask(self._reason)
+                skip.ask(scaler.skip_message(0), scaler)
 
     def end(self) -> None:
         """``update`` was called: the scale grows if nothing overflowed."""
-        if self._waits is not None and self._reason is None:
+        if self._waits is not None and not self._has_moved:
             self._waits.update([], [])
 
 
@@ -102,7 +107,7 @@ class ServedScalers:
     ) -> None:
         self._optimizers, self._scaler = optimizers, scaler
         self._make_scaling, self._make_pass = make_scaling, make_pass
-        self._cycle = _Cycle()
+        self._cycle = _Cycle(scaler)
         self._task = -1
         self._open: BackwardPass | None = None
         self._last_scale: float | Tensor = 1.0
@@ -199,7 +204,7 @@ class ServedScalers:
 
     def update(self, new_scale: Any = None) -> None:
         """Let the scale grow where no step since the last call overflowed, or set it."""
-        cycle, self._cycle = self._cycle, _Cycle()
+        cycle, self._cycle = self._cycle, _Cycle(self._scaler)
         self._optimizers.settle()
         if new_scale is None:
             cycle.end()

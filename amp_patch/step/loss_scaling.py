@@ -95,7 +95,7 @@ class HostScaling:
         scaler_id: its number in messages.
         name_of: the name of a parameter, for messages.
         on_overflow: called after each overflow, see `OnOverflow`.
-        tells: returns whether somebody reads why a step is skipped.
+        tells: returns whether the line about a skipped step is read, and names gradients.
     """
 
     is_on = True
@@ -106,7 +106,7 @@ class HostScaling:
         scaler_id: int,
         name_of: Callable[[Tensor], str],
         on_overflow: OnOverflow,
-        tells: Callable[[], bool] = lambda: True,
+        tells: Callable[[], bool] = lambda: False,
     ) -> None:
         self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
         self._tells = tells
@@ -235,7 +235,7 @@ def choose_scaling(
     may_be_delayed: bool,
     can_skip: Callable[[], bool],
     on_overflow: OnOverflow,
-    tells: Callable[[], bool] = lambda: True,
+    tells: Callable[[], bool] = lambda: False,
 ) -> LossScaling:
     """Return who scales a loss on ``device``.
 

@@ -137,6 +137,7 @@ class OptimizerBackward:
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: the gradients are as before it."""
         self.is_open = False
+        self._passes_stepped = self.passes
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:

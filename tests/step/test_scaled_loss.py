@@ -398,6 +398,7 @@ SETTLING: dict[str, Callable[[ModuleType, Weight, Optimizer], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:gradients must last until the step")
 @pytest.mark.parametrize("by", SETTLING)
 def test_a_delayed_check_is_made_when_somebody_asks(amp: ModuleType, by: str) -> None:
     model, optimizer = prepared(amp)
