@@ -276,19 +276,29 @@ def replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
     for name in ("growth_factor", "backoff_factor", "growth_interval"):
         own[f"get_{name}"] = functools.partial(served.option, name)
         own[f"set_{name}"] = functools.partial(served.set_option, name)
+    used: weakref.WeakSet[Any] = weakref.WeakSet()
     return {
-        f"torch.amp.grad_scaler.GradScaler.{name}": functools.partial(_serving, served, method)
+        f"torch.amp.grad_scaler.GradScaler.{name}": functools.partial(
+            _serving, served, used, method
+        )
         for name, method in own.items()
     }
 
 
 def _serving(
-    served: ServedScalers, method: Callable[..., Any], original: Callable[..., Any]
+    served: ServedScalers,
+    used: weakref.WeakSet[Any],
+    method: Callable[..., Any],
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
+    is_state = original.__name__ == "state_dict"
+
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if served.serve:
-            return method(*args, **kwargs)
-        return original(self, *args, **kwargs)
+        # One that has scaled nothing is on its way to amp.load_state_dict() perhaps.
+        if not served.serve or (is_state and self not in used):
+            return original(self, *args, **kwargs)
+        used.add(self)
+        return method(*args, **kwargs)
 
     return replacement

@@ -175,6 +175,8 @@ def test_the_state_is_our_scalers(amp: ModuleType) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     saved = {**scaler.state_dict(), "_growth_tracker": 7}
     model, optimizer = prepared(amp, "O1")
+    assert scaler.state_dict()["scale"] == 256.0  # its own, until it has scaled something
+    assert session.scalers[0].loss_scale() == 65536.0
     scaler.load_state_dict(saved)
     assert session.scalers[0].state_dict() == {"loss_scale": 256.0, "unskipped": 7}
     assert scaler.state_dict() == saved
