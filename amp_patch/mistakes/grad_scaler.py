@@ -6,9 +6,10 @@ backward pass is made; no model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +109,7 @@ class ServedScalers:
         self._optimizers, self._scaler = optimizers, scaler
         self._make_scaling, self._make_pass = make_scaling, make_pass
         self._cycle = _Cycle(scaler)
+        self._is_off = False
         self._task = -1
         self._open: BackwardPass | None = None
         self._last_scale: float | Tensor = 1.0
@@ -115,7 +117,16 @@ class ServedScalers:
     @property
     def serve(self) -> bool:
         """True while an optimizer is prepared."""
-        return bool(self._optimizers.steps)
+        return bool(self._optimizers.steps) and not self._is_off
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Serve none inside the block."""
+        self._is_off = True
+        try:
+            yield
+        finally:
+            self._is_off = False
 
     def scale(self, outputs: Any) -> Any:
         """Return tensors, or containers of them, times the scale.
@@ -296,7 +307,10 @@ def _serving(
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
         # One that has scaled nothing is on its way to amp.load_state_dict() perhaps.
-        if not served.serve or (is_state and self not in used):
+        if is_state and self not in used:
+            with served.off():
+                return original(self, *args, **kwargs)
+        if not served.serve:
             return original(self, *args, **kwargs)
         used.add(self)
         return method(*args, **kwargs)
