@@ -38,7 +38,7 @@ TESTED_BY = {
     "tune.md": "tests/tools/test_tune.py",
 }
 #: pages whose snippets go on from each other, from the first to the last
-IN_ONE_GO = {"diagnose.md"}
+IN_ONE_GO = {"diagnose.md", "mistakes.md"}
 SNIPPETS = [
     pytest.param(page, heading, id=f"{page.name}-{heading}")
     for page in PAGES
