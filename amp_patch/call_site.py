@@ -9,13 +9,14 @@ import functools
 import linecache
 import opcode
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+
+from .warn_once import users_frame
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -69,10 +70,8 @@ def returned(models: Any, optimizers: Any) -> Any:
 
 
 def _refuse_unpacking() -> None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame):
-        frame = frame.f_back
-    if frame is not None and _unpacks(frame) and _calls(frame, "initialize"):
+    frame = users_frame()
+    if _unpacks(frame) and _calls(frame, "initialize"):
         raise TypeError(
             "amp.initialize() returns the model alone where it gets no optimizer; got one model, "
             "and a line that unpacks it into several names; call model, optimizer = "

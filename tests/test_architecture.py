@@ -39,7 +39,8 @@ FLOORS = (
     {"weights"},
     {"casting"},
     {"kernels"},
-    {"levels", "arguments", "call_site", "patching", "rules_file", "warn_once", "__init__"},
+    {"levels", "arguments", "call_site", "patching", "rules_file", "__init__"},
+    {"warn_once"},
 )
 #: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py.
 MIRRORED = ("casting", "kernels", "optimizers", "scaling", "step", "weights")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from amp_patch.tools.check import names
 from amp_patch.tools.check.trace import Trace, is_module
-from amp_patch.tools.check.values import Cast, Made, Value, flat, root
+from amp_patch.tools.check.values import Cast, Made, Value, flat
 
 from .registry import rule
 
@@ -116,17 +116,3 @@ def _is_bce(value: Value | None) -> bool:
 
 def _is_float(value: Value) -> bool:
     return isinstance(value, Cast) and value.dtype not in names.HALVES
-
-
-@rule(
-    "averaged-model",
-    "AveragedModel averages half weights at O2 and O5, which rounds small updates away",
-    "average model.state_dict(), which is float32 and exact at every level",
-)
-def averaged_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """An average that is made of a model after initialize."""
-    for call in trace.named("torch.optim.swa_utils.AveragedModel"):
-        for model in flat(call.arguments.get("model", 0), call.guards):
-            for one in trace.of_models(root(model), call):
-                if one.is_at("O2", "O5") and one.call.order < call.order:
-                    yield call.node, "AveragedModel of a model in half"

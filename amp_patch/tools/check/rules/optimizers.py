@@ -13,7 +13,7 @@ from amp_patch.tools.check.trace import (
     is_part_of,
     owners_of,
 )
-from amp_patch.tools.check.values import Made, Params, Value, flat, root
+from amp_patch.tools.check.values import Value, root
 
 from .registry import line_of, rule
 from .steps import backwards, steps_of
@@ -111,39 +111,3 @@ def _is_handed_on(trace: Trace, optimizer: Value, call: Call) -> bool:
         for one in trace.calls[: call.order]
         if one.name == "()" or not one.name.startswith((".", "=", "torch.", "amp.", "apex."))
     )
-
-
-@rule(
-    "clip-model-parameters",
-    "at O2 and O5 the half gradients of the model are clipped, not the masters' that are stepped",
-    "clip what the optimizer steps: amp.clip_grad_norm_(optimizer, max_norm), or torch's of "
-    "amp.master_params(optimizer)",
-)
-def clip_model_parameters(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """torch's clipping of ``model.parameters()``."""
-    for call in trace.named("clip_grad_norm_", "clip_grad_value_"):
-        given = call.arguments.get("parameters", 0)
-        for owner in _owners(given):
-            inits = trace.initializations(call)
-            if any(
-                one.is_at("O2", "O5")
-                and one.call.order < call.order
-                and any(is_part_of(owner, model) for model in one.models)
-                for one in inits
-            ):
-                yield call.node, f"{call.name} of the model's parameters"
-
-
-def _owners(given: Value | None) -> list[Value]:
-    """Return the modules whose parameters these are; none where they are an optimizer's."""
-    found: list[Value] = []
-    for one in flat(given):
-        parts = [one, *one.deps]
-        if any(is_optimizer(part) or _is_master(part) for part in parts):
-            return []
-        found += [part.owner for part in parts if isinstance(part, Params)]
-    return found
-
-
-def _is_master(value: Value) -> bool:
-    return isinstance(value, Made) and value.dotted.endswith(".master_params")
