@@ -17,7 +17,7 @@ _USES = (".scale", ".unscale_", ".step", ".update")
 
 @rule(
     "grad-scaler",
-    "a GradScaler is left beside amp, whose scaler does its work; its own options count for nothing",
+    "a GradScaler is left beside amp, whose scaler does its work; its options count for nothing",
     "remove it: scale_loss scales, unscales and moves the scale; call optimizer.step()",
 )
 def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
