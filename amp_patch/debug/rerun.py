@@ -33,6 +33,7 @@ class Rerun:
     Attributes:
         watched: what it showed.
         model: the call's.
+        reached: the origins of those outputs of the forward that are not finite.
     """
 
     def __init__(self, call: Call, in_float: nn.Module | None = None) -> None:
@@ -43,6 +44,7 @@ class Rerun:
         self._call, self._in_float = call, in_float
         self._places = Places(names_of(model))
         self._watch = Watch(self._places, self.watched, model)
+        self.reached: list[Origin] = []
         self._outputs: list[Tensor] = []
         self._inputs: Any = None
 
@@ -60,6 +62,7 @@ class Rerun:
             stack.enter_context(self._places.followed())
             stack.enter_context(self._watch)
             self._outputs = tensors_of(self.model(*args, **kwargs))
+        self.reached = self._origins_of(self._outputs)
         return self._first(self._outputs)
 
     def backward(self, grads: Mapping[int, Tensor]) -> Origin | None:
@@ -82,11 +85,12 @@ class Rerun:
         return self._first(found)
 
     def _first(self, tensors: Sequence[Tensor]) -> Origin | None:
-        origins = self.watched.origins
-        found = [origin for one in tensors if (origin := self._watch.origin_of(one)) is not None]
-        return min(
-            (origin for origin in found if not origin.is_meant), key=origins.index, default=None
-        )
+        found = [origin for origin in self._origins_of(tensors) if not origin.is_meant]
+        return min(found, key=self.watched.origins.index, default=None)
+
+    def _origins_of(self, tensors: Sequence[Tensor]) -> list[Origin]:
+        """Return where those values came from that are not finite."""
+        return [origin for one in tensors if (origin := self._watch.origin_of(one)) is not None]
 
     def _dtype_after(self) -> torch.dtype | None:
         """Return what a module that computes in fp32 has to return: half, where no function casts.

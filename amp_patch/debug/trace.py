@@ -10,6 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,19 @@ class LastPass(NamedTuple):
 
     number: int
     calls: Sequence[tuple[Call, nn.Module]]
+
+
+@dataclass
+class Survey:
+    """What a pass shows that overflowed nothing.
+
+    Attributes:
+        counts: of the modules near the limits of float16, by path.
+        hidden: what in a forward left the finite range, and no gradient shows.
+    """
+
+    counts: dict[str, Counts] = field(default_factory=dict)
+    hidden: list[Cause] = field(default_factory=list)
 
 
 class Tracer(StepObserver):
@@ -133,18 +147,19 @@ class Tracer(StepObserver):
         calls = [(call, call.model()) for call in self.recorded.of_pass(number)]
         return LastPass(number, [(call, model) for call, model in calls if model is not None])
 
-    def survey(self, last: LastPass) -> dict[str, Counts]:
-        """Run calls again, with the weights of now; return the counts of modules near limits."""
-        counts: dict[str, Counts] = {}
+    def survey(self, last: LastPass) -> Survey:
+        """Run calls again, with the weights of now; return which modules are near limits."""
+        found = Survey()
         with self._looking([call for call, _ in last.calls]) as calls:
             for call in calls:
                 one = Rerun(call)
                 one.forward()
+                found.hidden += _hidden(call, one)
                 one.backward(call.grads[last.number])
                 label = session.models.label_of(one.model)
-                for name, found in near_limits(one.watched.counts).items():
-                    counts[f"{label}: {name}" if label else name] = found
-        return counts
+                for name, counts in near_limits(one.watched.counts).items():
+                    found.counts[f"{label}: {name}" if label else name] = counts
+        return found
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """See `StepObserver`."""
@@ -208,7 +223,7 @@ class _Search:
             one = Rerun(call)
             origin = one.forward()
             if origin is not None:
-                return self._in_model(one, origin, self._mend(call, origin, None))
+                return _in_model(one, origin, self._scale, _mend(call, origin, None))
         if self._watch.loss and self._watch.loss[0].kinds:
             return self._of_loss(self._watch.loss[0])
         if self._watch.found is not None:
@@ -236,7 +251,7 @@ class _Search:
             one.forward()
             origin = one.backward(grads) if grads else None
             if origin is not None:
-                return self._in_model(one, origin, self._mend(call, origin, grads))
+                return _in_model(one, origin, self._scale, _mend(call, origin, grads))
             fits = min(fits, largest_scale(one.watched.peak))
         return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
 
@@ -251,59 +266,83 @@ class _Search:
         other.forward()
         real = other.backward(unscaled)
         if real is None:
-            return self._in_model(one, origin, None, largest_scale(other.watched.peak))
+            return _in_model(one, origin, self._scale, None, largest_scale(other.watched.peak))
         # Whatever the scale: the first at the present one may be another.
-        return self._in_model(other, real, self._mend(call, real, unscaled))
+        return _in_model(other, real, self._scale, _mend(call, real, unscaled))
 
     def _of_loss(self, result: Range, **more: Any) -> Cause:
         return Cause(
             "loss", self._scale, dtype=result.dtype, level=self._level(), result=result, **more
         )
 
-    def _in_model(
-        self, one: Rerun, origin: Origin, mended_by: Mend | None, fits: float | None = None
-    ) -> Cause:
-        assert origin.source != "mask"
-        return Cause(
-            origin.source,
-            self._scale,
-            model=session.models.label_of(one.model) or type(one.model).__name__,
-            module=origin.place.module,
-            path=_path(one.model, origin.place.module),
-            call=origin.place.call,
-            operator=origin.place.operator or origin.result.name,
-            dtype=origin.result.dtype,
-            level=_level_of(one.model),
-            fits=fits,
-            mended_by=mended_by,
-            result=origin.result,
-            operands=origin.operands,
-            inputs=origin.inputs,
-            weights=origin.weights,
-            counts=near_limits(one.watched.counts),
-        )
-
-    def _mend(self, call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mend | None:
-        """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
-        model = call.model()
-        if model is None or origin.source not in ("forward", "backward"):
-            return None
-        tries: dict[Mend, nn.Module] = {
-            "module": model.get_submodule(origin.place.module),
-            "model": model,
-        }
-        for name, module in tries.items():
-            one = Rerun(call, module)
-            left = one.forward()
-            if left is None and grads is not None:
-                left = one.backward(grads)
-            if left is None:
-                return name
-        return "level" if left is not None and left.place.operator == "cast" else "nothing"
-
     def _level(self) -> str:
         models = [call.model() for call in self._calls]
         return next((_level_of(one) for one in models if one is not None), "")
+
+
+def _in_model(
+    one: Rerun, origin: Origin, scale: float, mended_by: Mend | None, fits: float | None = None
+) -> Cause:
+    assert origin.source != "mask"
+    return Cause(
+        origin.source,
+        scale,
+        model=session.models.label_of(one.model) or type(one.model).__name__,
+        module=origin.place.module,
+        path=_path(one.model, origin.place.module),
+        call=origin.place.call,
+        operator=origin.place.operator or origin.result.name,
+        dtype=origin.result.dtype,
+        level=_level_of(one.model),
+        fits=fits,
+        mended_by=mended_by,
+        result=origin.result,
+        operands=origin.operands,
+        inputs=origin.inputs,
+        weights=origin.weights,
+        counts=near_limits(one.watched.counts),
+    )
+
+
+def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mend | None:
+    """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
+    model = call.model()
+    if model is None or origin.source not in ("forward", "backward"):
+        return None
+    tries: dict[Mend, nn.Module] = {
+        "module": model.get_submodule(origin.place.module),
+        "model": model,
+    }
+    for name, module in tries.items():
+        one = Rerun(call, module)
+        left = one.forward()
+        if left is None and grads is not None:
+            left = one.backward(grads)
+        if left is None:
+            return name
+    return "level" if left is not None and left.place.operator == "cast" else "nothing"
+
+
+def _hidden(call: Call, one: Rerun) -> Iterator[Cause]:
+    """Yield what came up in a forward, reaches no output, and is finite in fp32.
+
+    1 / inf is 0: no gradient tells of it. What fp32 makes as well is the script's own matter.
+    """
+    shown = {id(origin) for origin in one.reached}
+    for origin in list(one.watched.origins):
+        if not origin.may_hide or id(origin) in shown:
+            continue
+        tries: dict[Mend, nn.Module] = {
+            "module": one.model.get_submodule(origin.place.module),
+            "model": one.model,
+        }
+        for name, module in tries.items():
+            again = Rerun(call, module)
+            again.forward()
+            left = {other.place.module for other in again.watched.origins if other.may_hide}
+            if origin.place.module not in left:
+                yield _in_model(one, origin, 1.0, name)
+                break
 
 
 def _level_of(model: nn.Module) -> str:

@@ -48,6 +48,12 @@ _FILLING = {
 }
 
 
+#: Operators whose result nobody has written to yet: what memory held before.
+_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+#: What scripts write where a mask is, as transformers do; -inf is another.
+_MASK = torch.finfo(torch.float16).min
+
+
 @dataclass(frozen=True, eq=False)
 class Origin:
     """Where values came up that are not finite.
@@ -69,6 +75,11 @@ class Origin:
     weights: tuple[Range, ...] = ()
 
     @property
+    def may_hide(self) -> bool:
+        """Whether these are values of a forward that an error made, as what follows may hide."""
+        return self.source == "forward" and self.result.kinds != ("-inf",)
+
+    @property
     def is_meant(self) -> bool:
         """Whether the values are no error by themselves."""
         return self.source == "mask"
@@ -82,7 +93,8 @@ class Counts:
         values: all that were looked at, forward and backward.
         beyond: of forward, inf or NaN. What follows may hide them: 1 / inf is 0, and every gradient
             finite. A -inf is left out, for masks are made of it.
-        large: of a magnitude above half of float16's largest, and finite.
+        large: of a magnitude above half of float16's largest, and finite. The lowest number of
+            float16 is left out, for masks are made of it, too.
         grads: those of backward.
         flushed: of these, not zero in float32 and zero when they were cast to float16.
         subnormal: of these, so small that float16 has fewer digits for them.
@@ -134,6 +146,8 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func._schema.name.rpartition("::")[2] in _UNWRITTEN:
+            return self._emptied(func(*args, **kwargs))
         inputs = [one for one in tree_leaves((args, kwargs)) if can_look(one)]
         bad = [(one, origin) for one in inputs if (origin := self.origin_of(one)) is not None]
         written = _written(func, args)
@@ -145,6 +159,14 @@ class Watch(TorchDispatchMode):
             self._look(func, args, inputs, bad, output, place, before)
         self._count_flushed(place, inputs, outputs)
         return result
+
+    def _emptied(self, fresh: Any) -> Any:
+        """Return a tensor that nobody has written to as zeros, for it may hold inf by chance."""
+        for one in tree_leaves(fresh):
+            if can_look(one):
+                one.zero_()
+                self._origins.pop(_storage(one), None)
+        return fresh
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return where a tensor's values came up that are not finite; None if all are."""
@@ -239,7 +261,8 @@ class Watch(TorchDispatchMode):
         magnitudes = output.detach().abs()
         is_finite = magnitudes.isfinite()
         counts.values += output.numel()
-        counts.large += int((is_finite & (magnitudes > NEAR_LIMIT)).sum())
+        is_large = is_finite & (magnitudes > NEAR_LIMIT) & (output.detach() != _MASK)
+        counts.large += int(is_large.sum())
         if in_backward() and not torch.is_grad_enabled():
             finite = magnitudes[is_finite]
             counts.grads += output.numel()

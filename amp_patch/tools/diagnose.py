@@ -54,9 +54,12 @@ def command(
 #: Modules near the limits that are told.
 _MOST_LINES = 10
 _HIDDEN = (
-    "inf or NaN came up in a forward, and no gradient shows it: what follows made them finite, and "
-    "wrong. Compute those modules in `with amp.float_region():`; amp-patch compare tells how far "
-    "off they are."
+    "In the last step inf or NaN came up in a forward, and no gradient shows it: what follows made "
+    "it finite, and wrong (1 / inf is 0). amp-patch compare tells how far off it is."
+)
+_ALSO_IN_FP32 = (
+    "The inf or NaN in a forward is hidden by what follows, and comes up in float32, too: "
+    "precision is not to blame."
 )
 
 
@@ -68,23 +71,22 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         script: the words that start it.
     """
     steps, overflows = found["steps"], found["overflows"]
-    if not overflows:
-        lines = [f"Nothing overflowed in {steps} steps."]
-    else:
+    hidden = found["hidden"]
+    if overflows:
         lines = [f"{overflows} of {steps} steps overflowed."]
+    else:
+        lines = [f"{'No gradient' if hidden else 'Nothing'} overflowed in {steps} steps."]
     for cause in found["causes"]:
         lines += ["", f"{cause['count']} of {overflows}: {cause['text']}"]
+    if hidden:
+        lines += ["", _HIDDEN, *(cause["text"] for cause in hidden)]
     lines += _rules(
-        {one: how for cause in found["causes"] for one, how in cause["rule"].items()}, script
+        {one: how for cause in [*found["causes"], *hidden] for one, how in cause["rule"].items()},
+        script,
     )
-    if found["near_limits"]:
-        lines += ["", "Near the limits of float16 in the last step:"]
-        near = [f"  {_near(name, one)}" for name, one in found["near_limits"].items()]
-        lines += near[:_MOST_LINES]
-        if len(near) > _MOST_LINES:
-            lines.append(f"  and {len(near) - _MOST_LINES} modules with fewer")
-    if any(one["beyond"] for one in found["near_limits"].values()) and not overflows:
-        lines += ["", _HIDDEN]
+    lines += _near_limits(found["near_limits"])
+    if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
+        lines += ["", _ALSO_IN_FP32]
     return "\n".join(lines)
 
 
@@ -101,6 +103,16 @@ def _rules(rules: dict[str, str], script: Sequence[str]) -> list[str]:
         *(f'  {json.dumps(name, ensure_ascii=False)} = "{how}"' for name, how in rules.items()),
         f"and {run} {shlex.join(script)}",
     ]
+
+
+def _near_limits(counted: dict[str, Any]) -> list[str]:
+    """Return lines on the modules whose values came near the limits of float16."""
+    if not counted:
+        return []
+    near = [f"  {_near(name, one)}" for name, one in counted.items()]
+    more = len(near) - _MOST_LINES
+    rest = [f"  and {more} modules with fewer"] if more > 0 else []
+    return ["", "Near the limits of float16 in the last step:", *near[:_MOST_LINES], *rest]
 
 
 def _near(name: str, counts: dict[str, int]) -> str:

@@ -35,6 +35,7 @@ class DiagnoseRecorder(StepObserver):
         self._causes: list[dict[str, Any]] = []
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
+        self._hidden: dict[tuple[str, ...], dict[str, Any]] = {}
         self._has_ended = False
         self.limit = StepLimit(steps, self._survey)
 
@@ -67,8 +68,11 @@ class DiagnoseRecorder(StepObserver):
             # Whatever ended the script (an interrupted forward, a device that failed) may keep its
             # models from running once more.
             with contextlib.suppress(Exception):
-                counts = tracer.survey(one)
-                self._near_limits |= {name: dataclasses.asdict(one) for name, one in counts.items()}
+                found = tracer.survey(one)
+                for name, counts in found.counts.items():
+                    self._near_limits[name] = dataclasses.asdict(counts)
+                for cause in found.hidden:
+                    self._hidden[cause.key] = {**cause.to_json(), "text": str(cause)}
 
     def _write(self) -> None:
         if self._has_ended:
@@ -81,8 +85,9 @@ class DiagnoseRecorder(StepObserver):
             self._write_found()
 
     def _write_found(self) -> None:
-        found = {"steps": self.limit.steps, "overflows": self._overflows}
-        self._lines.write({**found, "causes": self._causes, "near_limits": self._near_limits})
+        found: dict[str, Any] = {"steps": self.limit.steps, "overflows": self._overflows}
+        found |= {"causes": self._causes, "near_limits": self._near_limits}
+        self._lines.write({**found, "hidden": list(self._hidden.values())})
 
 
 def start(module: ModuleType) -> None:

@@ -459,9 +459,11 @@ class Surveying(StepObserver):
 
     def __init__(self) -> None:
         self.counts: dict[str, Counts] = {}
+        self.hidden: list[Cause] = []
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
-        self.counts = tracer.survey(tracer.last_pass())
+        found = tracer.survey(tracer.last_pass())
+        self.counts, self.hidden = found.counts, found.hidden
 
 
 def test_values_near_the_limits_are_counted_by_module(amp) -> None:
@@ -522,6 +524,54 @@ def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
     assert next(iter(observer.counts)) == "1.1"
     assert observer.counts["1.1"].beyond > 0
     assert {name for name, one in observer.counts.items() if one.beyond} == {"1.1"}
+    (cause,) = observer.hidden
+    assert (cause.module, cause.operator, cause.where) == ("1.1", "mul", "forward")
+    assert cause.rule == {"1.1": "float"}
+
+
+def test_inf_that_float32_makes_as_well_is_no_hidden_cause(amp) -> None:
+    class Divided(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1.0 / (1.0 / (x.detach() * 0.0))
+
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(Divided(), after=0), "O2", loss_scale=2.0)
+    train(amp, model, optimizer)
+    detach()
+    assert observer.hidden == []
+
+
+@pytest.mark.parametrize("mask", ["fill", "add"])
+def test_a_mask_of_float16s_lowest_number_is_not_counted(amp, mask: str) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            low = torch.finfo(x.dtype).min
+            if mask == "fill":
+                return torch.softmax(x.masked_fill(x > 0, low), -1)
+            return torch.softmax(x * 0.5 + (x > 0).to(x.dtype) * low, -1)
+
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(Masked(), after=0), "O2", loss_scale=2.0)
+    train(amp, model, optimizer)
+    detach()
+    assert all(one.large == one.beyond == 0 for one in observer.counts.values())
+
+
+def test_memory_that_nobody_has_written_to_is_not_looked_at(amp) -> None:
+    observer = Surveying()
+    detach = session.observers.attach(observer)
+    model, optimizer = prepared(amp, around(nn.Dropout(), after=0), "O2", loss_scale=2.0)
+    torch.use_deterministic_algorithms(True)  # torch.empty is NaN then
+    try:
+        assert torch.empty(4).isnan().all()
+        train(amp, model, optimizer)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        detach()
+    assert observer.hidden == []
+    assert all(one.large == one.beyond == 0 for one in observer.counts.values())
 
 
 def test_a_mask_of_minus_inf_is_not_counted(amp) -> None:

@@ -89,7 +89,7 @@ def test_the_lines_for_a_rules_file_mend_what_overflowed(monkeypatch: pytest.Mon
 
 def test_a_launcher_gets_the_rules_by_the_environment() -> None:
     cause = {"count": 1, "text": "x", "rule": {"1:blocks.2": "float"}}
-    found = {"steps": 4, "overflows": 1, "causes": [cause], "near_limits": {}}
+    found = {"steps": 4, "overflows": 1, "causes": [cause], "near_limits": {}, "hidden": []}
     text = diagnose.report(found, ["torchrun", "--nproc_per_node", "2", "train.py"])
     assert '  "1:blocks.2" = "float"\n' in text
     assert "and AMP_PATCH_RULES=rules.toml torchrun --nproc_per_node 2 train.py" in text
@@ -184,25 +184,38 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: list[str]) -> None:
 
 def test_values_near_the_limits_are_told() -> None:
     counts = {"values": 100, "large": 3, "grads": 50, "flushed": 2, "subnormal": 1, "beyond": 0}
-    found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {"a.b": counts}}
+    found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {"a.b": counts}, "hidden": []}
     text = diagnose.report(found, ["train.py"])
     assert "`a.b`: 3 of 100 values above 32752, 2 of 50 gradients flushed to zero" in text
-    assert "no gradient shows it" not in text
+    assert "comes up in float32, too" not in text
 
 
 def test_many_modules_near_the_limits_are_counted() -> None:
     counts = dict.fromkeys(("values", "large", "grads", "flushed", "subnormal", "beyond"), 1)
     near = {f"blocks.{number}": counts for number in range(30)}
-    text = diagnose.report({"steps": 4, "overflows": 0, "causes": [], "near_limits": near}, ["x"])
+    text = diagnose.report(
+        {"steps": 4, "overflows": 0, "causes": [], "near_limits": near, "hidden": []}, ["x"]
+    )
     assert "`blocks.9`" in text
     assert "`blocks.10`" not in text
     assert "and 20 modules with fewer" in text
-    assert "no gradient shows it" in text
+    assert "comes up in float32, too" in text
+
+
+def test_inf_that_no_gradient_shows_is_told_with_its_operator_and_the_rule() -> None:
+    hidden = {"text": "Net: `a.b`: `mul` returned inf", "rule": {"a.b": "float"}}
+    found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {}, "hidden": [hidden]}
+    text = diagnose.report(found, ["x"])
+    assert "No gradient overflowed in 4 steps." in text
+    assert "Net: `a.b`: `mul` returned inf" in text
+    assert '"a.b" = "float"' in text
+    assert "float32, too" not in text
 
 
 def test_of_several_processes_the_one_that_overflows_is_told(monkeypatch) -> None:
     found = [
-        {"steps": 4, "overflows": number, "causes": [], "near_limits": {}} for number in (0, 3, 1)
+        {"steps": 4, "overflows": number, "causes": [], "near_limits": {}, "hidden": []}
+        for number in (0, 3, 1)
     ]
     monkeypatch.setattr(diagnose, "observe", lambda *_: Observed(found, ""))
     result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")

@@ -145,7 +145,8 @@ class ScriptTrials:
             "seed": self._script.seed,
             "timed": timed,
         }
-        environment = {"AMP_PATCH_RULES": str(rules)}
+        # absolute, for a script may change its folder
+        environment = {"AMP_PATCH_RULES": str(rules.absolute())}
         environment |= {"PYTHONHASHSEED": "0"} if timed else runs.REPEATABLE
         timeout, begin = self._timeout(), time.monotonic()
         # The level is the file's, also where one was forced upon this process.
