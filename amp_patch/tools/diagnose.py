@@ -111,7 +111,7 @@ def _near_limits(counted: dict[str, Any]) -> list[str]:
         return []
     near = [f"  {_near(name, one)}" for name, one in counted.items()]
     more = len(near) - _MOST_LINES
-    rest = [f"  and {more} modules with fewer"] if more > 0 else []
+    rest = [f"  and {more} module{'s' * (more > 1)} with fewer"] if more > 0 else []
     return ["", "Near the limits of float16 in the last step:", *near[:_MOST_LINES], *rest]
 
 

@@ -16,6 +16,7 @@ from amp_patch import rules_file
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import runs
+from amp_patch.tools.launch import python_command
 from amp_patch.tools.tune import command, trials
 from amp_patch.tools.tune.outcome import (
     Outcome,
@@ -161,6 +162,31 @@ def test_a_script_that_fails_in_fp32_is_told_of(tmp_path: Path) -> None:
     assert code == 1
     assert "fp32 cannot be measured: NameError: name 'undefined' is not defined" in output
     assert not out.exists()
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_script_that_changes_its_folder_is_verified_with_the_file(
+    tmp_path: Path, monkeypatch
+) -> None:
+    script, elsewhere = Path(write_script(tmp_path)), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script.write_text(f"import os\nos.chdir({str(elsewhere)!r})\n{script.read_text()}")
+    monkeypatch.chdir(tmp_path)
+    Path("rules.toml").write_text('opt_level = "O0"\n')
+    asked = trials.Script(python_command([str(script)]), 10, None, 0)
+    runner = trials.ScriptTrials(asked, tmp_path / "runs", None)
+    (tmp_path / "runs").mkdir()
+    assert runner.verify(Path("rules.toml")).failure is None
+
+
+def test_a_file_that_a_run_fails_with_is_told_with_the_error(tmp_path: Path, monkeypatch) -> None:
+    outcomes = iter([Outcome((1.0,)), Outcome((1.0,)), Outcome(failure="OSError: no disk")])
+    monkeypatch.setattr(trials.ScriptTrials, "metric", lambda self, setting: next(outcomes))
+    monkeypatch.setattr(trials.ScriptTrials, "seconds", lambda self, setting: 1.0)
+    options = ["--levels", "O0", "--out", str(tmp_path / "rules.toml")]
+    code, output = tuned(*options, "--", write_script(tmp_path))
+    assert code == 1
+    assert "A run with it failed: OSError: no disk." in output
 
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path, monkeypatch) -> None:

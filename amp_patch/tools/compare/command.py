@@ -48,7 +48,11 @@ def command(
         found.run(asked)
     columns = max(60, shutil.get_terminal_size((80, 24)).columns)
     texts = ["\n".join(report.lines(one, steps, min(columns, 100))) for one in found.comparisons]
-    texts += [f"{level} was not compared: {reason}" for level, reason in found.failures.items()]
+    compared = {one.level for one in found.comparisons}
+    texts += [
+        f"{level} was not compared{' to its end' * (level in compared)}: {reason}"
+        for level, reason in found.failures.items()
+    ]
     click.echo("\n\n".join(texts))
     if folder is not None:
         content = report.as_json(found.comparisons, steps, seed, found.failures)

@@ -59,10 +59,10 @@ def _loss(runs: Sequence[Run]) -> Any:
 
 def _difference(runs: Sequence[Run], tolerance: float) -> Any:
     figure = _figure("step", f"vs {REFERENCE}")
-    means = {run.level: series.smoothed(series.losses(run)) for run in runs}
+    losses = {run.level: series.losses(run) for run in runs}
     figure.add_hrect(y0=-tolerance, y1=tolerance, fillcolor="#eeeeee", line_width=0, layer="below")
-    for level, curve in means.items():
-        away = series.thinned(series.difference(curve, means[REFERENCE]))
+    for level, curve in losses.items():
+        away = series.thinned(series.difference(curve, losses[REFERENCE]))
         figure.add_scatter(x=away.steps, y=away.values, **_line(level))
     figure.update_yaxes(tickformat="+.1%")
     return figure

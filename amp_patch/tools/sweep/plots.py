@@ -66,13 +66,13 @@ def draw_loss(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None:
 
 def draw_difference(axes: Axes, runs: Sequence[Run], tolerance: float) -> None:
     """Draw how far the running mean of each level is from O0's, and the tolerance as a band."""
-    means = {run.level: series.smoothed(series.losses(run)) for run in runs}
-    reference = means[REFERENCE]
+    losses = {run.level: series.losses(run) for run in runs}
+    away = {level: series.difference(one, losses[REFERENCE]) for level, one in losses.items()}
     axes.axhspan(-tolerance, tolerance, color="#eeeeee", zorder=0)
-    for level, curve in means.items():
-        away = series.thinned(series.difference(curve, reference))
-        axes.plot(away.steps, away.values, **_line(level))
-    finite = [abs(v) for c in means.values() for v in series.difference(c, reference).values]
+    for level, whole in away.items():
+        curve = series.thinned(whole)
+        axes.plot(curve.steps, curve.values, **_line(level))
+    finite = [abs(value) for curve in away.values() for value in curve.values]
     most = max((value for value in finite if not math.isnan(value)), default=0.0)
     limit = min(max(1.2 * most, 1.6 * tolerance), max(1.0, 4 * tolerance))
     axes.set_ylim(-limit, limit)

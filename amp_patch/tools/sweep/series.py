@@ -67,10 +67,25 @@ def smoothed(curve: Curve) -> Curve:
 
 
 def difference(curve: Curve, reference: Curve) -> Curve:
-    """Return how far a curve is from another, as a share of it, at the steps of both."""
+    """Return how far the running mean of a curve is from another's, as a share of it.
+
+    Both means are over the same steps, those at which both have a value: that of a run which ended
+    early would else be another mean than the reference's, near its end.
+    """
     there = dict(zip(reference.steps, reference.values, strict=True))
-    pairs = [(i, v, there.get(i)) for i, v in zip(curve.steps, curve.values, strict=True)]
-    kept = [(i, (v - r) / abs(r)) for i, v, r in pairs if r]
+    pairs = [(i, v, there[i]) for i, v in zip(curve.steps, curve.values, strict=True) if i in there]
+    steps = [i for i, _, _ in pairs]
+    is_gap = [math.isnan(v + r) for _, v, r in pairs]
+    ours, others = (
+        smoothed(
+            Curve(
+                steps, [math.nan if gap else value for gap, value in zip(is_gap, side, strict=True)]
+            )
+        )
+        for side in ([v for _, v, _ in pairs], [r for _, _, r in pairs])
+    )
+    means = zip(steps, ours.values, others.values, strict=True)
+    kept = [(i, (v - r) / abs(r)) for i, v, r in means if r]
     return Curve([i for i, _ in kept], [value for _, value in kept])
 
 

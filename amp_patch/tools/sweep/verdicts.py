@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .outcomes import NO_STEPS, Run
 from .steps import Step
@@ -87,7 +87,7 @@ def _of_run(run: Run) -> Verdict:
     """Return the verdict on one run, compared with nothing."""
     diverged = divergence(run.steps)
     if diverged is not None:
-        return diverged
+        return diverged if run.is_finished else _and_then(diverged, run)
     if not run.is_finished:
         reason, step = run.outcome.reason, len(run.steps) or None
         return Verdict(run.outcome.kind, reason, None if run.outcome.kind == NO_STEPS else step)
@@ -98,6 +98,13 @@ def _of_run(run: Run) -> Verdict:
     if not run.losses:
         return Verdict(NO_LOSS, "no loss was passed to amp.scale_loss, so nothing to compare")
     return Verdict(OK)
+
+
+def _and_then(diverged: Verdict, run: Run) -> Verdict:
+    """Return a verdict with how the run ended, which may be another matter."""
+    end = f"{run.outcome.kind} at step {len(run.steps)}"
+    why = f": {run.outcome.reason}" if run.outcome.reason else ""
+    return replace(diverged, reason=f"{diverged.reason}; {end}{why}")
 
 
 def _compared(deviations: Sequence[float], tolerance: float) -> Verdict:

@@ -121,6 +121,8 @@ def _verified(trials: ScriptTrials, search: Search, out: Path) -> tuple[str, int
     except KeyboardInterrupt as interruption:
         return UNVERIFIED.format(INTERRUPTED), exit_code_of(interruption)
     words = search.deviation_words(outcome)
+    if outcome.failure:
+        return f"A run with it failed: {words}.", 1
     if search.within(outcome):
         return f"Verified by a run with it: {words}.", 0
     return f"A run with it is out of tolerance: {words}.", 1

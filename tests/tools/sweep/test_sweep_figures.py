@@ -81,6 +81,12 @@ def test_warm_up_takes_at_most_half_of_the_steps(runs: list[list[float]]) -> Non
         (made_run("O1", [None] * 9), "no loss", None, "scale_loss"),
         (made_run("O1", FALLING[:9], outcome="crashed", reason="x"), "crashed", 9, "x"),
         (made_run("O1", [NAN] * 9, outcome="crashed", reason="x"), "diverged", 1, "NaN"),
+        (
+            made_run("O1", [1.0, *[NAN] * 8], outcome="crashed", reason="no disk"),
+            "diverged",
+            2,
+            "the loss is NaN; crashed at step 9: no disk$",
+        ),
         (made_run("O1", [], outcome="no steps", reason="x"), "no steps", None, "x"),
     ],
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -185,6 +188,19 @@ def test_long_curves_are_thinned_to_what_a_plot_shows() -> None:
     thin = series.thinned(series.smoothed(curve))
     assert len(thin.steps) == series.MOST_POINTS
     assert (thin.steps[0], thin.steps[-1]) == (1, 50_000)
+
+
+@given(st.integers(1, 199), st.floats(0.5, 2.0))
+def test_a_run_that_ends_early_is_as_far_from_the_reference_as_its_steps_are(
+    end: int, factor: float
+) -> None:
+    falling = [2.0 * 0.97**step for step in range(200)]
+    reference = series.losses(made_run("O0", falling))
+    short = [factor * loss for loss in falling[:end]]
+    for ended in (short, [*short, *[math.nan] * (200 - end)]):
+        away = series.difference(series.losses(made_run("O1", ended)), reference)
+        shown = [value for value in away.values if not math.isnan(value)]
+        assert shown == pytest.approx([factor - 1.0] * end)
 
 
 def test_a_running_mean_of_a_line_is_the_line() -> None:
