@@ -46,6 +46,8 @@ class OpStats:
             there before (O1, O4): made by an earlier use, or refreshed with all others at once.
         half_weights: weights that operators of a forward read as they are stored, in half (O2, O3,
             O5).
+        first_reads: of these reads, the first of each cast that was made together with many others:
+            no cast was saved by it.
         steps: calls of ``optimizer.step()`` that were made.
     """
 
@@ -55,12 +57,13 @@ class OpStats:
         self.bulk_casts = 0
         self.cache_hits = 0
         self.half_weights = 0
+        self.first_reads = 0
         self.steps = 0
 
     @property
     def casts_avoided(self) -> int:
-        """How many casts of weights were not made, for the half values were there."""
-        return self.cache_hits + self.half_weights
+        """How many fewer casts of weights were made than one for each use of a weight."""
+        return self.cache_hits + self.half_weights - self.first_reads
 
     def casts_of(self, kind: Kind) -> int:
         """Return how many tensors of a kind were cast."""
@@ -81,6 +84,7 @@ class OpStats:
             "casts_avoided": self.casts_avoided,
             "cache_hits": self.cache_hits,
             "half_weights": self.half_weights,
+            "first_reads": self.first_reads,
             "steps": self.steps,
         }
 
@@ -118,6 +122,7 @@ class Counting(TorchDispatchMode):
         self._weights: set[int] = set()
         self._casts: set[int] = set()
         self._fresh: set[int] = set()
+        self._unread: set[tuple[int, int]] = set()  # several casts may share a storage
         self._is_stale = True
 
     @contextlib.contextmanager
@@ -193,7 +198,10 @@ class Counting(TorchDispatchMode):
         ]
         self._stats.bulk_casts += bool(pairs)
         for source, target in pairs:
-            self._add(self._kind(source, target), source, target)
+            kind = self._kind(source, target)
+            self._add(kind, source, target)
+            if kind == "weight":
+                self._unread.add((_storage(target), target.storage_offset()))
 
     def _kind(self, source: Tensor, target: Tensor) -> Kind:
         is_weight = self._weights & {_storage(source), _storage(target)}
@@ -211,6 +219,10 @@ class Counting(TorchDispatchMode):
                     continue
                 self._stats.cache_hits += storage in self._casts
                 self._stats.half_weights += storage in self._weights
+                place = (storage, one.storage_offset())
+                if place in self._unread and storage in self._casts | self._weights:
+                    self._unread.remove(place)
+                    self._stats.first_reads += 1
 
     def _look_up(self) -> None:
         """Note where weights and kept casts are; hold none of them."""

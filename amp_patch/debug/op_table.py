@@ -37,8 +37,9 @@ def summary(stats: dict[str, Any]) -> str:
     launches = stats["bulk_casts"]
     return (
         f"{made} tensors were cast ({launches} launch{'' if launches == 1 else 'es'} cast many at "
-        f"once). {stats['casts_avoided']} casts of weights were avoided: {stats['cache_hits']} "
-        f"read a kept cast, {stats['half_weights']} a weight stored in half."
+        f"once). Weights were read {stats['cache_hits']} times from the cache and "
+        f"{stats['half_weights']} times as they are stored in half: {stats['casts_avoided']} casts "
+        "of weights were avoided."
     )
 
 
