@@ -201,7 +201,7 @@ class Counting(TorchDispatchMode):
             kind = self._kind(source, target)
             self._add(kind, source, target)
             if kind == "weight":
-                self._unread.add((_storage(target), target.storage_offset()))
+                self._unread.add((_storage(target), int(target.storage_offset())))
 
     def _kind(self, source: Tensor, target: Tensor) -> Kind:
         is_weight = self._weights & {_storage(source), _storage(target)}
@@ -219,7 +219,7 @@ class Counting(TorchDispatchMode):
                     continue
                 self._stats.cache_hits += storage in self._casts
                 self._stats.half_weights += storage in self._weights
-                place = (storage, one.storage_offset())
+                place = (storage, int(one.storage_offset()))
                 if place in self._unread and storage in self._casts | self._weights:
                     self._unread.remove(place)
                     self._stats.first_reads += 1
