@@ -17,7 +17,9 @@ def examine(seconds: float) -> Report:
     """Look at this machine; about so many seconds are for measuring speed."""
     here = machine.look()
     device = torch.device("cuda" if here.gpus else "cpu")
-    name = here.gpus[0].name if here.gpus else f"the CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    on_cpu = f"the CPU, {threads} thread{'s' * (threads > 1)}"
+    name = here.gpus[0].name if here.gpus else on_cpu
     findings = installation.judge(here)
     compiled = compilation.compile_all(here)
     tested = self_test.check_levels(device)
