@@ -240,6 +240,7 @@ def test_gan_brings_its_mean_image_to_half_the_distance(level: str) -> None:
     assert result.final_distance <= result.first_distance / 2
 
 
+@pytest.mark.filterwarnings("ignore:an optimizer that steps float16 weights")
 @pytest.mark.parametrize("level", LEVELS)
 def test_both_models_of_the_gan_have_the_dtypes_of_the_level(level: str) -> None:
     gan = example("gan")

@@ -179,44 +179,22 @@ def _short(dtype: torch.dtype | None) -> str:
     return str(dtype)
 
 
-class LayerNotes:
-    """Adds notes to what torch's layers raise when they are called outside of their model.
+def explaining(
+    excepthook: Callable[..., Any], levels: Mapping[nn.Module, OptLevel]
+) -> Callable[..., Any]:
+    """Return a ``sys.excepthook`` that adds notes to what ends a script, and then does the same.
 
-    Inside of the model's call its own hooks do that. Their classes' ``forward`` is replaced, for a
-    hook on each layer would cost every call.
+    A model explains what its own call raises. `model.forward(x)`, and a layer that is called by
+    itself, pass its call by: a hook on every layer would cost each right step.
 
     Args:
+        excepthook: the present one.
         levels: see `explain`.
     """
 
-    def __init__(self, levels: Mapping[nn.Module, OptLevel]) -> None:
-        self._levels = levels
-        self._classes: set[type[nn.Module]] = set()
+    @functools.wraps(excepthook)
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        explain(error, levels)
+        excepthook(kind, error, traceback)
 
-    def new_classes(self, model: nn.Module) -> list[type[nn.Module]]:
-        """Return the classes of torch's layers with weights in a model that are not known yet."""
-        kinds = {
-            type(module)
-            for module in model.modules()
-            if type(module).__module__.startswith("torch.nn.modules.")
-            and any(param is not None for param in module._parameters.values())
-        }
-        new = sorted(kinds - self._classes, key=lambda kind: kind.__name__)
-        self._classes.update(new)
-        return new
-
-    def telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that does what ``original`` does."""
-        levels = self._levels
-
-        @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(self, *args, **kwargs)
-            except (RuntimeError, ValueError) as error:
-                explain(error, levels)
-                raise
-
-        # TorchScript, which reads a function's source and its globals, is to read the original's.
-        forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
-        return forward
+    return hook

@@ -5,6 +5,7 @@ Knows the families of mistakes, and what was prepared; a session makes one and c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from amp_patch.weights.prepared_models import PreparedModels
 
 from . import averages, clipping, conversions, grad_scaler
 from .averages import HalfCopies
-from .dtype_notes import LayerNotes, explain
+from .dtype_notes import explain, explaining
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
 
@@ -50,9 +51,9 @@ class Guard:
         self._models, self._optimizers, self._store = models, optimizers, store
         self._served = ServedScalers(optimizers, scaler, make_scaling, make_pass)
         self._half_steps = HalfSteps()
-        self._layers = LayerNotes(models.levels)
         self.unprepared = UnpreparedParams()
         self.copies = HalfCopies(store)
+        self._explains = False
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
         """Return, for each function of torch by its path, what makes its replacement."""
@@ -74,13 +75,14 @@ class Guard:
 
         Args:
             models: those of this call.
-            patches: get the layers whose errors are explained.
+            patches: undoes what is replaced where one is in half.
         """
         self.unprepared.find(list(self._models.levels), self._optimizers)
-        for model in models:
-            if self._models.levels[model].cast_model_type in HALVES:
-                for kind in self._layers.new_classes(model):
-                    patches.replace(kind, "forward", self._layers.telling(kind.forward))
+        halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
+        if halves and not self._explains:
+            self._explains = True
+            hook = explaining(sys.excepthook, self._models.levels)
+            patches.replace(sys, "excepthook", hook)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look before the step of any optimizer of torch.

@@ -414,6 +414,7 @@ def test_attributes_of_classes_are_reached_and_put_back(amp, opt_level, way) -> 
 def test_classes_of_torch_are_never_changed(amp) -> None:
     model = nn.TransformerEncoderLayer(4, 2, activation=F.relu)
     classes = [owner for owner in type(model).__mro__ if owner is not object]
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)  # which watches Module.half()
     before = [dict(vars(owner)) for owner in classes]
     original, defaults = F.relu, nn.TransformerEncoderLayer.__init__.__defaults__
     amp.initialize(model, opt_level="O1", verbosity=0, rules={"relu": "float"})

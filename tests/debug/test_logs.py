@@ -446,6 +446,7 @@ def test_sources_that_come_after_it_was_written_are_written_of_that_step(step) -
     assert notes.sources == [(1, SOURCES)]
 
 
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
 def test_a_step_without_scale_loss_is_none_of_amps(amp) -> None:
     run = Run()
     model, optimizer = prepared(amp, wandb=run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from training import Net, make, prepared
 
+from amp_patch.levels import OPT_LEVELS
 from amp_patch.mistakes import dtype_notes
 
 HALF = ("O2", "O3", "O5")
@@ -64,9 +66,11 @@ def told(error: BaseException) -> str:
     return text
 
 
-def fail(call: Callable[[], Any]) -> str:
+def fail(call: Callable[[], Any], ends_script: bool = False) -> str:
     with pytest.raises((RuntimeError, ValueError)) as error:
         call()
+    if ends_script:
+        sys.excepthook(error.type, error.value, error.tb)
     return told(error.value)
 
 
@@ -117,7 +121,7 @@ def test_forward_called_directly(amp: ModuleType, level: str, make_model: Any) -
     if amp.__name__ == "apex.amp":  # which casts there, too
         model.forward(X)
     else:
-        note = fail(lambda: model.forward(X))
+        note = fail(lambda: model.forward(X), ends_script=True)
         assert "call model(x)" in note
 
 
@@ -125,7 +129,7 @@ def test_forward_called_directly(amp: ModuleType, level: str, make_model: Any) -
 def test_a_layer_called_by_itself(amp: ModuleType, level: str) -> None:
     model = amp.initialize(Outer("mask"), opt_level=level, verbosity=0)
     for call, path in ((model.blocks[0], "blocks.0"), (model.blocks[1], "blocks.1.fc")):
-        note = fail(lambda call=call: call(X))
+        note = fail(lambda call=call: call(X), ends_script=True)
         assert f"module {path!r} (Linear)" in note
         assert f"pass x.to({DTYPES[level]}) to the module" in note
 
@@ -175,14 +179,29 @@ def test_an_old_python_gets_the_note_in_the_message() -> None:
     assert str(error) == "mat1 and mat2 must have the same dtype\namp_patch: at opt_level O2"
 
 
-def test_layers_are_torchs_again_after_deactivate(amp: ModuleType) -> None:
-    before = nn.Linear.forward
+def test_what_shows_errors_is_as_before_after_deactivate(amp: ModuleType) -> None:
+    before = sys.excepthook
+    prepared(amp, "O1")
+    assert sys.excepthook is before
     prepared(amp, "O2")
-    assert nn.Linear.forward is not before
+    prepared(amp, "O5")
+    assert sys.excepthook is not before
     from amp_patch import amp as core
 
     core.deactivate()
-    assert nn.Linear.forward is before
+    assert sys.excepthook is before
+
+
+def test_a_script_that_ends_by_a_forward_called_directly_is_told(amp: ModuleType) -> None:
+    model = amp.initialize(Masked("layer"), opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError) as error:
+        model.forward(X)
+    shown = []
+    hook = dtype_notes.explaining(
+        lambda *args: shown.append(told(args[1])), {model: OPT_LEVELS["O2"]}
+    )
+    hook(error.type, error.value, error.tb)
+    assert len(shown) == 1
 
 
 # --- conversions ---

@@ -180,6 +180,7 @@ def test_any_sequence_of_backward_passes_gives_the_exact_sums(amp: ModuleType, l
     del kept
 
 
+@pytest.mark.filterwarnings("ignore:gradients must last until the step")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", ["optimizer", "model", "one by one"])
 @pytest.mark.parametrize("delay", [False, True])

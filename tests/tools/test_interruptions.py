@@ -57,10 +57,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(launch, "GRACE", 2.0)
-    # a shell starts background jobs so that they ignore it
+    # a shell starts background jobs so that they ignore SIGINT, and nohup SIGHUP
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGHUP, hang_up)
 
 
 def signalled(command: str, number: int) -> Result:

@@ -19,8 +19,9 @@ def levels(text: str | None) -> str | None:
 def test_a_level_is_one_of_the_table_or_is_not_given() -> None:
     assert levels("O4") == "O4"
     assert levels(None) is None
-    with pytest.raises(click.BadParameter, match="'o4' is not one of 'O0', 'O1'"):
-        levels("o4")
+    assert levels("o4") == "O4"
+    with pytest.raises(click.BadParameter, match="'O9' is not one of 'O0', 'O1'"):
+        levels("O9")
 
 
 def test_an_unknown_level_among_others_is_named() -> None:

@@ -27,11 +27,17 @@ def called(*arguments: str) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train.py"], (["train.py"], None, False, None)),
-        (["train.py", "--opt-level", "x"], (["train.py", "--opt-level", "x"], None, False, None)),
-        (["--opt-level", "O2", "train.py", "-m"], (["train.py", "-m"], "O2", False, None)),
-        (["-m", "package.train", "--help"], (["-m", "package.train", "--help"], None, False, None)),
-        (["--force", "--", "train.py", "--"], (["train.py", "--"], None, True, None)),
+        (["train.py"], (["train.py"], None, False, None, None)),
+        (
+            ["train.py", "--opt-level", "x"],
+            (["train.py", "--opt-level", "x"], None, False, None, None),
+        ),
+        (["--opt-level", "O2", "train.py", "-m"], (["train.py", "-m"], "O2", False, None, None)),
+        (
+            ["-m", "package.train", "--help"],
+            (["-m", "package.train", "--help"], None, False, None, None),
+        ),
+        (["--force", "--", "train.py", "--"], (["train.py", "--"], None, True, None, None)),
     ],
 )
 def test_options_before_the_script_are_ours_and_those_behind_it_are_its_own(
@@ -46,7 +52,7 @@ def test_a_rules_file_must_be_there(started: list[tuple[Any, ...]], tmp_path: Pa
     assert called("--rules", str(rules), "train.py").exit_code == 2
     rules.touch()
     assert called("--rules", str(rules), "train.py").exit_code == 0
-    assert started == [(["train.py"], None, False, str(rules))]
+    assert started == [(["train.py"], None, False, str(rules), None)]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--opt-level", "O9", "train.py"]])
@@ -62,7 +68,7 @@ def test_a_real_apex_is_said_to_be_used_unless_amp_patch_takes_its_place(
     monkeypatch.setattr(run, "real_amp", lambda: "/site/apex")
     result = called(*["--force"] * force, "train.py")
     assert ("the script uses the apex.amp in /site/apex" in result.stderr) == (not force)
-    assert started == [(["train.py"], None, force, None)]
+    assert started == [(["train.py"], None, force, None, None)]
 
 
 def test_what_python_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

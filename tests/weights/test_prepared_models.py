@@ -30,6 +30,7 @@ class Prepared:
         hooks = ModelHooks(
             observe=lambda model: self.seen.append("observe"),
             observe_casting=lambda model: self.seen.append("observe casting"),
+            explain=lambda error: self.seen.append("explain"),
             write_state=lambda *args: self.seen.append("write"),
             read_state=lambda *args: self.seen.append("read"),
         )

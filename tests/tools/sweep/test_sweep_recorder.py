@@ -39,6 +39,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return recorder
 
     yield begin
+    session.deactivate()  # which has replaced what was replaced before
     patches.undo()
     for end in ends:
         end()
