@@ -96,7 +96,7 @@ class Patches:
             The modules that use torch, see `users_of_torch`.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        self._left_alone, self._users_only = _names_left_alone(), users_only
+        self._left_alone, self._users_only = _imported().left_alone, users_only
         # Both in one pass: there may be a thousand modules.
         users = {}
         for module, name, new in _bindings_of_torch(replacements, self._left_alone, users_only):
@@ -140,7 +140,7 @@ def is_left_alone(name: str) -> bool:
 
 def users_of_torch() -> list[types.ModuleType]:
     """Return the imported modules, outside torch, of which a global is torch or a module of it."""
-    found = _bindings_of_torch({}, _names_left_alone(), users_only=True)
+    found = _bindings_of_torch({}, _imported().left_alone, users_only=True)
     return list({module.__name__: module for module, _, _ in found}.values())
 
 
@@ -168,30 +168,76 @@ def put(holder: Any, key: Any, new: Any) -> None:
         object.__setattr__(holder, key, new)
 
 
-def _names_left_alone() -> set[str]:
-    return set(filter(is_left_alone, sys.modules))
+class _Imported:
+    """Which modules are imported, sorted by what is done with them.
+
+    Attributes:
+        left_alone: the names of torch's and of this package's.
+        torchs: ``id(module) -> (module, module)`` of torch's.
+        others: the names of all but those in `_WITHOUT_TORCH`.
+    """
+
+    def __init__(self) -> None:
+        self._names, self._ids = list(sys.modules), list(map(id, sys.modules.values()))
+        self.left_alone = set(filter(is_left_alone, self._names))
+        self.torchs = {
+            id(module): (module, module)
+            for name, module in sys.modules.items()
+            if _package(name) == "torch"
+        }
+        self.others: list[str] = []
+        self._passed_over: list[dict[str, Any]] = []
+        for name, module in list(sys.modules.items()):
+            if not isinstance(module, types.ModuleType):
+                continue
+            if _WITHOUT_TORCH.get(name) == _fingerprint(module):
+                self._passed_over.append(vars(module))
+            else:
+                self.others.append(name)
+        self._globals = sum(map(len, self._passed_over))
+
+    def is_current(self) -> bool:
+        """Tell whether nothing was imported since, and no module passed over has other globals.
+
+        Of thousands of modules a loop of Python's would take longer than all else.
+        """
+        return (
+            self._names == list(sys.modules)
+            and self._ids == list(map(id, sys.modules.values()))
+            and self._globals == sum(map(len, self._passed_over))
+        )
+
+
+_imported_last: list[_Imported] = []
+
+
+def _imported() -> _Imported:
+    if not _imported_last or not _imported_last[0].is_current():
+        _imported_last[:] = [_Imported()]
+    return _imported_last[0]
 
 
 def _bindings_of_torch(
     replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], users_only: bool
 ) -> list[tuple[Any, str, Any]]:
     """As `_bindings`, of torch's modules as well; remember the packages in which there is none."""
-    everything = {**_torch_modules(), **replacements}
+    everything = {**_imported().torchs, **replacements}
     found = list(_bindings(everything, left_alone, users_only))
     packages = {_package(module.__name__) for module, _, _ in found}
-    if not packages.isdisjoint(map(_package, _WITHOUT_TORCH)):
+    if any(_package(name) in packages for name in _WITHOUT_TORCH):
         # A package uses torch from now on, and its modules of before may do so, too.
         _WITHOUT_TORCH.clear()
+        _imported_last.clear()
         found = list(_bindings(everything, left_alone, users_only))
-    for name, module in _modules(left_alone, users_only=True):
-        if _package(name) not in packages and _is_installed(name, module):
-            _WITHOUT_TORCH[name] = _fingerprint(module)
+    without = {
+        name: _fingerprint(module)
+        for name, module in _modules(left_alone, users_only=True)
+        if _package(name) not in packages and _is_installed(name, module)
+    }
+    if without:
+        _WITHOUT_TORCH.update(without)
+        _imported_last.clear()
     return found
-
-
-def _torch_modules() -> dict[int, tuple[Any, Any]]:
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
-    return {id(module): (module, module) for module in modules}
 
 
 @functools.cache
@@ -242,10 +288,9 @@ def _modules(
     left_alone: Collection[str], users_only: bool
 ) -> Iterator[tuple[str, types.ModuleType]]:
     """Yield the name and the object of each module, of those without torch only if asked to."""
-    for name, module in list(sys.modules.items()):
-        if name in left_alone or not isinstance(module, types.ModuleType):
-            continue
-        if not (users_only and _WITHOUT_TORCH.get(name) == _fingerprint(module)):
+    for name in _imported().others if users_only else list(sys.modules):
+        module = sys.modules.get(name)
+        if name not in left_alone and isinstance(module, types.ModuleType):
             yield name, module
 
 
