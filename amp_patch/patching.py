@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from wrapt import register_post_import_hook, resolve_path
@@ -96,7 +96,7 @@ class Patches:
             The modules that use torch, see `users_of_torch`.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        self._left_alone, self._users_only = _imported().left_alone, users_only
+        self._left_alone, self._users_only = imported().left_alone, users_only
         # Both in one pass: there may be a thousand modules.
         users = {}
         for module, name, new in _bindings_of_torch(replacements, self._left_alone, users_only):
@@ -110,9 +110,11 @@ class Patches:
 
         Modules imported since then, of torch too, may have bound a replacement as a global.
         """
-        late = _bindings(self._originals, self._left_alone, self._users_only)
-        for module, name, original in late:
-            setattr(module, name, original)
+        if self._originals:
+            names = imported().others if self._users_only else list(sys.modules)
+            late = _bindings(self._originals, self._left_alone, names)
+            for module, name, original in late:
+                setattr(module, name, original)
         self._originals.clear()
         while self._undo:
             reference, name, old, new = self._undo.pop()
@@ -140,7 +142,7 @@ def is_left_alone(name: str) -> bool:
 
 def users_of_torch() -> list[types.ModuleType]:
     """Return the imported modules, outside torch, of which a global is torch or a module of it."""
-    found = _bindings_of_torch({}, _imported().left_alone, users_only=True)
+    found = _bindings_of_torch({}, imported().left_alone, users_only=True)
     return list({module.__name__: module for module, _, _ in found}.values())
 
 
@@ -168,7 +170,7 @@ def put(holder: Any, key: Any, new: Any) -> None:
         object.__setattr__(holder, key, new)
 
 
-class _Imported:
+class Imported:
     """Which modules are imported, sorted by what is done with them.
 
     Attributes:
@@ -182,7 +184,7 @@ class _Imported:
         self.left_alone = set(filter(is_left_alone, self._names))
         self.torchs = {
             id(module): (module, module)
-            for name, module in sys.modules.items()
+            for name, module in list(sys.modules.items())
             if _package(name) == "torch"
         }
         self.others: list[str] = []
@@ -208,12 +210,13 @@ class _Imported:
         )
 
 
-_imported_last: list[_Imported] = []
+_imported_last: list[Imported] = []
 
 
-def _imported() -> _Imported:
+def imported() -> Imported:
+    """Return which modules are imported: the same object until others are."""
     if not _imported_last or not _imported_last[0].is_current():
-        _imported_last[:] = [_Imported()]
+        _imported_last[:] = [Imported()]
     return _imported_last[0]
 
 
@@ -221,20 +224,22 @@ def _bindings_of_torch(
     replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], users_only: bool
 ) -> list[tuple[Any, str, Any]]:
     """As `_bindings`, of torch's modules as well; remember the packages in which there is none."""
-    everything = {**_imported().torchs, **replacements}
-    found = list(_bindings(everything, left_alone, users_only))
+    known = imported()
+    everything = {**known.torchs, **replacements}
+    looked_at = known.others if users_only else list(sys.modules)
+    found = list(_bindings(everything, left_alone, looked_at))
     packages = {_package(module.__name__) for module, _, _ in found}
     if any(_package(name) in packages for name in _WITHOUT_TORCH):
         # A package uses torch from now on, and its modules of before may do so, too.
         _WITHOUT_TORCH.clear()
-        _imported_last.clear()
-        found = list(_bindings(everything, left_alone, users_only))
+        looked_at = list(sys.modules)
+        found = list(_bindings(everything, left_alone, looked_at))
     without = {
         name: _fingerprint(module)
-        for name, module in _modules(left_alone, users_only=True)
+        for name, module in _modules(left_alone, looked_at)
         if _package(name) not in packages and _is_installed(name, module)
     }
-    if without:
+    if any(_WITHOUT_TORCH.get(name) != seen for name, seen in without.items()):
         _WITHOUT_TORCH.update(without)
         _imported_last.clear()
     return found
@@ -270,10 +275,10 @@ def _holder_of(value: Any) -> Callable[[], Any]:
 
 
 def _bindings(
-    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], users_only: bool
+    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], names: Iterable[str]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Yield ``(module, name, replacement)`` for each global bound to a key, but in some modules."""
-    for _, module in _modules(left_alone, users_only) if replacements else ():
+    """Yield ``(module, name, replacement)`` for each global bound to a key, of these modules."""
+    for _, module in _modules(left_alone, names):
         own = vars(module)
         # Most modules have none, which this tells five times as fast as a loop of Python's.
         if replacements.keys().isdisjoint(map(id, list(own.values()))):
@@ -285,10 +290,9 @@ def _bindings(
 
 
 def _modules(
-    left_alone: Collection[str], users_only: bool
+    left_alone: Collection[str], names: Iterable[str]
 ) -> Iterator[tuple[str, types.ModuleType]]:
-    """Yield the name and the object of each module, of those without torch only if asked to."""
-    for name in _imported().others if users_only else list(sys.modules):
+    for name in names:
         module = sys.modules.get(name)
         if name not in left_alone and isinstance(module, types.ModuleType):
             yield name, module

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.patching import is_left_alone, put, users_of_torch
+from amp_patch.patching import Imported, imported, is_left_alone, put, users_of_torch
 
 Replacements = Mapping[int, tuple[Any, Any]]
 # An object, a key or attribute of it, and what it holds there.
@@ -271,11 +271,19 @@ class _Walk:
             yield cell, "cell_contents", value
 
     @functools.cached_property
-    def _containers_of_torch(self) -> frozenset[int]:
-        """The ids of torch's own tables, which a user may have imported."""
-        torchs = [vars(module) for name, module in sys.modules.items() if is_left_alone(name)]
-        values = itertools.chain.from_iterable(map(dict.values, torchs))
-        return frozenset(map(id, _of_kind(list(values), _CONTAINERS)))
+    def _containers_of_torch(self) -> dict[int, Any]:
+        return _containers_of_torch(imported())
+
+
+@functools.lru_cache(maxsize=1)
+def _containers_of_torch(_: Imported) -> dict[int, Any]:
+    """Return torch's own tables by their ids, until another module is imported.
+
+    A user may have imported them. They are kept, or another object might get the id of one.
+    """
+    torchs = [vars(module) for name, module in sys.modules.items() if is_left_alone(name)]
+    values = itertools.chain.from_iterable(map(dict.values, torchs))
+    return {id(table): table for table in _of_kind(list(values), _CONTAINERS)}
 
 
 def _places_in(holder: Any) -> Iterable[Place]:
