@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -131,3 +132,16 @@ def amp() -> Iterator[ModuleType]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Run the test on the CPU, and on a CUDA device where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Give Chromium, driven by playwright; skip the test where one of them is missing."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("chromium is missing: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -32,7 +32,9 @@ def trains(**options: Any) -> hypothesis.settings:
 
 def nightly_but(ordinary: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Return values for ``parametrize``, of which only these are in the ordinary run."""
-    slow = pytest.mark.slow
+    slow, values = pytest.mark.slow, list(values)
+    if not any(value in ordinary for value in values):
+        raise ValueError(f"the ordinary run must keep one of {values}; got {ordinary}")
     return [value if value in ordinary else pytest.param(value, marks=slow) for value in values]
 
 

@@ -122,10 +122,9 @@ def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
             originals = Patches()
             hidden.callback(originals.undo)
             for module in nn_module.modules():
-                for owner in (module, type(module)):
-                    for name, value in list(vars(owner).items()):
-                        if is_patched(value):
-                            originals.replace(owner, name, value.__prepare_scriptable__())
+                for name, value in list(vars(module).items()):
+                    if is_patched(value):
+                        originals.replace(module, name, value.__prepare_scriptable__())
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     hidden.enter_context(_without_ours(hooks))
             return original(nn_module, *args, **kwargs)

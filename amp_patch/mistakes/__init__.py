@@ -1,6 +1,6 @@
 """What is not used as it is meant to be: made right where it can be, else told at once.
 
 Each module has one family of mistakes (docs/mistakes.md). Most of them are made with functions of
-torch, which `torch_functions` replaces for as long as the session lasts. Knows what the rooms below
+torch, which a session replaces for as long as it lasts (`guard`). Knows what the rooms below
 know; nothing here runs in a step that is right.
 """

@@ -74,7 +74,7 @@ def _copying(exact: _Exact, original: Callable[..., None]) -> Callable[..., None
         original(self, model, *args, **kwargs)
         source = exact(model)
         if source is not None:
-            _store_in_fp32(self.module, source)  # type: ignore[arg-type]
+            _store_in_fp32(self.module, source)  # type: ignore[arg-type]  # is a module
 
     return init
 

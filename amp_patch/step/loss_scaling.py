@@ -218,8 +218,8 @@ class DeviceScaling:
         late: Sequence[LateCheck],
         scale: float,
     ) -> None:
-        found = [Found(check, check.params()) for check in late]
         was_skipped = self._scaler.skipped
+        found = [Found(check, check.params()) for check in late] if was_skipped else []
         reason = self._on_host.reason(found) if was_skipped else None
         for one in tell:
             one(reason)

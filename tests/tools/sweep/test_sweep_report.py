@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from amp_patch.tools.sweep.comparison import compared
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.settings import Settings
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -50,17 +47,6 @@ def test_what_scripts_print_is_no_markup(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     assert "out of &lt;memory&gt;" in text
     assert "out of <memory>" not in text
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("chromium is missing: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
