@@ -110,6 +110,11 @@ def maker(
     return make
 
 
+# Programs may well clear gradients before their step.
+clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the step")
+
+
+@clears_early
 @pytest.mark.parametrize("opt_level", ["O1", "O4"])
 @shared_fixtures
 @given(program=programs())
@@ -122,6 +127,7 @@ def test_a_program_sees_bit_for_bit_what_it_sees_without_the_cache(
         assert torch.equal(bits(found), bits(expected)), what
 
 
+@clears_early
 @pytest.mark.parametrize(("opt_level", "unit_roundoff"), [("O1", 2.0**-11), ("O4", 2.0**-8)])
 @shared_fixtures
 @given(program=programs(without=("penalty",)))
