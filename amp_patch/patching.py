@@ -96,10 +96,11 @@ class Patches:
             The modules that use torch, see `users_of_torch`.
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
-        self._left_alone, self._users_only = imported().left_alone, users_only
+        known = imported()
+        self._left_alone, self._users_only = known.left_alone, users_only
         # Both in one pass: there may be a thousand modules.
         users = {}
-        for module, name, new in _bindings_of_torch(replacements, self._left_alone, users_only):
+        for module, name, new in _bindings_of_torch(known, replacements, users_only):
             users[module.__name__] = module
             if not isinstance(new, types.ModuleType):
                 self.replace(module, name, new)
@@ -142,7 +143,7 @@ def is_left_alone(name: str) -> bool:
 
 def users_of_torch() -> list[types.ModuleType]:
     """Return the imported modules, outside torch, of which a global is torch or a module of it."""
-    found = _bindings_of_torch({}, imported().left_alone, users_only=True)
+    found = _bindings_of_torch(imported(), {}, users_only=True)
     return list({module.__name__: module for module, _, _ in found}.values())
 
 
@@ -221,10 +222,10 @@ def imported() -> Imported:
 
 
 def _bindings_of_torch(
-    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], users_only: bool
+    known: Imported, replacements: Mapping[int, tuple[Any, Any]], users_only: bool
 ) -> list[tuple[Any, str, Any]]:
     """As `_bindings`, of torch's modules as well; remember the packages in which there is none."""
-    known = imported()
+    left_alone = known.left_alone
     everything = {**known.torchs, **replacements}
     looked_at = known.others if users_only else list(sys.modules)
     found = list(_bindings(everything, left_alone, looked_at))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import pkgutil
+import types
+from collections.abc import Mapping
 
 import torch
 
@@ -116,7 +118,8 @@ _REGION_EXCLUDED_ENDS = ("_like", "_")
 _REGION_FIRST_ARGUMENT = ("batch_norm", "instance_norm")
 
 
-def rule_targets() -> dict[str, str]:
+@functools.cache
+def rule_targets() -> Mapping[str, str]:
     """Return the rule of every attribute to patch, by dotted path, for the running torch.
 
     The rules, for floating arguments that are not float64, also inside nested containers:
@@ -128,7 +131,8 @@ def rule_targets() -> dict[str, str]:
     running = tuple(map(int, torch.__version__.split(".")[:2]))
     outdated = {op for op, version in rules.NO_HALF_ON_CPU_BEFORE.items() if version <= running}
     ruled = {op: rule for op, rule in rules.rules().items() if op not in outdated}
-    return {path: rule for op, rule in ruled.items() for path in _paths(op)}
+    found = {path: rule for op, rule in ruled.items() for path in _paths(op)}
+    return types.MappingProxyType(found)
 
 
 def region_targets() -> list[str]:
