@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import hypothesis
+import support
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal import common_methods_invocations, common_utils
@@ -19,7 +21,9 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# torch's test utilities forbid any later change of torch.backends' flags in the whole process
+# torch's test utilities load a profile of their own, of ten examples, for the whole process
+hypothesis.settings.load_profile(support.PROFILE)
+# and forbid any later change of torch.backends' flags in it
 setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
 __all__ = ["AutocastTestLists", "SampleInput"]

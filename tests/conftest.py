@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 import torch_snapshot
+from support import PROFILE
 
 pytest_plugins = ["pytester"]
 
@@ -28,9 +29,9 @@ ONLY_SOME_NEED |= {"tensorboard"}
 # torch 2.11 and later warn, once, of sparse tensors that nobody said whether to check
 torch.sparse.check_sparse_tensor_invariants.disable()
 
-# see CONTRIBUTING.md; `support.examples` draws more or fewer than the profile says. The ordinary run
-# draws the same each time, so that a red one is red again; the nightly one looks further.
-for profile, examples in (("ordinary", 100), ("nightly", 400)):
+# see CONTRIBUTING.md; `support.examples` draws more or fewer than the profile says. The ordinary
+# run draws the same each time, so that a red one is red again; the nightly one looks further.
+for profile, examples in (("ordinary", 20), ("nightly", 400)):
     hypothesis.settings.register_profile(
         profile,
         max_examples=examples,
@@ -38,7 +39,7 @@ for profile, examples in (("ordinary", 100), ("nightly", 400)):
         derandomize=profile == "ordinary",
         print_blob=True,
     )
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ordinary"))
+hypothesis.settings.load_profile(PROFILE)
 
 
 def can_import_cupy() -> bool:
@@ -100,6 +101,13 @@ def pytest_collection_finish() -> None:
 
     With them it takes longer than most tests.
     """
+    number = hypothesis.settings.default.max_examples
+    if number != hypothesis.settings.get_profile(PROFILE).max_examples:
+        raise pytest.UsageError(
+            f"properties must draw what the profile {PROFILE!r} says; got {number} examples, of "
+            "another profile, which an import loaded as torch.testing._internal.common_utils does. "
+            "Call hypothesis.settings.load_profile(support.PROFILE) behind that import."
+        )
     gc.collect()
     gc.freeze()
 

@@ -11,6 +11,9 @@ import hypothesis
 import pytest
 from torch import Tensor
 
+#: How often properties are drawn, see `conftest`.
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ordinary")
+
 
 def examples(times: float, **options: Any) -> hypothesis.settings:
     """Return settings that draw so many times the number of examples of the profile.

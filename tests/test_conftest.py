@@ -52,7 +52,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
     assert left_patched == [f"the test left torch patched: {name}" for name in LEAKS.values()]
 
 
-@pytest.mark.parametrize(("profile", "number"), [(None, 100), ("nightly", 400)])
+@pytest.mark.parametrize(("profile", "number"), [(None, 20), ("nightly", 400)])
 def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile_says(
     run_tests, monkeypatch: pytest.MonkeyPatch, profile: str | None, number: int
 ) -> None:
@@ -97,6 +97,21 @@ def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile
     outcomes = result.parseoutcomes()
     assert outcomes["passed"] + outcomes.get("skipped", 0) == 6, result.outlines
     assert outcomes.keys().isdisjoint({"failed", "errors"})
+
+
+def test_an_import_that_changes_how_often_properties_are_drawn_is_an_error(run_tests) -> None:
+    result = run_tests(
+        test_drawn="""
+        import hypothesis
+        hypothesis.settings.register_profile("theirs", max_examples=10)
+        hypothesis.settings.load_profile("theirs")
+
+        def test():
+            pass
+        """
+    )
+    assert "got 10 examples, of another profile" in "\n".join([*result.outlines, *result.errlines])
+    assert result.ret != 0
 
 
 # what ``import cupy`` does

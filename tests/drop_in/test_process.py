@@ -139,6 +139,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_the_script_starts_find_apex(tmp_path: Path) -> None:
     path = tmp_path / "children.py"
     path.write_text(CHILDREN)
@@ -243,20 +244,18 @@ USES_AMP = """
 import torch
 from apex import amp
 model = torch.nn.Linear(2, 2)
-amp.initialize(model, enabled="off" not in __import__("sys").argv, verbosity=0)
+amp.initialize(model, verbosity=0)
 """
 
 
 @pytest.mark.parametrize(
     ("program", "options", "is_said"),
     [
-        ("import torch", ["--opt-level", "O2"], True),
-        ("import torch", [], False),
+        ("import json", ["--opt-level", "O2"], True),
+        ("import json", [], False),
         ("raise SystemExit(3)", ["--opt-level", "O2"], True),
         ("1 / 0", ["--opt-level", "O2"], False),
-        (USES_AMP, ["--opt-level", "O2"], False),
-        (USES_AMP + "amp._amp_state.handle; import amp_patch.amp as core; core.deactivate()",
-         ["--opt-level", "O2"], False),
+        (USES_AMP + "import amp_patch.amp as a; a.deactivate()", ["--opt-level", "O2"], False),
         ("import os; os.fork() or os._exit(0)", ["--opt-level", "O2"], True),
     ],
 )  # fmt: skip
