@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import nightly_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -314,7 +315,7 @@ class Tagger(nn.Module):
 DTYPE = {"O1": torch.half, "O2": torch.half, "O4": torch.bfloat16, "O5": torch.bfloat16}
 
 
-@pytest.mark.parametrize("level", DTYPE)
+@pytest.mark.parametrize("level", nightly_but(("O1", "O5"), DTYPE))
 @pytest.mark.parametrize("name", [*TORCH, "mLSTM"])
 def test_networks_train_in_half(load: Any, name: str, level: str) -> None:
     amp = load("amp")

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import nightly_but
 from torch import Tensor, nn
 
 import amp_patch
@@ -178,7 +179,16 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+ORDINARY = [
+    ("O1", "one optimizer"),
+    ("O2", "one optimizer"),
+    ("O2", "two optimizers"),
+    ("O5", "fused step"),
+    ("O1", "device ahead"),
+]
+
+
+@pytest.fixture(params=nightly_but(ORDINARY, CASES), ids="-".join)
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """A level and a case; in the last one the CPU counts as a device that works behind the host."""
     level, case = request.param
@@ -203,7 +213,10 @@ def test_a_block_that_fails_is_as_if_it_had_not_been(amp: ModuleType, run: tuple
 
 # Of two optimizers' steps the first may be made and the second not.
 @pytest.mark.parametrize(
-    "run", [case for case in CASES if case[1] != "two optimizers"], ids="-".join, indirect=True
+    "run",
+    nightly_but(ORDINARY, [case for case in CASES if case[1] != "two optimizers"]),
+    ids="-".join,
+    indirect=True,
 )
 def test_a_step_that_fails_is_made_as_a_whole_or_not_at_all(
     amp: ModuleType, run: tuple[str, str]
