@@ -503,6 +503,7 @@ def test_what_is_kept_does_not_grow_with_the_steps(
     amp: ModuleType, place: Place, name: str
 ) -> None:
     trial = Trial(amp, RULES[name], "O2", 64.0, place.device)
+    gc.freeze()  # of a million objects of other tests' imports, none is looked at
 
     def steps() -> int:
         for seed in range(10):
