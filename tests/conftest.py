@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 import torch_snapshot
-from support import PROFILE
+from support import PROFILE, nightly_levels
 
 pytest_plugins = ["pytester"]
 
@@ -77,8 +77,11 @@ def pytest_make_collect_report() -> Iterator[pytest.CollectReport]:
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Leave what `nightly_levels` names to the nightly run; skip what needs a GPU without one."""
+    for item in nightly_levels(items):
+        item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -41,6 +41,27 @@ def nightly_but(ordinary: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [value if value in ordinary else pytest.param(value, marks=slow) for value in values]
 
 
+def nightly_levels(tests: Iterable[pytest.Function]) -> list[pytest.Function]:
+    """Return the tests at O0, O3 and O4 that the ordinary run makes at O1, O2 or O5.
+
+    Nearly all that these levels do, others do: O0 casts nothing, O3 is O2 without masters, O4 is
+    O1 in bfloat16. A file of which the global ``EVERY_LEVEL`` is true keeps all of its tests.
+    """
+    found, kept = [], set()
+    for test in tests:
+        params = getattr(test, "callspec", None) and test.callspec.params or {}
+        for name, value in params.items():
+            if not isinstance(value, str):
+                continue
+            rest = [(key, id(other)) for key, other in sorted(params.items()) if key != name]
+            case = test.path, test.originalname, name, *rest
+            if value in ("O1", "O2", "O5"):
+                kept.add(case)
+            elif value in ("O0", "O3", "O4") and not getattr(test.module, "EVERY_LEVEL", False):
+                found.append((case, test))
+    return [test for case, test in found if case in kept]
+
+
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder of this name, made by the first process of pytest-xdist that asks for it."""
     base = factory.getbasetemp()

@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections import Counter
 from pathlib import Path
 
 import processes
@@ -25,7 +27,10 @@ def run_tests(pytester: pytest.Pytester):
     """Run a test file under this project's conftest, in a process of its own."""
     for name in ("conftest.py", "support.py", "torch_snapshot.py"):
         pytester.path.joinpath(name).write_text((TESTS / name).read_text())
-    pytester.makeini("[pytest]\nmarkers = gpu: needs a CUDA device\n")
+    pytester.makeini(
+        "[pytest]\nmarkers =\n  gpu: needs a CUDA device\n  slow: nightly\n"
+        "addopts = -s -m 'not slow'\n"
+    )
 
     def run(**sources: str) -> pytest.RunResult:
         pytester.makepyfile(**sources)
@@ -97,6 +102,25 @@ def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile
     outcomes = result.parseoutcomes()
     assert outcomes["passed"] + outcomes.get("skipped", 0) == 6, result.outlines
     assert outcomes.keys().isdisjoint({"failed", "errors"})
+
+
+def test_levels_that_do_what_others_do_are_left_to_the_nightly_run(run_tests) -> None:
+    tests = """
+        import pytest
+
+        @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+        @pytest.mark.parametrize("other", [object(), object()])
+        def test_at_each(level, other):
+            print(f"at {level}.")
+
+        @pytest.mark.parametrize("level", ["O3", "O4"])
+        def test_at_these_alone(level):
+            print(f"alone {level}.")
+    """
+    result = run_tests(test_few=tests, test_all="EVERY_LEVEL = True\n" + textwrap.dedent(tests))
+    printed = Counter(re.findall(r"(at|alone) (O\d)\.", "\n".join(result.outlines)))
+    each = {("at", "O0"): 2, ("at", "O1"): 4, ("at", "O4"): 2}
+    assert printed == {**each, ("alone", "O3"): 2, ("alone", "O4"): 2}
 
 
 def test_an_import_that_changes_how_often_properties_are_drawn_is_an_error(run_tests) -> None:

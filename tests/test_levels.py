@@ -13,6 +13,7 @@ from support import examples
 from amp_patch.levels import OPT_LEVELS, OptLevel, describe, print_level, resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+EVERY_LEVEL = True  # here is what each level is
 CASTING = ("O1", "O4")
 STORED = ("O0", "O2", "O3", "O5")
 

@@ -8,6 +8,8 @@ from torch import nn
 
 from amp_patch import levels
 
+EVERY_LEVEL = True  # here is what each level is
+
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+EVERY_LEVEL = True  # here is what each level is
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 # What a linear layer or a convolution gives, what weights are stored in, and batch norms' weights.
 ACTIVATIONS = {"O0": F32, "O1": F16, "O2": F16, "O3": F16, "O4": BF16, "O5": BF16}

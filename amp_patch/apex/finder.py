@@ -5,6 +5,7 @@ Knows where the files lie and nothing of what is in them; imports no torch.
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
@@ -120,11 +121,12 @@ def is_supplied(module: types.ModuleType) -> bool:
     return isinstance(getattr(getattr(module, "__spec__", None), "loader", None), _Loader)
 
 
-def supplied_in(name: str) -> list[str]:
+@functools.cache
+def supplied_in(name: str) -> Sequence[str]:
     """Return the modules that lie in a package, and in ``packages`` itself for ''."""
     place = _PACKAGES.joinpath(*name.split(".")) if name else _PACKAGES
     modules = [*place.glob("*.py"), *(file.parent for file in place.glob("*/__init__.py"))]
-    return sorted(path.stem for path in modules if not path.name.startswith("__"))
+    return tuple(sorted(path.stem for path in modules if not path.name.startswith("__")))
 
 
 def _not_supplied(fullname: str, names: Sequence[str] | None = None) -> str:
