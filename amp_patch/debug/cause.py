@@ -182,8 +182,8 @@ def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "model":
         after = " What it returns is too large for float16 wherever it is used next."
     return (
-        f"{_capital(_region(module))}{rule}. bfloat16 has the range of float32: "
-        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'} needs neither.{after}"
+        f"{_capital(_region(module))}{rule}.{after} Or train at "
+        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
     )
 
 

@@ -118,21 +118,24 @@ def _operands(place: _Place) -> list[tuple[str, Tensor]]:
 
 def _mend(place: _Place, message: str) -> str:
     dtype = _short(place.level.cast_model_type)
-    strays = _strays(place.model)
     if "without overflow" in message:
         return (
             f"{dtype} cannot hold that number: write torch.finfo(x.dtype).min in the place of "
             "-1e9, or take opt_level 'O5' or 'O1'."
         )
+    strays = _strays(place)
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
-        return (
-            "All its weights are float32 again, as model.float() leaves them: leave that call out, "
-            "or call amp.deactivate() in its place, which keeps the masters' values."
-        )
+        return _mend_of_a_cast(set(strays.values()))
     if place.path in strays or any(path.startswith(f"{place.path}.") for path in strays):
+        path, stored = next(iter(strays.items()))
         return (
-            f"{strays[0]!r} holds float32 weights, so it was put there after amp.initialize(): "
+            f"{path!r} holds {stored} weights, so it was put there after amp.initialize(): "
             "put it into the model before, or call amp.deactivate(), then amp.initialize() anew."
+        )
+    if any(torch.is_autocast_enabled(value.device.type) for _, value in _operands(place)):
+        return (
+            "torch.autocast is on, and casts by a list of its own: remove it, the level casts by "
+            "itself."
         )
     if id(place.model) not in running_modules():
         if place.module is place.model:
@@ -162,17 +165,28 @@ def _castable(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _strays(model: nn.Module) -> list[str]:
-    """Return the paths of modules with float32 weights, where `initialize` leaves none."""
-    modules = dict(model.named_modules())
-    return [
-        name
-        for name in _castable(model)
-        if any(
-            param is not None and param.dtype is torch.float32
-            for param in modules[name]._parameters.values()
-        )
-    ]
+def _strays(place: _Place) -> dict[str, str]:
+    """Return where weights are not as `initialize` leaves them: paths of modules -> dtype."""
+    found = {}
+    for name in _castable(place.model):
+        for param in place.model.get_submodule(name)._parameters.values():
+            if (
+                param is not None
+                and param.dtype in FLOATS
+                and param.dtype is not place.level.cast_model_type
+            ):
+                found[name] = _short(param.dtype).removeprefix("torch.")
+    return found
+
+
+def _mend_of_a_cast(stored: set[str]) -> str:
+    """Return what mends a model of which all weights have another dtype than the level's."""
+    call = {"float32": "float", "float16": "half"}.get(min(stored), "bfloat16")
+    mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
+    return (
+        f"All its weights are {min(stored)}, as model.{call}() leaves them: leave that call out"
+        f"{mend if call == 'float' else ''}."
+    )
 
 
 def _short(dtype: torch.dtype | None) -> str:

@@ -156,8 +156,8 @@ class OptimizerStep:
             self.was_scaled = None
             warn(
                 "at a level with a loss scale every loss is to be multiplied by it, or small "
-                "gradients become 0 in float16; got an optimizer.step() before which no loss was. "
-                "Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "gradients become 0 in float16; got an optimizer.step() with gradients of a "
+                "loss that was not. Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
                 "scaled_loss.backward()` in the place of loss.backward(), or call "
                 "amp.initialize(..., loss_scale=1.0) to train without."
             )

@@ -152,6 +152,26 @@ def test_the_model_in_float_again(amp: ModuleType, level: str) -> None:
     assert "as model.float() leaves them: leave that call out" in note
 
 
+@pytest.mark.parametrize(("level", "name"), [("O2", "bfloat16"), ("O5", "half")])
+def test_the_model_in_another_half_dtype(amp: ModuleType, level: str, name: str) -> None:
+    model, _ = prepared(amp, level)
+    with pytest.warns(UserWarning, match=name):
+        getattr(model, name)()
+    note = fail(lambda: model(X))
+    assert f"as model.{name}() leaves them: leave that call out." in note
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_autocast_around_the_model(amp: ModuleType, level: str) -> None:
+    other = {"O5": torch.float16}.get(level, torch.bfloat16)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model = amp.initialize(model, opt_level=level, verbosity=0)
+    with torch.autocast("cpu", dtype=other), pytest.warns(UserWarning, match="casts once more"):
+        note = fail(lambda: model(X))
+    assert "module '1' (LayerNorm)" in note
+    assert "torch.autocast is on, and casts by a list of its own: remove it" in note
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_other_errors_and_other_models_get_no_note(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)

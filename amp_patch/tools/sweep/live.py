@@ -37,7 +37,7 @@ class Lines:
 
     def __init__(self, console: Console, settings: Settings) -> None:
         self._console, self._count, self._number = console, len(settings.runs), 0
-        self._spoken, self._has_begun = 0.0, False
+        self._spoken, self._has_begun, self._last = 0.0, False, ""
 
     def __enter__(self) -> Lines:
         return self
@@ -68,7 +68,10 @@ class Lines:
         self._say(f"  {named(run)}: {words}")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False)
+        """Print a line, unless it is the one printed last: a run's end adds nothing to it."""
+        if line != self._last:
+            self._console.print(line, highlight=False, markup=False)
+        self._last = line
 
 
 class LiveTable:

@@ -101,7 +101,11 @@ def test_markdown_has_a_line_for_each_level() -> None:
     assert {line.count("|") for line in lines} == {lines[0].count("|")}
 
 
-def test_without_a_terminal_a_run_is_two_lines() -> None:
+@pytest.mark.parametrize("seldom", [live.SELDOM, -1.0])  # -1: a line is due at each look
+def test_without_a_terminal_a_run_is_two_lines(
+    seldom: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "SELDOM", seldom)
     console = console_of(100)
     run = made_run("O1", [2.0] * 9, number=2)
     with live.view_for(console, Settings(["x.py"], ["O0", "O1"], repeat=2)) as view:
