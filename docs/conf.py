@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +40,5 @@ def add_messages(
 
 
 def setup(app: Sphinx) -> None:
-    """Let the pages show Mermaid's text, which GitHub draws; add the messages to the search."""
-    app.add_lexer("mermaid", TextLexer)
+    """Add the messages to the search."""
     app.connect("html-page-context", add_messages)

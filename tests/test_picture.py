@@ -1,9 +1,11 @@
-"""The picture of docs/architecture.md shows the imports between rooms: all of them, and no other.
+"""docs/rooms.mmd has the imports between rooms, all of them and no other; docs/rooms.svg shows it.
 
 Where A imports B and B imports C, no arrow is drawn from A to C, whether A imports C or not.
+CONTRIBUTING.md has the command that draws the picture.
 """
 
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +13,8 @@ from pathlib import Path
 import pytest
 from test_architecture import CORE, DROP_IN, FLOORS, own_imports, parse, place_of, room_of
 
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = (DOCS / "rooms.mmd").read_text(encoding="utf-8")
 # `__main__` starts the command line, `half_model` is a name that pickled models know, and the
 # lowest two floors are in the text.
 NOT_DRAWN = {"__main__", "half_model", *FLOORS[-1], *FLOORS[-2]}
@@ -21,16 +23,22 @@ ROOMS = set().union(*FLOORS) - NOT_DRAWN
 Arrows = set[tuple[str, str]]
 
 
-def drawn(page: str) -> Arrows:
-    """Return the arrows of a page's Mermaid picture, by the rooms that its boxes name.
+def boxes(text: str) -> dict[str, str]:
+    """Return what stands in each box of a Mermaid text, ``name["`**room/** words`"]``, by name."""
+    return dict(re.findall(r'(\w+)\["`(.+?)`"\]', text, re.DOTALL))
 
-    A box is ``name["<b>folder/</b>..."]`` or ``name["<b>module.py</b>..."]``, where it comes first.
-    """
-    picture = page.partition("```mermaid")[2].partition("```")[0]
-    rooms = dict(re.findall(r'(\w+)\["<b>(\w+)(?:/|\.py)</b>', picture))
-    lines = re.sub(r"\[.*?\]", "", picture).splitlines()
+
+def arrows(text: str) -> Arrows:
+    """Return the arrows of a Mermaid text, by the names of its boxes."""
+    lines = re.sub(r"\[.*?\]", "", text, flags=re.DOTALL).splitlines()
     chains = [[name.strip() for name in line.split("-->")] for line in lines if "-->" in line]
-    return {(rooms[one], rooms[other]) for chain in chains for one, other in pairwise(chain)}
+    return {pair for chain in chains for pair in pairwise(chain)}
+
+
+def drawn(text: str) -> Arrows:
+    """Return the arrows of a Mermaid text, by the rooms that its boxes begin with."""
+    rooms = {name: re.match(r"\*\*(\w+)(/|\.py)\*\*", box)[1] for name, box in boxes(text).items()}
+    return {(rooms[one], rooms[other]) for one, other in arrows(text)}
 
 
 def imports_of_rooms() -> dict[str, set[str]]:
@@ -61,26 +69,40 @@ def _reached(imports: Mapping[str, set[str]], room: str) -> set[str]:
 
 
 def test_the_picture_is_what_the_modules_import() -> None:
-    assert drawn(PAGE) == without_shortcuts(imports_of_rooms())
+    assert drawn(TEXT) == without_shortcuts(imports_of_rooms())
 
 
 def test_every_room_is_drawn() -> None:
-    assert {room for arrow in drawn(PAGE) for room in arrow} == ROOMS
+    assert {room for arrow in drawn(TEXT) for room in arrow} == ROOMS
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('  weights["<b>weights/', '  step --> casting\n  weights["<b>weights/'),  # a shortcut
+        ('  weights["`**weights/', '  step --> casting\n  weights["`**weights/'),  # a shortcut
         ("  scaling --> kernels\n", ""),  # an import that is not shown
         ("  scaling --> kernels\n", "  kernels --> scaling\n"),
-        ("<b>step/</b>", "<b>optimizers/</b>"),
-        ("<b>debug/</b>", "<b>made_up/</b>"),
+        ("**step/**", "**optimizers/**"),
+        ("**debug/**", "**made_up/**"),
     ],
 )
 def test_a_picture_that_shows_anything_else_is_seen(old: str, new: str) -> None:
-    assert PAGE.count(old) == 1
-    assert drawn(PAGE.replace(old, new)) != without_shortcuts(imports_of_rooms())
+    assert TEXT.count(old) == 1
+    assert drawn(TEXT.replace(old, new)) != without_shortcuts(imports_of_rooms())
+
+
+def test_the_svg_is_drawn_from_the_text() -> None:
+    svg = ET.parse(DOCS / "rooms.svg").getroot()
+    shown = {
+        name[1]: "".join("".join(group.itertext()).split())
+        for group in svg.iter("{http://www.w3.org/2000/svg}g")
+        if (name := re.fullmatch(r"my-svg-flowchart-(\w+)-\d+", group.get("id", "")))
+    }
+    assert shown == {name: re.sub(r"[*\s]", "", box) for name, box in boxes(TEXT).items()}
+    ids = [element.get("data-id", "") for element in svg.iter()]
+    assert {match.groups() for one in ids if (match := re.match(r"L_(\w+)_(\w+)_0$", one))} == (
+        arrows(TEXT)
+    )
 
 
 def test_shortcuts_are_found() -> None:
