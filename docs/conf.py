@@ -21,6 +21,7 @@ smartquotes = False  # a message on a page has the quotes that it is raised with
 html_theme = "furo"  # its fonts are the system's: a page asks the network for nothing
 html_static_path = ["_static"]
 html_copy_source = False
+html_search_scorer = str(ROOT / "docs" / "scorer.js")
 
 default_role = "py:obj"  # what docstrings mean by `name`
 autodoc_member_order = "bysource"
@@ -31,10 +32,17 @@ autodoc_typehints = "none"  # the docstrings say them in words
 def add_messages(
     app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Give the search page the errors and warnings, which _static/messages.js finds a query in."""
+    """Give the search page the errors and warnings, which _static/messages.js finds a query in.
+
+    They are what the two pages of messages quote: those of amp_patch, and torch's that it explains.
+    """
     if pagename == "search":
-        quotes = app.env.get_doctree("messages").findall(nodes.block_quote)
-        found = [{"id": quote.parent["ids"][0], "text": quote.astext()} for quote in quotes]
+        found = [
+            {"link": f"{name}.html#{quote.parent['ids'][0]}", "text": line.astext()}
+            for name in ("messages", "mistakes")
+            for quote in app.env.get_doctree(name).findall(nodes.block_quote)
+            for line in quote.findall(nodes.paragraph)
+        ]
         app.add_js_file(None, body=f"const MESSAGES = {json.dumps(found)};")
         app.add_js_file("messages.js", loading_method="defer")
 

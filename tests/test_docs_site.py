@@ -55,6 +55,13 @@ def test_every_page_is_shown_without_the_network(site: Path, page: Any) -> None:
     assert said == []
 
 
+def search(site: Path, page: Any, query: str) -> None:
+    """Type a query into the search box of the first page, and enter it."""
+    page.goto((site / "index.html").as_uri())
+    page.get_by_placeholder("Search").fill(query)
+    page.get_by_placeholder("Search").press("Enter")
+
+
 def half_model(amp: Any) -> None:
     amp.initialize(nn.Linear(4, 2).half(), verbosity=0)
 
@@ -81,9 +88,7 @@ def test_the_search_finds_a_message_as_it_was_raised(
 ) -> None:
     with pytest.raises(Exception, match="amp") as raised:
         mistake(amp)
-    page.goto((site / "index.html").as_uri())
-    page.get_by_placeholder("Search").fill(str(raised.value))
-    page.get_by_placeholder("Search").press("Enter")
+    search(site, page, str(raised.value))
     first = page.locator("#messages a").first
     pieces = [re.escape(piece) for piece in first.inner_text().split("…")]
     assert re.fullmatch(".*".join(pieces), str(raised.value), re.DOTALL)
@@ -93,15 +98,35 @@ def test_the_search_finds_a_message_as_it_was_raised(
     assert page.url.partition("#")[0] != (site / "messages.html").as_uri()
 
 
+def test_the_search_finds_what_torch_says_of_two_dtypes(site: Path, page: Any, amp: Any) -> None:
+    model = amp.initialize(nn.Linear(4, 2), opt_level="O2", verbosity=0)
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model.forward(torch.ones(1, 4))
+    search(site, page, f"RuntimeError: {raised.value}")
+    page.locator("#messages a").first.click()
+    assert page.url.startswith((site / "mistakes.html").as_uri() + "#dtypes-that-do-not-match")
+
+
+def test_the_page_of_all_messages_is_not_the_first_that_a_search_finds(
+    site: Path, page: Any
+) -> None:
+    search(site, page, "loss is nan")
+    page.locator("#search-results a", has_text="Messages").wait_for()
+    assert "Overflow" in page.locator("#search-results .search a").first.inner_text()
+
+
 @pytest.mark.parametrize(
     ("words", "title"),
-    [("AveragedModel", "Save and resume"), ("save the model of the optimizer", "Save and resume")],
+    [
+        ("AveragedModel", "save and resume"),
+        ("save the model of the optimizer", "save and resume"),
+        ("attention mask", "Common mistakes"),
+        ("keep a layer in float32", "Rules and regions"),
+    ],
 )
 def test_the_search_finds_words_that_are_no_message(
     site: Path, page: Any, words: str, title: str
 ) -> None:
-    page.goto((site / "index.html").as_uri())
-    page.get_by_placeholder("Search").fill(words)
-    page.get_by_placeholder("Search").press("Enter")
+    search(site, page, words)
     page.locator("#search-results a", has_text=title).first.wait_for()
     assert page.locator("#messages").count() == 0

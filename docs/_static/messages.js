@@ -17,9 +17,9 @@ const asked = wordsOf(new URLSearchParams(location.search).get("q") ?? "").filte
 // A hit has three words of the query at least, and most of the query's or the message's weight. The best
 // one has the most of the query; words that the query lacks count against it.
 const hits = messages
-  .map(({ id, text, words }) => {
+  .map(({ link, text, words }) => {
     const common = words.filter((word) => asked.includes(word));
-    return { id, text, count: common.length, common: weight(common), all: weight(words) };
+    return { link, text, count: common.length, common: weight(common), all: weight(words) };
   })
   .filter(({ count, common, all }) => count >= 3 && common >= Math.max(5, 0.6 * Math.min(weight(asked), all)))
   .sort((a, b) => 1.25 * (b.common - a.common) - 0.25 * (b.all - a.all))
@@ -30,7 +30,7 @@ if (hits.length) {
   list.id = "messages";
   for (const hit of hits) {
     const link = document.createElement("a");
-    link.href = `messages.html#${hit.id}`;
+    link.href = hit.link;
     link.textContent = hit.text;
     list.appendChild(document.createElement("li")).appendChild(link);
   }
