@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from pages import (
     DOCS,
@@ -25,6 +26,7 @@ from pages import (
 
 from amp_patch import amp, levels
 from amp_patch.casting import rules
+from amp_patch.tools import command_line
 from amp_patch.tools.sweep import tables
 from amp_patch.tools.sweep.comparison import Comparison, Row, Spread
 from amp_patch.tools.sweep.verdicts import Verdict
@@ -74,6 +76,16 @@ def named_files(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named_files(text_of(page)) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+def test_the_page_of_a_command_has_a_row_for_each_option(name: str) -> None:
+    page = text_of(DOCS / f"{ {'run': 'apex', 'disable': 'enable'}.get(name, name) }.md")
+    command = command_line.main.get_command(None, name)
+    options = {param.opts[-1] for param in command.params if isinstance(param, click.Option)}
+    rows = set(re.findall(r"^\| `(?:amp-patch \w+ )?(-[-\w]+)", page, re.MULTILINE))
+    assert options <= rows
+    assert rows <= options or name == "disable"
 
 
 def test_every_script_that_the_first_page_names_exists() -> None:

@@ -290,12 +290,6 @@ def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch) -> N
     assert (tmp_path / "out" / "levels.csv").exists()
 
 
-def test_the_page_of_the_sweep_names_every_option() -> None:
-    command = command_line.main.get_command(None, "sweep")
-    options = {name for param in command.params for name in param.opts if name.startswith("--")}
-    assert set(re.findall(r"^\| `(--\w+)", DOCS.read_text(encoding="utf-8"), re.M)) == options
-
-
 def test_the_snippet_on_the_page_trains(amp) -> None:
     (snippet,) = re.findall(
         r"^```python\n(.*?)^```$", DOCS.read_text(encoding="utf-8"), re.M | re.S
