@@ -22,7 +22,10 @@ _MODULES = ("amp", "apex", "cuda_graph", "debug", "optimizers")
 def __getattr__(name: str) -> ModuleType:
     if name in _MODULES:
         return importlib.import_module(f"amp_patch.{name}")
-    raise AttributeError(f"module 'amp_patch' has no attribute {name!r}")
+    raise AttributeError(
+        f"module 'amp_patch' has no attribute {name!r}; its calls are in amp_patch.amp: write "
+        "from amp_patch import amp"
+    )
 
 
 def __dir__() -> list[str]:

@@ -144,8 +144,8 @@ def loss_of(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         got = loss.dtype if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(
-            f"scale_loss() scales a floating tensor; got {got}; call it once per loss, or with "
-            "the sum of the losses."
+            f"scale_loss() scales a floating tensor; got {got}; call it with the loss itself, "
+            "not with loss.item(), once per loss or with the sum of the losses."
         )
     return loss
 

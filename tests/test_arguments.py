@@ -196,8 +196,8 @@ def test_an_optimizer_given_twice_is_refused(known_before: bool) -> None:
 )
 def test_what_is_no_loss_is_refused(loss: Any, received: str) -> None:
     message = (
-        f"scale_loss() scales a floating tensor; got {received}; call it once per loss, or with "
-        "the sum of the losses."
+        f"scale_loss() scales a floating tensor; got {received}; call it with the loss itself, "
+        "not with loss.item(), once per loss or with the sum of the losses."
     )
     with pytest.raises(TypeError, match=exactly(message)):
         arguments.loss_of(loss)

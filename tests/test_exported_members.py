@@ -105,6 +105,11 @@ def test_public_modules_are_attributes_that_are_imported_when_asked_for() -> Non
     assert run.returncode == 0, run.stderr
 
 
+def test_a_call_that_is_asked_of_the_package_is_said_to_be_in_amp() -> None:
+    with pytest.raises(AttributeError, match="'initialize'; its calls are in amp_patch.amp"):
+        amp_patch.initialize  # noqa: B018
+
+
 def test_amp_exports_the_documented_calls() -> None:
     from amp_patch import amp
 
