@@ -123,6 +123,8 @@ def _mend(place: _Place, message: str) -> str:
             f"{dtype} cannot hold that number: write torch.finfo(x.dtype).min in the place of "
             "-1e9, or take opt_level 'O5' or 'O1'."
         )
+    if re.search(r"\bdouble\b", message, re.IGNORECASE):
+        return "A float64 tensor is never cast: pass x.float(), also of what NumPy made."
     strays = _strays(place)
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
         return _mend_of_a_cast(set(strays.values()))

@@ -162,6 +162,12 @@ def test_the_model_in_another_half_dtype(amp: ModuleType, level: str, name: str)
 
 
 @pytest.mark.parametrize("level", HALF)
+def test_inputs_in_float64(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level=level, verbosity=0)
+    assert "A float64 tensor is never cast: pass x.float()" in fail(lambda: model(X.double()))
+
+
+@pytest.mark.parametrize("level", HALF)
 def test_autocast_around_the_model(amp: ModuleType, level: str) -> None:
     other = {"O5": torch.float16}.get(level, torch.bfloat16)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
