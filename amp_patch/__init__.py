@@ -29,7 +29,8 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    dunders = [name for name in globals() if name.startswith("__")]
+    return sorted({*__all__, *_MODULES, *dunders})
 
 
 def sweep(
