@@ -14,6 +14,7 @@ from benchmarks.rounds import Spread, interleave, median_time, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
+HOST_ROWS = ROOT / "tests" / "benchmarks" / "host_rows.py"
 # torch 2.6 leaves a temporary folder to its finalizer
 WARNINGS = ("-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
@@ -29,6 +30,18 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
     assert done.returncode == 0
     for line in ("casts, O1 ", "step, O2 against that ", "initialize, O5 against that "):
         assert line in done.stdout
+
+
+def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
+    out = tmp_path / "host.json"
+    few = ("--rounds", "2", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
+    done = processes.run(
+        [sys.executable, *WARNINGS, HOST_ROWS, *few, "--out", out], env=ENVIRONMENT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (ratios,) = json.loads(out.read_text())["ratios"].values()
+    assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
+    assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
 
 
 @pytest.mark.parametrize("partly", [["--quick"], ["--only", "casts"]])

@@ -9,7 +9,7 @@ there the device does not matter, and objects that are no containers convert the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ from torch.nn import Parameter
 
 from .mode import FLOATS, HALVES, process
 from .nested import map_tensors
+from .shared_casts import CAST
 
-CastWeight = Callable[[Parameter, torch.dtype], Any]
+CastTensor = Callable[[Any, torch.dtype], Any]
 
 _CONTAINERS = (list, tuple, dict)
 
 
-def to_dtype(value: Any, dtype: torch.dtype, weight: CastWeight | None = None) -> Any:
+def to_dtype(
+    value: Any,
+    dtype: torch.dtype,
+    weight: CastTensor | None = None,
+    activation: CastTensor | None = None,
+) -> Any:
     """Return ``value`` with floating tensors, also in containers, cast to ``dtype``.
 
     float64, complex and integer tensors, and tensors on other devices than the models', stay.
@@ -33,23 +39,57 @@ def to_dtype(value: Any, dtype: torch.dtype, weight: CastWeight | None = None) -
         value: any argument of a patched function.
         dtype: a half dtype, or float32.
         weight: casts parameters in its place, given one and the dtype.
+        activation: casts other plain tensors in its place, where they are to be cast.
     """
     if isinstance(value, Tensor):
         if weight is not None and type(value) is Parameter:
             return weight(value, dtype)
         found = value.dtype
-        if found is dtype or found not in FLOATS or value.device.type not in process.devices:
+        if found is dtype or found not in FLOATS or not is_on_cast_device(value):
             return value
+        if type(value) is Tensor:
+            return (activation or _cast)(value, dtype)
         return value.to(dtype)
     if isinstance(value, _CONTAINERS):
-        return map_tensors(lambda tensor: to_dtype(tensor, dtype, weight), value)
+        return map_tensors(lambda tensor: to_dtype(tensor, dtype, weight, activation), value)
     return value
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return CAST[dtype](value)
+
+
+def is_on_cast_device(tensor: Tensor) -> bool:
+    """Tell whether the tensor is on a device of the models', whose tensors are cast."""
+    # Of the devices most in use; to ask for the type of any costs the host five times as much.
+    if tensor.is_cpu:
+        return "cpu" in process.devices
+    return ("cuda" if tensor.is_cuda else tensor.device.type) in process.devices
+
+
+def need_no_cast(values: Iterable[Any], others: Collection[torch.dtype]) -> bool:
+    """Tell whether no value is or holds a tensor of ``others``, as most often at a second look.
+
+    False also for what would have to be looked into.
+    """
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            if value.dtype in others:
+                return False
+        elif kind not in _PLAIN and not (kind is tuple and _INTS.issuperset(map(type, value))):
+            return False
+    return True
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+_INTS = frozenset({int})
 
 
 def to_float(value: Any) -> Any:
     """Return ``value`` with half tensors, also in containers, cast to fp32."""
     if isinstance(value, Tensor):
-        if value.dtype in HALVES and value.device.type in process.devices:
+        if value.dtype in HALVES and is_on_cast_device(value):
             return value.float()
         return value
     if isinstance(value, _CONTAINERS):
@@ -68,9 +108,7 @@ def float_on_cpu(value: Any) -> Any:
 
 def is_half(value: Any) -> bool:
     """Tell whether a value is a tensor that `to_float` casts."""
-    return (
-        isinstance(value, Tensor) and value.dtype in HALVES and value.device.type in process.devices
-    )
+    return isinstance(value, Tensor) and value.dtype in HALVES and is_on_cast_device(value)
 
 
 def holds_half(values: Iterable[Any]) -> bool:
@@ -95,5 +133,5 @@ def dtypes_in(value: Any) -> list[torch.dtype]:
     return [
         tensor.dtype
         for tensor in tensors_in(value)
-        if tensor.dtype in FLOATS and tensor.device.type in process.devices
+        if tensor.dtype in FLOATS and is_on_cast_device(tensor)
     ]

@@ -16,7 +16,7 @@ from torch import nn
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 
-from . import installation, targets, torch_compile
+from . import installation, layer_forwards, targets, torch_compile
 from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
@@ -145,6 +145,7 @@ class PatchedFunctions:
         self._observer = self._casts.observer
         try:
             torch_compile.install(self._patches)
+            layer_forwards.install(self._patches)
             registered = self._registered.values()
             wrappers, users = installation.install(
                 self._casts.wrap, self._patches, self._rules, registered

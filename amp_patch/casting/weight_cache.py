@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from amp_patch.kernels.reusable import is_held
 
+from .argument_casts import is_on_cast_device
 from .cached_casts import Bulk, Entry, Group, Owner
-from .mode import FLOATS, mode, process
+from .mode import FLOATS, mode
+from .shared_casts import is_recorded
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -96,20 +98,22 @@ class WeightCache:
         with grad) the weight is read as it is now.
         """
         entry = self._entries.get(id(param))
-        # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
-        # entry keeps its parameter alive: no other one has its id.
         if (
             entry is not None
-            and not entry.group.stale
-            and entry.version == param._version
-            and entry.dtype is dtype
-            and entry.pointer == param.data_ptr()
-            and entry.requires_grad == param.requires_grad
             and (_is_grad_enabled() or mode.in_checkpoint)
             and not _count_dispatch_modes()
+            and _is_right(entry, param, dtype)
         ):
             return entry.cast
         # What an outdated cast holds must go before the next is made (see _drop).
+        del entry
+        return self._find_or_cast(param, dtype)
+
+    def cast_plainly(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """As `cast`, for a caller who has seen that grad is on, and no dispatch mode."""
+        entry = self._entries.get(id(param))
+        if entry is not None and _is_right(entry, param, dtype):
+            return entry.cast
         del entry
         return self._find_or_cast(param, dtype)
 
@@ -246,6 +250,19 @@ class WeightCache:
             entry.group.bulk = None
 
 
+def _is_right(entry: Entry, param: nn.Parameter, dtype: torch.dtype) -> bool:
+    """Return whether a cast found by the id of ``param`` has the values that this has now."""
+    # Runs once per use of a weight, so each comparison is of what is cheapest to read. The entry
+    # keeps its parameter alive: no other one has its id.
+    return (
+        not entry.group.stale
+        and entry.version == param._version
+        and entry.dtype is dtype
+        and entry.pointer == param.data_ptr()
+        and entry.requires_grad == param.requires_grad
+    )
+
+
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for module in root.modules():
         for name, param in module._parameters.items():
@@ -255,24 +272,11 @@ def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]
 
 def _castable(param: Tensor, dtype: torch.dtype) -> bool:
     found = param.dtype
-    return found in FLOATS and found is not dtype and param.device.type in process.devices
+    return found in FLOATS and found is not dtype and is_on_cast_device(param)
 
 
 def _may_cache(param: nn.Parameter) -> bool:
-    """True where a cast made now may be used later: with grad, and on real tensors.
-
-    Not in torch.jit.trace, which records one made before as a constant.
-    """
-    if torch._C._is_tracing():
-        return False
+    """True where a cast made now may be used later: with grad, and on real tensors."""
     if not (torch.is_grad_enabled() or mode.in_checkpoint) or torch.is_inference_mode_enabled():
         return False
-    if param.is_inference() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return all(torch._C._get_dispatch_mode(key) is None for key in _TRACING_MODES)
-
-
-_TRACING_MODES = (
-    torch._C._TorchDispatchModeKey.FAKE,
-    torch._C._TorchDispatchModeKey.PROXY,
-)
+    return not (param.is_inference() or is_recorded())

@@ -9,22 +9,26 @@ A wrapper is a plain closure: torch.compile traces into one, and passes over a p
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
-from torch.nn import Parameter
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn import Parameter, functional
 
 from .argument_casts import (
     dtypes_in,
     float_on_cpu,
     holds_half,
+    need_no_cast,
     tensors_in,
     to_dtype,
     to_float,
 )
-from .mode import HALVES, OFF, mode, process
+from .mode import FLOATS, HALVES, OFF, mode, process
+from .shared_casts import shared_cast
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
@@ -69,25 +73,86 @@ class Casts:
         return wrapper
 
     def _casting(self, fixed: torch.dtype | None, original: Function) -> Function:
+        """Wrap a function of which every argument is cast to half: ``fixed``, or the level's."""
         cast_weight = self._cache.cast
+        # What torch does in C writes to no argument, and keeps none but for its backward.
+        cast_activation = shared_cast if _is_torchs_in_c(original) else None
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             dtype = mode.dtype or process.dtype
-            if dtype is OFF or _untouched(kwargs, compiling := is_compiling()):
+            if dtype is OFF:
                 return original(*args, **kwargs)
             dtype = fixed or dtype
+            compiling = is_compiling()
+            if _stay(args, kwargs, _OTHERS[dtype], compiling):
+                return original(*args, **kwargs)
             # What torch.compile traces must not depend on casts that outlive an iteration.
-            weight = to_dtype if compiling else cast_weight
+            casts = (to_dtype, None) if compiling else (cast_weight, cast_activation)
             if kwargs:
-                kwargs = {key: to_dtype(value, dtype, weight) for key, value in kwargs.items()}
-            cast = [
-                weight(value, dtype) if type(value) is Parameter else to_dtype(value, dtype, weight)
-                for value in args
-            ]
-            return original(*cast, **kwargs)
+                kwargs = {key: to_dtype(value, dtype, *casts) for key, value in kwargs.items()}
+            return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
+
+        if _is_torchs_in_c(original) and original in LAYERS:
+            return self._layer(fixed, original, wrapper)
+        return wrapper
+
+    def _layer(self, fixed: torch.dtype | None, original: Function, general: Function) -> Function:
+        """Wrap the function of a layer: its usual call takes a tensor and two parameters.
+
+        That is what most of a step's calls are, so it costs no list, no dictionary and one look
+        at each argument. Every other call is for ``general``, which does the same.
+        """
+        cast_weight = self._cache.cast_plainly
+
+        @functools.wraps(original)
+        def wrapper(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+            dtype = mode.dtype or process.dtype
+            if (
+                kwargs
+                or dtype is OFF
+                or type(input) is not Tensor
+                or type(weight) is not Parameter
+                or is_dynamo_compiling()
+                or not is_grad_enabled()
+                or _count_dispatch_modes()
+                or _below_autograd(_AUTOGRAD)
+            ):
+                return general(input, weight, bias, *args, **kwargs)
+            dtype = fixed or dtype
+            if input.dtype is not dtype:
+                input = to_dtype(input, dtype, None, shared_cast)
+            weight = cast_weight(weight, dtype)
+            if type(bias) is Parameter:
+                bias = cast_weight(bias, dtype)
+            elif bias is not None:
+                bias = to_dtype(bias, dtype)
+            return original(input, weight, bias, *args)
 
         return wrapper
+
+
+def _is_torchs_in_c(function: Function) -> bool:
+    if isinstance(function, types.MethodDescriptorType):
+        return issubclass(Tensor, function.__objclass__)
+    of_torch = str(function.__module__).partition(".")[0] == "torch"
+    return of_torch and isinstance(function, types.BuiltinFunctionType)
+
+
+#: Functions that take an activation, a weight and perhaps a bias, then what is no tensor.
+LAYERS = frozenset(
+    {
+        functional.linear,
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+    }
+)
+#: What is cast to each half dtype.
+_OTHERS = {half: frozenset(FLOATS) - {half} for half in HALVES}
 
 
 #: What an observer hears of, by rule: the dtypes that are cast, and apex's words for it.
@@ -141,7 +206,7 @@ def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs, is_compiling()):
+        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES, is_compiling()):
             return original(*args, **kwargs)
         if kwargs:
             kwargs = {key: cast(value) for key, value in kwargs.items()}
@@ -159,7 +224,7 @@ def _setting_dtype(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs, is_compiling()):
+        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES, is_compiling()):
             return original(*args, **kwargs)
         asked = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
         if asked or not holds_half((*args, *kwargs.values())):
@@ -226,6 +291,20 @@ def _refusing(original: Function) -> Function:
     return wrapper
 
 
+def _stay(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    others: Collection[torch.dtype],
+    compiling: bool,
+) -> bool:
+    """True for a call whose arguments stay: they need no cast, or must be left alone."""
+    # Not so where torch.compile traces: to look at each argument would take it long.
+    is_right = not compiling and need_no_cast(args, others)
+    if is_right and (not kwargs or need_no_cast(kwargs.values(), others)):
+        return True
+    return _untouched(kwargs, compiling)
+
+
 def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
     """True for a call that casts must leave alone.
 
@@ -240,5 +319,6 @@ def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
     return _below_autograd(_AUTOGRAD) and not torch.is_inference_mode_enabled()
 
 
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality

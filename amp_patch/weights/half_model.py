@@ -17,15 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casting.mode import mode, process
 from amp_patch.casting.nested import map_tensors
+from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out
 from amp_patch.warn_once import warn_once
-
-# How to cast from and to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
-_CAST = {
-    torch.float32: Tensor.float,
-    torch.float16: Tensor.half,
-    torch.bfloat16: Tensor.bfloat16,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +142,9 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     method ``to`` (a batch of the user's own) is asked to convert itself, as apex did.
     """
     if isinstance(value, Tensor):
-        if value.dtype not in _CAST:
+        if value.dtype not in CAST:
             return value
-        cast = _CAST.get(dtype)
+        cast = CAST.get(dtype)
         return value.to(dtype) if cast is None else cast(value)
     return map_tensors(
         lambda tensor: cast_floats(tensor, dtype),

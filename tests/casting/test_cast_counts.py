@@ -66,19 +66,21 @@ def test_autocast_casts_a_weight_per_use_and_gradient(cuda_list: bool, expected:
     assert casts.of_weights == 290
 
 
-def test_the_first_o1_step_casts_as_autocast_does() -> None:
+def test_the_first_o1_step_casts_as_autocast_does_but_q_k_and_v_share_one_cast() -> None:
     (first,) = amp_casts(steps=1)
     autocast = autocast_casts(cuda_list=True)
-    assert (first.forward, first.backward) == (autocast.forward, autocast.backward)
+    shared = 2 * 24
+    assert first.forward == autocast.forward - shared
+    assert first.backward == autocast.backward - shared
     assert first.of_weights == autocast.of_weights
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O4"])
-def test_a_warm_step_casts_no_weight_and_at_most_650_times(opt_level: str) -> None:
+def test_a_warm_step_casts_no_weight_and_at_most_552_times(opt_level: str) -> None:
     (casts,) = amp_casts(opt_level=opt_level)
     assert casts.of_weights == 0
     assert casts.bulk_copies == 1
-    assert casts.total <= 650
+    assert casts.total <= 552
 
 
 def test_a_second_micro_batch_refreshes_no_weight() -> None:
@@ -96,11 +98,12 @@ def test_a_second_micro_batch_of_the_first_step_casts_no_weight_again() -> None:
 def test_a_checkpoint_recomputes_activations_without_casting_a_weight() -> None:
     (plain,) = amp_casts()
     (recomputed,) = amp_casts(recompute=True)
-    assert recomputed.forward == plain.forward
+    # a checkpoint keeps no activation: nothing holds the cast that q, k and v could share
+    assert recomputed.forward == plain.forward + 24 * 2
     assert recomputed.of_weights == 0
     assert recomputed.bulk_copies == plain.bulk_copies
     # the activations are cast once more in backward; the head is not recomputed
-    assert recomputed.backward - plain.backward == 24 * 6
+    assert recomputed.backward - plain.backward == 24 * (6 + 2)
 
 
 def test_a_first_step_with_checkpoints_casts_each_weight_once() -> None:

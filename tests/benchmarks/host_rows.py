@@ -1,0 +1,148 @@
+"""Measures what a step costs the host, on small models of several kinds, against torch's own.
+
+    python tests/benchmarks/host_rows.py
+    python tests/benchmarks/host_rows.py --only linears conv --rounds 41
+    python tests/benchmarks/host_rows.py --compile --rounds 5
+
+Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
+hand for the model. ``--cpu-time`` takes the thread's own time, where the machine is shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import host_steps, report
+from benchmarks.host_models import MODELS, HostModel
+from benchmarks.rounds import Seconds, Spread, interleave, median_time, ratio
+
+#: What is measured, against what.
+RATIOS = (
+    ("bare fp16", "autocast fp16"),
+    ("bare bf16", "autocast bf16"),
+    ("O1", "autocast fp16"),
+    ("O2", "bare fp16"),
+    ("O2 fused_step", "bare fp16"),
+    ("O4", "autocast bf16"),
+    ("O5", "bare bf16"),
+    ("O5 fused_step", "bare bf16"),
+)
+CANDIDATES = list(dict.fromkeys(name for pair in RATIOS for name in pair))
+
+
+def step_of(
+    name: str, make: Callable[[], HostModel], compiled: host_steps.Compile
+) -> contextlib.AbstractContextManager[host_steps.Step]:
+    kind, _, rest = name.partition(" ")
+    if kind == "autocast":
+        return host_steps.autocast(make, rest, compiled)
+    if kind == "bare":
+        return host_steps.bare(make, rest, compiled)
+    return host_steps.amp_patch(make, kind, bool(rest), compiled)
+
+
+def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace) -> Seconds:
+    compiled = torch.compile if args.compile else lambda model: model
+    clock = time.thread_time if args.cpu_time else time.perf_counter
+    with step_of(name, make, compiled) as step:
+        return median_time(step, args.steps // 2, args.steps, clock)
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Seconds]]]:
+    """Return model -> what is measured -> the median seconds of a step in each round."""
+    measured = {}
+    with Progress(disable=args.quiet) as progress:
+        for name, make in args.models.items():
+            bar = progress.add_task(name, total=args.rounds)
+            timed = {one: partial(candidate, one, make, args) for one in args.candidates}
+            measured[name] = interleave(timed, args.rounds, partial(progress.advance, bar))
+    return measured
+
+
+def ratios(measured: dict[str, dict[str, list[Seconds]]]) -> dict[str, dict[str, Spread]]:
+    return {
+        model: {
+            f"{ours} / {theirs}": ratio(seconds, ours, theirs)
+            for ours, theirs in RATIOS
+            if ours in seconds and theirs in seconds
+        }
+        for model, seconds in measured.items()
+    }
+
+
+def as_table(measured: dict[str, dict[str, list[Seconds]]]) -> Table:
+    """Show the median of the rounds' ratios, and the ratio of the least times."""
+    found = ratios(measured)
+    columns = list(dict.fromkeys(name for row in found.values() for name in row))
+    table = Table("median of the rounds' ratios; of the least times", *columns)
+    for model, row in found.items():
+        seconds = measured[model]
+        cells = []
+        for name in columns:
+            ours, theirs = name.split(" / ")
+            least = min(seconds[ours]) / min(seconds[theirs])
+            cells.append(f"{row[name].median:.3f}; {least:.3f}")
+        table.add_row(model, *cells)
+    return table
+
+
+def save(path: Path, measured: dict[str, dict[str, list[Seconds]]]) -> None:
+    spreads = {
+        model: {name: vars(spread) for name, spread in row.items()}
+        for model, row in ratios(measured).items()
+    }
+    least = {
+        model: {name: min(values) for name, values in seconds.items()}
+        for model, seconds in measured.items()
+    }
+    result = {"machine": report.machine(), "ratios": spreads, "least seconds": least}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="models whose names have a word")
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=CANDIDATES)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=20, help="timed in each round")
+    parser.add_argument("--cpu-time", action="store_true", help="see above")
+    parser.add_argument("--compile", action="store_true", help="torch.compile all models")
+    parser.add_argument("--out", type=Path, help="a file for the result as JSON")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    args = parser.parse_args()
+    chosen = [word.lower() for word in args.only or [""]]
+    args.models = {
+        name: make
+        for name, make in MODELS.items()
+        if any(word in f"{name} {make.__name__}".lower() for word in chosen)
+    }
+    if not args.models:
+        parser.error(f"--only must name models; got {args.only}; they are {', '.join(MODELS)}")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    measured = measure(args)
+    Console(width=200).print(as_table(measured))
+    if args.out is not None:
+        save(args.out, measured)
+
+
+if __name__ == "__main__":
+    main()

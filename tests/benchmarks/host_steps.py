@@ -1,0 +1,139 @@
+"""Training steps of one model by torch's autocast, by amp_patch, and written by hand.
+
+Each starts from the same weights and steps ``AdamW(fused=True)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from benchmarks.host_models import HostModel
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from amp_patch import amp
+
+Step = Callable[[], None]
+Compile = Callable[[nn.Module], nn.Module]
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _started(make: Callable[[], HostModel]) -> HostModel:
+    torch.manual_seed(0)
+    return make()
+
+
+def _optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
+
+
+@contextlib.contextmanager
+def autocast(make: Callable[[], HostModel], half: str, compiled: Compile) -> Iterator[Step]:
+    """torch's own: with a ``GradScaler`` in float16, without any scale in bfloat16."""
+    model, loss_of, _ = _started(make)
+    optimizer = _optimizer(list(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    model = compiled(model)
+
+    def scaled_step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = loss_of(model)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def plain_step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+
+    yield scaled_step if half == "fp16" else plain_step
+
+
+@contextlib.contextmanager
+def amp_patch(
+    make: Callable[[], HostModel], opt_level: str, fused_step: bool, compiled: Compile
+) -> Iterator[Step]:
+    """The same at a level."""
+    model, loss_of, _ = _started(make)
+    optimizer = _optimizer(list(model.parameters()))
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=opt_level, fused_step=fused_step, verbosity=0
+    )
+    model = compiled(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    try:
+        yield step
+    finally:
+        amp.deactivate()
+
+
+@contextlib.contextmanager
+def bare(make: Callable[[], HostModel], half: str, compiled: Compile) -> Iterator[Step]:
+    """What one writes by hand for this one model: no hook, no safety, nothing that may change.
+
+    A half model (batch norms in fp32), fp32 masters, multi-tensor copies, one check in float16.
+    """
+    bare_model = _BareModel(make, HALVES[half], compiled)
+    yield bare_model.scaled_step if half == "fp16" else bare_model.plain_step
+
+
+class _BareModel:
+    def __init__(self, make: Callable[[], HostModel], half: torch.dtype, compiled: Compile) -> None:
+        model, _, self.loss_of = _started(make)
+        masters = {param: param.detach().clone() for param in model.parameters()}
+        for module in model.modules():
+            if not isinstance(module, _BatchNorm):
+                for param in module.parameters(recurse=False):
+                    param.data = param.data.to(half)
+        self.params = list(model.parameters())
+        self.halves = [param for param in self.params if param.dtype is half]
+        self.own = [param for param in self.params if param.dtype is not half]
+        self.masters = [masters[param] for param in self.halves]
+        self.grads = [torch.zeros_like(master) for master in self.masters]
+        for master, grad in zip(self.masters, self.grads, strict=True):
+            master.grad = grad
+        self.optimizer = _optimizer([*self.masters, *self.own])
+        self.found_inf, self.inverse = torch.zeros(1), torch.ones(1)
+        self.scale, self.unskipped = 65536.0, 0
+        self.model = compiled(model)
+
+    def scaled_step(self) -> None:
+        for param in self.params:
+            param.grad = None
+        (self.loss_of(self.model) * self.scale).backward()
+        torch._foreach_copy_(self.grads, [param.grad for param in self.halves])
+        self.found_inf.zero_()
+        self.inverse.fill_(1 / self.scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [*self.grads, *(param.grad for param in self.own)], self.found_inf, self.inverse
+        )
+        if self.found_inf.item():
+            self.scale, self.unskipped = self.scale / 2, 0
+            return
+        self.unskipped += 1
+        self._step()
+
+    def plain_step(self) -> None:
+        for param in self.params:
+            param.grad = None
+        self.loss_of(self.model).backward()
+        torch._foreach_copy_(self.grads, [param.grad for param in self.halves])
+        self._step()
+
+    def _step(self) -> None:
+        self.optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self.halves, self.masters)
