@@ -29,12 +29,14 @@ class _LastCast(threading.local):
     """The last cast of this thread, and what must still hold for it to be right.
 
     Both tensors are held weakly: a cast lives as long as the graph of a function that took it.
+
+    Attributes:
+        entry: references to the source and to the cast, the cast's dtype, and the version and the
+            address that the source had.
     """
 
     def __init__(self) -> None:
-        self.source: Callable[[], Any] = _nothing
-        self.cast: Callable[[], Any] = _nothing
-        self.state: tuple[Any, ...] = ()
+        self.entry: tuple[Any, ...] = (_nothing, _nothing, None, 0, 0)
 
 
 _last = _LastCast()
@@ -51,27 +53,25 @@ def shared_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not _is_grad_enabled():  # nothing would hold the cast
         return CAST[dtype](source)
-    if _last.source() is source:
-        cast = _last.cast()
+    known, known_cast, *state = _last.entry
+    if known() is source and state == [dtype, source._version, source.data_ptr()]:
+        cast = known_cast()
         if cast is not None:
             cast._fix_weakref()
-            if cast.dtype is dtype and _last.state == _state(source, cast) and not is_recorded():
+            if _may_share(source, cast):
                 found: Tensor = cast
                 return found
     cast = CAST[dtype](source)
-    if not (is_recorded() or source.is_inference()):  # which has no version
-        _last.source, _last.cast = weakref.ref(source), weakref.ref(cast)
-        _last.state = _state(source, cast)
+    # A transform's tensors end with it; a tensor made in inference mode has no version.
+    if type(cast) is Tensor and _inside_of_transform() is None and not source.is_inference():
+        state = [dtype, source._version, source.data_ptr()]
+        _last.entry = (weakref.ref(source), weakref.ref(cast), *state)
     return cast
 
 
-def _state(source: Tensor, cast: Tensor) -> tuple[Any, ...]:
-    return (
-        source._version,
-        cast._version,
-        source.data_ptr(),
-        source.requires_grad == cast.requires_grad,
-    )
+def _may_share(source: Tensor, cast: Tensor) -> bool:
+    is_as_made = cast._version == 0 and cast.requires_grad == source.requires_grad
+    return is_as_made and not is_recorded()
 
 
 def is_recorded() -> bool:

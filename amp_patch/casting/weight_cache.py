@@ -97,23 +97,25 @@ class WeightCache:
         Differentiable. Without grad (except in a checkpoint's own forward, which is repeated
         with grad) the weight is read as it is now.
         """
-        entry = self._entries.get(id(param))
-        if (
-            entry is not None
-            and (_is_grad_enabled() or mode.in_checkpoint)
-            and not _count_dispatch_modes()
-            and _is_right(entry, param, dtype)
-        ):
-            return entry.cast
-        # What an outdated cast holds must go before the next is made (see _drop).
-        del entry
+        if (_is_grad_enabled() or mode.in_checkpoint) and not _count_dispatch_modes():
+            return self.cast_plainly(param, dtype)
         return self._find_or_cast(param, dtype)
 
     def cast_plainly(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """As `cast`, for a caller who has seen that grad is on, and no dispatch mode."""
+        """As `cast`, for a caller who has seen that casts may be used again: with grad, no mode."""
         entry = self._entries.get(id(param))
-        if entry is not None and _is_right(entry, param, dtype):
+        # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
+        # entry keeps its parameter alive: no other one has its id.
+        if (
+            entry is not None
+            and not entry.group.stale
+            and entry.version == param._version
+            and entry.dtype is dtype
+            and entry.pointer == param.data_ptr()
+            and entry.requires_grad == param.requires_grad
+        ):
             return entry.cast
+        # What an outdated cast holds must go before the next is made (see _drop).
         del entry
         return self._find_or_cast(param, dtype)
 
@@ -248,19 +250,6 @@ class WeightCache:
         if entry is not None:
             entry.group.entries.pop(param_id, None)
             entry.group.bulk = None
-
-
-def _is_right(entry: Entry, param: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Return whether a cast found by the id of ``param`` has the values that this has now."""
-    # Runs once per use of a weight, so each comparison is of what is cheapest to read. The entry
-    # keeps its parameter alive: no other one has its id.
-    return (
-        not entry.group.stale
-        and entry.version == param._version
-        and entry.dtype is dtype
-        and entry.pointer == param.data_ptr()
-        and entry.requires_grad == param.requires_grad
-    )
 
 
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -84,11 +84,10 @@ class Casts:
             if dtype is OFF:
                 return original(*args, **kwargs)
             dtype = fixed or dtype
-            compiling = is_compiling()
-            if _stay(args, kwargs, _OTHERS[dtype], compiling):
+            if _stay(args, kwargs, _OTHERS[dtype]):
                 return original(*args, **kwargs)
             # What torch.compile traces must not depend on casts that outlive an iteration.
-            casts = (to_dtype, None) if compiling else (cast_weight, cast_activation)
+            casts = (to_dtype, None) if is_compiling() else (cast_weight, cast_activation)
             if kwargs:
                 kwargs = {key: to_dtype(value, dtype, *casts) for key, value in kwargs.items()}
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
@@ -206,7 +205,7 @@ def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES, is_compiling()):
+        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES):
             return original(*args, **kwargs)
         if kwargs:
             kwargs = {key: cast(value) for key, value in kwargs.items()}
@@ -224,7 +223,7 @@ def _setting_dtype(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES, is_compiling()):
+        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES):
             return original(*args, **kwargs)
         asked = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
         if asked or not holds_half((*args, *kwargs.values())):
@@ -291,18 +290,13 @@ def _refusing(original: Function) -> Function:
     return wrapper
 
 
-def _stay(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    others: Collection[torch.dtype],
-    compiling: bool,
-) -> bool:
+def _stay(args: tuple[Any, ...], kwargs: dict[str, Any], others: Collection[torch.dtype]) -> bool:
     """True for a call whose arguments stay: they need no cast, or must be left alone."""
     # Not so where torch.compile traces: to look at each argument would take it long.
-    is_right = not compiling and need_no_cast(args, others)
+    is_right = not is_dynamo_compiling() and need_no_cast(args, others)
     if is_right and (not kwargs or need_no_cast(kwargs.values(), others)):
         return True
-    return _untouched(kwargs, compiling)
+    return _untouched(kwargs, is_compiling())
 
 
 def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
