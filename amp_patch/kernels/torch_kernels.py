@@ -156,7 +156,7 @@ class Unscale:
         scale: float | Tensor,
         storage: Sequence[Tensor],
     ) -> GradCheck:
-        pairs = self._split(sources, targets)
+        pairs = self._split(sources, targets, are_dense=bool(storage))
         for received, group in pairs:
             if any(map(operator.is_not, received, group)):
                 torch._foreach_copy_(group, received)
@@ -171,10 +171,10 @@ class Unscale:
         return GradCheck(targets, self._multiply_and_check(groups, inverse, inverse > 1.0))
 
     def _split(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor]
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool
     ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return the numbers of sources and targets, in a pair of lists for each kind."""
-        if self._any_complex or any(map(_IS_SPARSE, sources)):
+        if self._any_complex or (not are_dense and any(map(_IS_SPARSE, sources))):
             sources, targets = list(map(values, sources)), list(map(values, targets))
         else:
             sources, targets = list(sources), list(targets)

@@ -139,6 +139,15 @@ class BackwardPass:
         if self._pending is not None:
             self._pending.settle()
 
+    def end(self) -> None:
+        """Unscale and update: at once where nothing is scaled, and no master waits."""
+        if self._open or self._scaling.is_on:
+            self.unscale_()
+            self.update()
+        else:
+            self._end_backward()
+            self._scaling.update((), ())
+
     def leave_scaled(self) -> None:
         """Leave what the backward wrote multiplied by the scale."""
         self._end_backward(is_last=False)

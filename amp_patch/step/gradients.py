@@ -18,7 +18,13 @@ from amp_patch import kernels
 from amp_patch.kernels import GradCheck
 from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import HalfGradients
-from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source, stored_grad
+from amp_patch.weights.lazy_gradients import (
+    LazyGradients,
+    Made,
+    Source,
+    store_grads,
+    stored_grad,
+)
 
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs, Params, same
@@ -103,6 +109,8 @@ class Gradients:
             self.scaled.bring_to(scale, pairs.model)
             return
         self._aside.clear()
+        if _are_none(pairs.model):
+            return
         for param in pairs.model:
             grad = param.grad
             if grad is not None:
@@ -212,8 +220,7 @@ class Gradients:
         if same(earlier_grads, targets):
             return []
         if all(map(operator.is_, earlier_grads, repeat(None))):
-            for master, target in zip(masters, targets, strict=True):
-                master.grad = target
+            store_grads(masters, targets)
             return []
         return self._add(pairs, targets)
 
@@ -307,9 +314,9 @@ def _untouched(params: list[Tensor], versions: list[int]) -> bool:
         return False
 
 
-def _are_none(masters: list[Tensor]) -> bool:
+def _are_none(params: list[Tensor]) -> bool:
     """Return whether no gradient is stored, though some may be waiting."""
-    return all(map(operator.is_, map(stored_grad, masters), repeat(None)))
+    return all(map(operator.is_, map(stored_grad, params), repeat(None)))
 
 
 def _complete(grads: list[Any]) -> bool:

@@ -56,10 +56,10 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
     def _end(self) -> None:
         if self._delay_unscale:
             self._pass.leave_scaled()
-            return
-        self._pass.unscale_()
-        if not self._delay_overflow_check:
-            self._pass.update()
+        elif self._delay_overflow_check:
+            self._pass.unscale_()
+        else:
+            self._pass.end()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -79,7 +79,7 @@ class LazyGradients:
             if not _are_none(earlier):
                 pairs = zip(earlier, grads, strict=True)
                 grads = [grad if one is None else one + grad for one, grad in pairs]
-            deque(map(store_grad, params, grads), maxlen=0)
+            store_grads(params, grads)
 
     def discard(self, params: Iterable[Tensor]) -> None:
         """These parameters are to have no gradient; what the others have is stored."""
@@ -157,7 +157,12 @@ class LazyGradParameter(nn.Parameter):
 
 def clear_grads(params: Iterable[Tensor]) -> None:
     """Drop the gradients that are stored; those that wait stay."""
-    deque(map(store_grad, params, repeat(None)), maxlen=0)
+    store_grads(params, repeat(None))
+
+
+def store_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Set the gradients that are there; those that wait stay, and are added to these."""
+    deque(map(store_grad, params, grads), maxlen=0)
 
 
 def _are_none(grads: list[Tensor | None]) -> bool:

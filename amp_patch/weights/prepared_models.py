@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.levels import OptLevel
@@ -183,7 +184,7 @@ class PreparedModels:
             if param is None:
                 return
             self._probes[model] = weakref.ref(param)
-        elif param.device.type in process.devices:
+        elif is_on_cast_device(param):
             return
         process.devices |= {p.device.type for p in model.parameters()}
 
