@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from . import arguments, kernels
 from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
+from .casting.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions, expand
 from .casting.running_modules import running_modules
@@ -60,6 +61,7 @@ class Session:
 
     Attributes:
         models, optimizers, functions: what was done to each.
+        libraries: the functions of other libraries; their rules outlive the session.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed; "skips": those of skipped steps only.
         overflows: the last one of each scaler.
@@ -76,6 +78,7 @@ class Session:
         self.observers = Observers()
         self.was_used = False
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self.libraries = LibraryFunctions(lambda patch: self.functions.beneath(patch))
         self._reset()
 
     def _reset(self) -> None:
@@ -188,6 +191,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
+        self.libraries.install()
         self._step_hooks = [
             register_optimizer_step_pre_hook(_before_any_step),
             register_optimizer_step_post_hook(_after_any_step),
@@ -204,6 +208,7 @@ class Session:
         if self.models.release():
             self.optimizers.match_state()
         self.functions.undo()
+        self.libraries.undo()
         self._torch_patches.undo()
         for hook in self._step_hooks:
             hook.remove()

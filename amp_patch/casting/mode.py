@@ -24,6 +24,9 @@ ALL_DEVICES = frozenset(
 )
 
 
+Dtype = torch.dtype | None
+
+
 class Saved(NamedTuple):
     """One thread's mode, to be handed back to `CastMode.restore`."""
 
@@ -71,6 +74,7 @@ class CastMode(threading.local):
         off: True inside ``disable_casts``, a region or an optimizer's step.
         region: the innermost active region, or None.
         region_dtype: half dtype of a region in the running model's forward, None outside.
+        stored: half dtype that the running model is stored in (O2, O3, O5), else None.
         in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
         models: models whose forward runs, innermost last, with the mode around them.
         modules: modules whose forward runs in a region by a rule, innermost last, each with how
@@ -85,8 +89,9 @@ class CastMode(threading.local):
         self.off = False
         self.region: Any = None
         self.region_dtype: torch.dtype | None = None
+        self.stored: torch.dtype | None = None
         self.in_checkpoint = False
-        self.models: list[tuple[int, torch.dtype | None, torch.dtype | None]] = []
+        self.models: list[tuple[int, Dtype, Dtype, Dtype]] = []
         self.modules: list[tuple[int, int]] = []
         self.around: list[Saved] = []
         self.autocasts: list[tuple[int, Saved]] = []
@@ -115,17 +120,24 @@ class CastMode(threading.local):
         if self.autocasts and self.autocasts[-1][0] == key:
             self.restore(self.autocasts.pop()[1])
 
-    def enter_model(self, key: int, level: torch.dtype, region_dtype: torch.dtype) -> None:
+    def enter_model(
+        self,
+        key: int,
+        level: torch.dtype,
+        region_dtype: torch.dtype,
+        stored: torch.dtype | None = None,
+    ) -> None:
         """A model's forward begins: its level decides, unless casts are off around it."""
-        self.models.append((key, self.level, self.region_dtype))
+        self.models.append((key, self.level, self.region_dtype, self.stored))
         self.level = level
         self.region_dtype = region_dtype
+        self.stored = stored
         self.dtype = OFF if self.off else level
 
     def leave_model(self, key: int) -> None:
         """A model's forward ended or raised; without effect if it never began."""
         if self.models and self.models[-1][0] == key:
-            _, self.level, self.region_dtype = self.models.pop()
+            _, self.level, self.region_dtype, self.stored = self.models.pop()
             self.dtype = OFF if self.off else self.level
 
     def leave_models_but(self, running: Collection[int]) -> None:

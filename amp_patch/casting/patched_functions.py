@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -120,6 +120,15 @@ class PatchedFunctions:
             self._registered.update(before)
             self._reinstall()
             raise
+
+    def beneath(self, patch: Callable[[], None]) -> None:
+        """Patch something else while no function is: its wrapper must not stand on one of ours."""
+        if not self._patches or not self._registered:
+            patch()
+            return
+        self._models.update(self._restore())
+        patch()
+        self._reinstall()
 
     def undo(self) -> None:
         """Restore every function and forget the rules; what was registered stays registered."""

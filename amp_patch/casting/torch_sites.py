@@ -52,20 +52,21 @@ def _checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(function, *args, **kwargs)
         first = mode.save()
-        region_dtype = mode.region_dtype
+        region_dtype, stored = mode.region_dtype, mode.stored
         with_grad = torch.is_grad_enabled()
 
         def run(*inputs: Any, **options: Any) -> Any:
-            now, now_in, now_dtype = mode.save(), mode.in_checkpoint, mode.region_dtype
+            now, now_in = mode.save(), mode.in_checkpoint
+            now_dtype, now_stored = mode.region_dtype, mode.stored
             repeated = first.region is not None and now.region is not first.region
             mode.restore(first)
-            mode.in_checkpoint, mode.region_dtype = with_grad, region_dtype
+            mode.in_checkpoint, mode.region_dtype, mode.stored = with_grad, region_dtype, stored
             try:
                 with first.region if repeated else contextlib.nullcontext():
                     return function(*inputs, **options)
             finally:
                 mode.restore(now)
-                mode.in_checkpoint, mode.region_dtype = now_in, now_dtype
+                mode.in_checkpoint, mode.region_dtype, mode.stored = now_in, now_dtype, now_stored
 
         return original(run, *args, **kwargs)
 

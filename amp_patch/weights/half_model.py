@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from amp_patch.casting.mode import mode, process
+from amp_patch.casting.foreign_objects import cast_object
+from amp_patch.casting.mode import HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out
@@ -47,7 +48,7 @@ class ForwardCasts:
         """Forward pre-hook."""
         is_compiling = torch.compiler.is_compiling()
         if not (is_compiling and self._holds_around(id(model))):
-            mode.enter_model(id(model), self.level, self.region_dtype)
+            mode.enter_model(id(model), self.level, self.region_dtype, self._stored)
         if is_compiling:
             # The model may have been moved since it was last seen. One parameter speaks for all.
             for param in model.parameters():
@@ -83,7 +84,13 @@ class ForwardCasts:
             around != key  # else `leave` would take this model's end for the outer call's
             and (mode.level or process.dtype) is self.level
             and (mode.region_dtype or process.region_dtype) is self.region_dtype
+            and mode.stored is self._stored
         )
+
+    @property
+    def _stored(self) -> torch.dtype | None:
+        """The half dtype that the model is stored in."""
+        return self.inputs if self.inputs in HALVES else None
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on ``model``, in place of those of an earlier level."""
@@ -138,8 +145,8 @@ def remove_hooks(module: nn.Module, owner: type | tuple[type, ...]) -> None:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating tensors to ``dtype``; float64, complex and integers stay.
 
-    Containers keep their type (see `nested.map_tensors`). An object that is none but has a
-    method ``to`` (a batch of the user's own) is asked to convert itself, as apex did.
+    Containers keep their type (see `nested.map_tensors`). Other objects that hold tensors, such as
+    a graph or a batch of the user's own, are cast as `foreign_objects.cast_object` says.
     """
     if isinstance(value, Tensor):
         if value.dtype not in CAST:
@@ -149,14 +156,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(
         lambda tensor: cast_floats(tensor, dtype),
         value,
-        other=lambda item: _convert_itself(item, dtype),
+        other=lambda item: cast_object(item, dtype, lambda inner: cast_floats(inner, dtype)),
     )
-
-
-def _convert_itself(item: Any, dtype: torch.dtype) -> Any:
-    if isinstance(item, (nn.Module, type)) or not callable(getattr(item, "to", None)):
-        return item
-    return item.to(dtype)
 
 
 def convert(

@@ -1,0 +1,102 @@
+"""Casts the features inside of objects that are no tensors and no containers of Python's.
+
+Such as a graph, or a batch of the user's own. Knows the graphs of DGL and PyTorch Geometric by the
+names of their classes; imports neither, and never changes what it was given.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .mode import FLOATS
+
+Cast = Callable[[Any], Any]
+
+
+def cast_object(item: Any, dtype: torch.dtype, cast: Cast) -> Any:
+    """Return an object with its floating features cast to ``dtype``, or the very object.
+
+    A graph of DGL and the data of PyTorch Geometric come back as a copy that shares all but the
+    features that were cast. Anything else that has a method ``to`` is asked for ``to(dtype)``, of
+    a copy: some objects convert themselves in place. Where that raises (a method for devices only)
+    or changes nothing, the very object is returned; so are modules and classes.
+
+    Args:
+        item: neither a tensor nor a container of tensors.
+        dtype: what floating features are cast to.
+        cast: casts a tensor, or a container of them, to ``dtype``.
+
+    Raises:
+        torch.OutOfMemoryError: from the conversion.
+    """
+    if isinstance(item, (nn.Module, type)) or not callable(getattr(item, "to", None)):
+        return item
+    convert = _converter(type(item))
+    return _by_its_own_method(item, dtype) if convert is None else convert(item, dtype, cast)
+
+
+def _by_its_own_method(item: Any, dtype: torch.dtype) -> Any:
+    try:
+        new = copy.copy(item)
+        converted = new.to(dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a method that is for devices says of a dtype
+        return item
+    if converted is None:  # it works in place and returns nothing
+        converted = new
+    return item if converted is new and _same_attributes(new, item) else converted
+
+
+def _same_attributes(new: Any, old: Any) -> bool:
+    """Tell whether two objects have the very same attributes; False for those in ``__slots__``."""
+    if not hasattr(new, "__dict__"):
+        return False
+    ours, theirs = vars(new), vars(old)
+    return ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+
+
+def _cast_dgl_graph(graph: Any, dtype: torch.dtype, cast: Cast) -> Any:
+    """Cast the columns of the frames: one that waits to be sliced or moved is cast after that."""
+    new = graph.local_var()
+    changed = False
+    for frame in (*new._node_frames, *new._edge_frames):
+        for name, column in list(frame._columns.items()):
+            if column.dtype in FLOATS and column.dtype is not dtype:
+                frame._columns[name] = column.astype(dtype)
+                changed = True
+    return new if changed else graph
+
+
+def _cast_pyg_data(data: Any, dtype: torch.dtype, cast: Cast) -> Any:
+    changed = False
+
+    def cast_value(value: Any) -> Any:
+        nonlocal changed
+        new = cast(value)
+        changed = changed or new is not value
+        return new
+
+    new = copy.copy(data).apply(cast_value)
+    return new if changed else data
+
+
+#: By the class whose subclasses are cast so. The methods ``to`` of these take a device only, and
+#: PyTorch Geometric's changes its object.
+_CONVERTERS: dict[str, Callable[[Any, torch.dtype, Cast], Any]] = {
+    "dgl.heterograph.DGLGraph": _cast_dgl_graph,
+    "torch_geometric.data.data.BaseData": _cast_pyg_data,
+}
+
+
+def _converter(kind: type) -> Callable[[Any, torch.dtype, Cast], Any] | None:
+    for base in kind.__mro__:
+        found = _CONVERTERS.get(f"{base.__module__}.{base.__qualname__}")
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,207 @@
+"""Makes functions of other libraries take mixed dtypes, at every level, while amp is initialised.
+
+Knows what the words of `library_rules` mean, and patches a module that they name when it is imported,
+or at once if it is; imports none. It must not know what the functions compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from amp_patch.patching import Patches, resolve_in, when_imported
+
+from . import library_rules
+from .argument_casts import tensors_in, to_dtype
+from .mode import FLOATS, HALVES, OFF, mode, process
+from .nested import map_tensors
+
+Function = Callable[..., Any]
+
+CASTS = ("half", "promote", "stored")
+IN_FLOAT = ("never", "cpu", "always")
+
+
+class Rule(NamedTuple):
+    """How a function's floating arguments are cast, and where half ones are computed in float32.
+
+    Attributes:
+        casts: one of `CASTS`.
+        in_float: one of `IN_FLOAT`.
+    """
+
+    casts: str
+    in_float: str = "never"
+
+
+class LibraryFunctions:
+    """The functions of other libraries that are patched between `install` and `undo`.
+
+    Args:
+        beneath: calls what it is given with the functions that a user registered restored, for
+            their wrappers stand on ours.
+    """
+
+    def __init__(self, beneath: Callable[[Callable[[], None]], None]) -> None:
+        self._beneath = beneath
+        self._rules: dict[str, dict[str, Rule]] = {
+            module: {name: Rule(*row[:2]) for name, row in names.items()}
+            for module, names in library_rules.RULES.items()
+        }
+        self._patches = Patches()
+        self._active = False
+        self._awaited: set[str] = set()
+
+    def install(self) -> None:
+        """Patch the functions of every imported module, and of the others when they come."""
+        self._active = True
+        for name in self._rules:
+            self._patch_or_await(name)
+
+    def undo(self) -> None:
+        """Restore every function; the rules stay."""
+        self._active = False
+        self._patches.undo()
+
+    def register(self, module: str, name: str, rule: Rule) -> None:
+        """Add a rule for ``module.name``, for as long as this process runs."""
+        self._rules.setdefault(module, {})[name] = rule
+        if self._active:
+            self.undo()
+            self.install()
+
+    def _patch_or_await(self, name: str) -> None:
+        module = sys.modules.get(name)
+        if module is not None:
+            self._patch(module)
+        elif name not in self._awaited:
+            self._awaited.add(name)
+            when_imported(name, self._imported)
+
+    def _imported(self, module: types.ModuleType) -> None:
+        if self._active:
+            self._beneath(functools.partial(self._patch, module))
+
+    def _patch(self, module: types.ModuleType) -> None:
+        replaced: dict[int, tuple[Any, Any]] = {}
+        for path, rule in _expanded(module, self._rules[module.__name__]).items():
+            with contextlib.suppress(AttributeError):  # another version of the library
+                owner, name, original = resolve_in(module, path)
+                wrapper = wrap(original, rule)
+                self._patches.replace(owner, name, wrapper)
+                replaced[id(original)] = original, wrapper
+        self._patches.replace_bindings(replaced)
+
+
+def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return the rules with a star, as in ``"*.method"``, standing for each class of the module."""
+    classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+    starred = {path[1:]: rule for path, rule in rules.items() if path.startswith("*")}
+    found = {name + method: rule for method, rule in starred.items() for name in classes}
+    return {**found, **{path: rule for path, rule in rules.items() if not path.startswith("*")}}
+
+
+def wrap(function: Function, rule: Rule) -> Function:
+    """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
+    run = _run_stored if rule.casts == "stored" else functools.partial(_run, rule)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:  # it must be written to, and a cast of it is a copy
+            return function(*args, **kwargs)
+        return run(function, args, kwargs)
+
+    # TorchScript compiles the original: it cannot read a closure.
+    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
+    return wrapper
+
+
+def _run_stored(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call it in a model that is stored in half with arguments in its dtype, results as well."""
+    dtype = mode.stored
+    if dtype is None or mode.region is not None:
+        return function(*args, **kwargs)
+    args, kwargs = _cast((args, dict(kwargs)), dtype)
+    return _cast(function(*args, **kwargs), dtype)
+
+
+def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    tensors = [one for one in tensors_in((args, kwargs)) if _is_float(one)]
+    if not tensors:
+        return function(*args, **kwargs)
+    runs_in, result = _dtypes(rule, tensors)
+    args, kwargs = _cast((args, dict(kwargs)), runs_in)
+    saving = contextlib.nullcontext() if runs_in is result else _saved_in(result)
+    with _nothing_else_casts(), saving:
+        found = function(*args, **kwargs)
+    return _cast(found, result)
+
+
+def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype that a function runs in on such arguments, and that of its result."""
+    widest = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    level = mode.dtype or process.dtype
+    if widest is torch.float64:
+        return widest, widest
+    if mode.region is not None:
+        runs_in = result = mode.region.dtype
+    elif rule.casts == "half" and level is not OFF:
+        runs_in = result = level
+    else:
+        runs_in, result = widest, mode.stored or widest
+    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors)
+    in_float = rule.in_float == "always" or (rule.in_float == "cpu" and on_cpu)
+    return torch.float32 if in_float else runs_in, result
+
+
+def _is_float(tensor: Tensor) -> bool:
+    known = tensor.dtype in FLOATS or tensor.dtype is torch.float64
+    return known and tensor.device.type in process.devices
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: to_dtype(tensor, dtype), value)
+
+
+@contextlib.contextmanager
+def _nothing_else_casts() -> Iterator[None]:
+    """Let no cast of a level, region or rule act inside: arguments are in the dtype to run in."""
+    saved, stored = mode.switch_off(), mode.stored
+    mode.stored = None
+    try:
+        yield
+    finally:
+        mode.restore(saved)
+        mode.stored = stored
+
+
+def _saved_in(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Keep what backward needs of a float32 run in the half dtype of its result.
+
+    Else a function that has no half kernel would hold twice the memory until backward. A
+    recomputation counts on its own hooks, and transforms of torch.func allow none.
+    """
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not enabled:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(
+        functools.partial(_pack, dtype), _unpack
+    )
+
+
+def _pack(dtype: torch.dtype, tensor: Tensor) -> tuple[bool, Tensor]:
+    narrow = tensor.dtype is torch.float32
+    return narrow, tensor.to(dtype) if narrow else tensor
+
+
+def _unpack(kept: tuple[bool, Tensor]) -> Tensor:
+    narrowed, tensor = kept
+    return tensor.float() if narrowed else tensor
