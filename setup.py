@@ -15,12 +15,19 @@ EXTRAS = {
     # what `amp-patch sweep` draws with, and what hands it the functions of `amp_patch.sweep`
     "sweep": ["cloudpickle>=3", "matplotlib>=3.8", "plotly>=6", "rich>=13"],
 }
+# the libraries of graph networks that amp_patch has rules for, at the versions that they are tested
+# at; DGL has no later wheel for the CPU that runs without a C++ library of one version of torch
+EXTRAS["graphs"] = [
+    "dgl==1.1.3; sys_platform == 'linux' and python_version < '3.12'",
+    "torch_geometric>=2.6",
+]
 # the site, `sphinx-build -W docs build/docs`; without NumPy torch warns when it is imported
 EXTRAS["docs"] = ["furo>=2024.8", "myst-parser>=4", "numpy>=1.26", "sphinx>=8"]
 EXTRAS["examples"] = [*EXTRAS["sweep"], "scikit-learn>=1.4"]
 EXTRAS["test"] = [
     *EXTRAS["docs"],
     *EXTRAS["examples"],
+    *EXTRAS["graphs"],
     "expecttest>=0.2",
     "hypothesis>=6.100",
     "mypy>=1.15",

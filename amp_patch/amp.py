@@ -34,6 +34,7 @@ from .user_functions import (
     register_bfloat16_function,
     register_float_function,
     register_half_function,
+    register_library_function,
     register_promote_function,
 )
 
@@ -55,6 +56,7 @@ __all__ = [
     "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
+    "register_library_function",
     "register_promote_function",
     "scale_loss",
     "state_dict",

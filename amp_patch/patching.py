@@ -95,7 +95,7 @@ class Patches:
         Returns:
             The modules that use torch, see `users_of_torch`.
         """
-        self._originals.update((id(new), (new, old)) for old, new in replacements.values())
+        self.expect_bindings(replacements)
         known = imported()
         self._left_alone, self._users_only = known.left_alone, users_only
         # Both in one pass: there may be a thousand modules.
@@ -105,6 +105,13 @@ class Patches:
             if not isinstance(new, types.ModuleType):
                 self.replace(module, name, new)
         return list(users.values())
+
+    def expect_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
+        """As `replace_bindings`, of originals that no other module has bound: `undo` looks for it.
+
+        Those of a module that was imported this moment, say.
+        """
+        self._originals.update((id(new), (new, old)) for old, new in replacements.values())
 
     def undo(self) -> None:
         """Restore everything in reverse order; what others replaced since then is left alone.

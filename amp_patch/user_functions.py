@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from .casting.library_functions import CASTS, IN_FLOAT, Rule
 from .patching import when_imported
 from .session import session
 
@@ -88,6 +89,40 @@ def register_promote_function(module: Any, name: str) -> None:
 def register_bfloat16_function(module: Any, name: str) -> None:
     """Cast the arguments of ``module.name`` to bfloat16; see `register_half_function`."""
     _register(module, name, "bfloat16")
+
+
+def register_library_function(
+    module: str, name: str, *, casts: str = "promote", in_float: str = "never"
+) -> None:
+    """Cast the floating arguments of a library's function, at every level.
+
+    Args:
+        module: dotted name of the module that the function stands in, imported or not.
+        name: the function's name there; ``Class.method`` for a method, ``*.method`` for that of
+            every class of the module. A name that the module has not is passed over.
+        casts: "promote" to the widest dtype where they are mixed; "half" to the level's half dtype
+            at O1 and O4, and "promote" elsewhere; "stored" to the model's dtype in a model that is
+            stored in half precision (O2, O3, O5), results as well.
+        in_float: where half arguments are computed in float32, "never", on the "cpu" or "always".
+            The result comes in the dtype that it would have had.
+
+    Raises:
+        TypeError: module or name is no string.
+        ValueError: another word for ``casts`` or ``in_float``.
+    """
+    call = "amp.register_library_function('my_library.ops', 'spmm', casts='half', in_float='cpu')"
+    for what, given in (("module", module), ("name", name)):
+        if not isinstance(given, str):
+            raise TypeError(
+                f"a library's function is given by two strings, its module's name and its own; "
+                f"got {given!r} for the {what}; call {call}."
+            )
+    for what, given, words in (("casts", casts, CASTS), ("in_float", in_float, IN_FLOAT)):
+        if given not in words:
+            raise ValueError(
+                f"{what} must be one of {', '.join(map(repr, words))}; got {given!r}; call {call}."
+            )
+    session.libraries.register(module, name, Rule(casts, in_float))
 
 
 def _register(module: Any, name: str, rule: str) -> None:

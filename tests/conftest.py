@@ -24,7 +24,7 @@ pytest_plugins = ["pytester"]
 # Packages of the extra "test" that a machine that lends its GPU may not have, and no test that is
 # marked "gpu" needs.
 ONLY_SOME_NEED = {"click", "cloudpickle", "expecttest", "matplotlib", "plotly", "rich", "sklearn"}
-ONLY_SOME_NEED |= {"tensorboard"}
+ONLY_SOME_NEED |= {"tensorboard", "dgl", "torch_geometric"}
 
 # torch 2.11 and later warn, once, of sparse tensors that nobody said whether to check
 torch.sparse.check_sparse_tensor_invariants.disable()

@@ -1,7 +1,7 @@
 """Makes functions of other libraries take mixed dtypes, at every level, while amp is initialised.
 
-Knows what the words of `library_rules` mean, and patches a module that they name when it is imported,
-or at once if it is; imports none. It must not know what the functions compute.
+Knows what the words of `library_rules` mean, and patches a module that they name when it is
+imported, or at once if it is; imports none. It must not know what the functions compute.
 """
 
 from __future__ import annotations
@@ -63,8 +63,16 @@ class LibraryFunctions:
     def install(self) -> None:
         """Patch the functions of every imported module, and of the others when they come."""
         self._active = True
+        replaced: dict[int, tuple[Any, Any]] = {}
         for name in self._rules:
-            self._patch_or_await(name)
+            module = sys.modules.get(name)
+            if module is not None:
+                replaced.update(self._patch(module))
+            elif name not in self._awaited:
+                self._awaited.add(name)
+                when_imported(name, self._imported)
+        if replaced:
+            self._patches.replace_bindings(replaced)
 
     def undo(self) -> None:
         """Restore every function; the rules stay."""
@@ -75,30 +83,27 @@ class LibraryFunctions:
         """Add a rule for ``module.name``, for as long as this process runs."""
         self._rules.setdefault(module, {})[name] = rule
         if self._active:
-            self.undo()
-            self.install()
+            self._beneath(self._reinstall)
 
-    def _patch_or_await(self, name: str) -> None:
-        module = sys.modules.get(name)
-        if module is not None:
-            self._patch(module)
-        elif name not in self._awaited:
-            self._awaited.add(name)
-            when_imported(name, self._imported)
+    def _reinstall(self) -> None:
+        self.undo()
+        self.install()
 
     def _imported(self, module: types.ModuleType) -> None:
         if self._active:
-            self._beneath(functools.partial(self._patch, module))
+            self._beneath(lambda: self._patches.expect_bindings(self._patch(module)))
 
-    def _patch(self, module: types.ModuleType) -> None:
+    def _patch(self, module: types.ModuleType) -> dict[int, tuple[Any, Any]]:
+        """Patch what a module has; return ``id(original) -> (original, wrapper)`` of functions."""
         replaced: dict[int, tuple[Any, Any]] = {}
         for path, rule in _expanded(module, self._rules[module.__name__]).items():
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)
                 wrapper = wrap(original, rule)
                 self._patches.replace(owner, name, wrapper)
-                replaced[id(original)] = original, wrapper
-        self._patches.replace_bindings(replaced)
+                if owner is module:
+                    replaced[id(original)] = original, wrapper
+        return replaced
 
 
 def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, Rule]:
@@ -189,12 +194,10 @@ def _saved_in(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     Else a function that has no half kernel would hold twice the memory until backward. A
     recomputation counts on its own hooks, and transforms of torch.func allow none.
     """
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not enabled:
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(
-        functools.partial(_pack, dtype), _unpack
-    )
+    return torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack, dtype), _unpack)
 
 
 def _pack(dtype: torch.dtype, tensor: Tensor) -> tuple[bool, Tensor]:

@@ -11,73 +11,79 @@ stands for that method of every class that the module has. The first word:
   precision (O2, O3, O5) the result has the model's dtype.
 - "stored": in such a model to its dtype, and its results too; elsewhere not at all.
 
-The second word: "never", "cpu" (tensors on the CPU) or "always". Results come in the dtype that they would
-have had.
+The second word: "never", "cpu" (tensors on the CPU) or "always". Results come in the dtype that
+they would have had.
 """
 
 from __future__ import annotations
 
-HALF_AS_IN_AUTOCAST = "DGL casts its arguments to half inside of torch.autocast"
-FROM_ELSEWHERE = "features of edges that are no input of the model meet the layer's half weights"
-HUBS = "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16"
+REASONS = {
+    "autocast": "DGL casts its arguments to half inside of torch.autocast",
+    "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
+    "layer": "features of edges that are no input of the model meet the layer's half weights",
+    "matrix": "a matrix product, for which the CPU has no half kernel",
+    "messages": "messages of the user's own functions may be float32",
+    "parts": "a function that is made of others in this table",
+    "weights": "float32 weights of edges would make float32 messages",
+}
 
 RULES = {
     "dgl.ops.spmm": {
         # the mean divides a sum that may leave float16's range: both are in float32 on the CPU
-        "gspmm": ("half", "cpu", HALF_AS_IN_AUTOCAST),
+        "gspmm": ("half", "cpu", "autocast"),
     },
     "dgl.ops.sddmm": {
-        "gsddmm": ("half", "cpu", HALF_AS_IN_AUTOCAST),
+        "gsddmm": ("half", "cpu", "autocast"),
     },
     "dgl.ops.edge_softmax": {
-        "edge_softmax": ("half", "cpu", HALF_AS_IN_AUTOCAST),
+        "edge_softmax": ("half", "cpu", "autocast"),
     },
     "dgl.ops.segment": {
-        "segment_reduce": ("half", "cpu", HALF_AS_IN_AUTOCAST),
-        "segment_softmax": ("half", "cpu", "made of segment_reduce"),
-        "segment_mm": ("half", "never", HALF_AS_IN_AUTOCAST),
+        "segment_reduce": ("half", "cpu", "autocast"),
+        "segment_softmax": ("half", "cpu", "parts"),
+        "segment_mm": ("half", "never", "autocast"),
     },
     "dgl.ops.gather_mm": {
-        "gather_mm": ("half", "never", HALF_AS_IN_AUTOCAST),
+        "gather_mm": ("half", "never", "autocast"),
     },
     "dgl.core": {
-        "message_passing": ("stored", "never", "messages of a user's function may be float32"),
+        "message_passing": ("stored", "never", "messages"),
     },
     "dgl.nn.pytorch.conv": {
-        "*.__call__": ("stored", "never", FROM_ELSEWHERE),
+        "*.__call__": ("stored", "never", "layer"),
     },
     "torch_geometric.nn.conv.message_passing": {
-        "MessagePassing.__call__": ("stored", "never", FROM_ELSEWHERE),
+        "MessagePassing.__call__": ("stored", "never", "layer"),
     },
     "torch_geometric.utils._scatter": {
-        "scatter": ("promote", "always", HUBS),
+        "scatter": ("promote", "always", "hubs"),
     },
     "torch_geometric.utils._segment": {
-        "segment": ("promote", "always", HUBS),
+        "segment": ("promote", "always", "hubs"),
     },
     "torch_geometric.utils._softmax": {
-        "softmax": ("half", "always", "float32 weights of edges would make float32 messages"),
+        "softmax": ("half", "always", "weights"),
     },
     "torch_geometric.utils._spmm": {
-        "spmm": ("half", "cpu", "a matrix product, for which the CPU has no half kernel"),
+        "spmm": ("half", "cpu", "matrix"),
     },
     "torch_geometric.nn.aggr.base": {
-        "Aggregation.__call__": ("stored", "never", "float32 weights of edges make such messages"),
+        "Aggregation.__call__": ("stored", "never", "messages"),
     },
     "torch_scatter.scatter": {
-        "scatter_sum": ("promote", "always", HUBS),
-        "scatter_add": ("promote", "always", HUBS),
-        "scatter_mean": ("promote", "always", HUBS),
-        "scatter_mul": ("promote", "always", "as torch_geometric's scatter"),
-        "scatter_min": ("promote", "always", "as torch_geometric's scatter"),
-        "scatter_max": ("promote", "always", "as torch_geometric's scatter"),
+        "scatter_sum": ("promote", "always", "hubs"),
+        "scatter_add": ("promote", "always", "hubs"),
+        "scatter_mean": ("promote", "always", "hubs"),
+        "scatter_mul": ("promote", "always", "hubs"),
+        "scatter_min": ("promote", "always", "hubs"),
+        "scatter_max": ("promote", "always", "hubs"),
     },
     "torch_scatter.segment_csr": {
-        "segment_sum_csr": ("promote", "always", HUBS),
-        "segment_mean_csr": ("promote", "always", HUBS),
+        "segment_sum_csr": ("promote", "always", "hubs"),
+        "segment_mean_csr": ("promote", "always", "hubs"),
     },
     "torch_scatter.segment_coo": {
-        "segment_sum_coo": ("promote", "always", HUBS),
-        "segment_mean_coo": ("promote", "always", HUBS),
+        "segment_sum_coo": ("promote", "always", "hubs"),
+        "segment_mean_coo": ("promote", "always", "hubs"),
     },
 }

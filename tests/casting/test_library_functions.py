@@ -1,0 +1,324 @@
+"""Functions of a library written for the test: found when it is imported, cast, put back."""
+
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_patch.casting import library_functions
+from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, wrap
+from amp_patch.casting.mode import mode, process
+from amp_patch.session import session
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF_OF = {"O1": F16, "O2": F16, "O3": F16, "O4": BF16, "O5": BF16}
+
+OPS = """
+import torch
+seen = []
+
+def multiply(a, b, *, out=None):
+    "As a kernel that takes one dtype, and no half one on the CPU."
+    seen.append((a.dtype, b.dtype))
+    if a.dtype is not b.dtype:
+        raise TypeError("mixed dtypes")
+    if a.dtype is torch.float16:
+        raise TypeError("no half kernel")
+    return torch.mul(a, b, out=out)
+
+def total(values):
+    return multiply(values["a"], values["b"]).sum()
+
+class Layer:
+    def __call__(self, x):
+        seen.append(x.dtype)
+        return x + 1.0
+"""
+USER = """
+from made_up_library.ops import multiply
+TABLE = [multiply]
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the name of a package that can be imported, and forget it and its rules afterwards."""
+    package = tmp_path / "made_up_library"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "ops.py").write_text(OPS)
+    (package / "user.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    rules = dict(session.libraries._rules)
+    yield "made_up_library"
+    session.libraries._rules.clear()
+    session.libraries._rules.update(rules)
+    session.libraries._awaited.discard("made_up_library.ops")
+    for name in [name for name in sys.modules if name.startswith("made_up_library")]:
+        del sys.modules[name]
+
+
+def imported(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+class Calls(nn.Module):
+    """Calls a function in its forward, on its input and on what it holds."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = [function]
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.function[0](self.layer(x), HELD)
+
+
+HELD = torch.full((2, 4), 1.001)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["register", "import", "begin"])))
+def test_a_function_is_patched_whatever_comes_first(
+    amp: ModuleType, library: str, order: tuple[str, ...]
+) -> None:
+    for what in order:
+        if what == "register":
+            amp.register_library_function(f"{library}.ops", "multiply", in_float="cpu")
+        elif what == "import":
+            user = imported(f"{library}.user")
+        else:
+            amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    ops = imported(f"{library}.ops")
+    original = ops.multiply.__wrapped__
+    half, full = torch.ones(3, dtype=F16), torch.ones(3)
+    assert user.multiply(half, full).dtype is F32
+    assert ops.multiply(half, half).dtype is F16
+    assert ops.seen == [(F32, F32), (F32, F32)]
+    amp.deactivate()
+    assert ops.multiply is original
+    assert user.multiply is original
+    with pytest.raises(TypeError, match="mixed"):
+        user.multiply(half, full)
+    amp.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
+    assert user.multiply(half, full).dtype is F32
+
+
+def test_nothing_is_patched_without_initialize(amp: ModuleType, library: str) -> None:
+    amp.register_library_function(f"{library}.ops", "multiply")
+    ops = imported(f"{library}.ops")
+    assert not hasattr(ops.multiply, "__wrapped__")
+
+
+def test_a_library_that_comes_after_the_end_is_left_alone(amp: ModuleType, library: str) -> None:
+    amp.register_library_function(f"{library}.ops", "multiply")
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    amp.deactivate()
+    assert not hasattr(imported(f"{library}.ops").multiply, "__wrapped__")
+
+
+def test_what_a_user_registered_first_stands_on_it_and_both_go(
+    amp: ModuleType, library: str
+) -> None:
+    amp.register_float_function(f"{library}.ops", "multiply")
+    amp.register_library_function(f"{library}.ops", "multiply")
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    ops = imported(f"{library}.ops")
+    original = ops.multiply.__wrapped__.__wrapped__
+    assert ops.multiply(torch.ones(3, dtype=F16), torch.ones(3, dtype=F16)).dtype is F32
+    amp.deactivate()
+    assert ops.multiply is original
+
+
+def test_a_method_of_each_class_by_a_star(amp: ModuleType, library: str) -> None:
+    amp.register_library_function(f"{library}.ops", "*.__call__", casts="stored")
+    ops = imported(f"{library}.ops")
+    own = vars(ops.Layer)["__call__"]
+    model = amp.initialize(Calls(lambda x, held: ops.Layer()(held)), opt_level="O2", verbosity=0)
+    model(torch.ones(2, 4), HELD)
+    assert ops.seen == [F16]
+    assert ops.Layer()(torch.ones(1)).dtype is F32
+    amp.deactivate()
+    assert vars(ops.Layer)["__call__"] is own
+
+
+def test_a_name_that_a_version_has_not_is_passed_over(amp: ModuleType, library: str) -> None:
+    amp.register_library_function(f"{library}.ops", "of_another_version")
+    amp.register_library_function(f"{library}.ops", "Missing.method")
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert not hasattr(imported(f"{library}.ops").multiply, "__wrapped__")
+
+
+def test_wrong_words_are_refused_before_anything_changes(amp: ModuleType, library: str) -> None:
+    rules = dict(session.libraries._rules)
+    for wrong in ({"casts": "float"}, {"in_float": "gpu"}):
+        with pytest.raises(ValueError, match="must be one of"):
+            amp.register_library_function(f"{library}.ops", "multiply", **wrong)
+    with pytest.raises(TypeError, match="two strings"):
+        amp.register_library_function(torch, "multiply")
+    assert session.libraries._rules == rules
+
+
+# --- dtypes ---
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Note what came, and multiply; torch's own casts must not act inside."""
+    SEEN.append((a.dtype, b.dtype, a.mm(b.T).dtype))
+    return a * b
+
+
+SEEN: list[tuple[torch.dtype, ...]] = []
+
+
+@given(
+    st.sampled_from(CASTS[:2]),
+    st.sampled_from(IN_FLOAT),
+    st.sampled_from(["O0", *HALF_OF]),
+    st.tuples(*[st.sampled_from([F16, BF16, F32, F64])] * 2),
+    st.sampled_from(["inside", "outside", "float_region", "half_region"]),
+)
+def test_every_mix_runs_in_one_dtype_and_the_result_has_its_own(
+    casts: str, in_float: str, level: str, dtypes: tuple[torch.dtype, ...], where: str
+) -> None:
+    """Against the rules, said again here in other words."""
+    half, widest = HALF_OF.get(level, F16), torch.promote_types(*dtypes)
+    half_at = {"O1", "O4"} if casts == "half" else set()
+    result = half if level in half_at else widest
+    if where == "inside" and level in {"O2", "O3", "O5"}:
+        result = half
+    if where.endswith("region"):
+        result = F32 if where == "float_region" else half
+    computed = result if where.endswith("region") or level in half_at else widest
+    computed = F32 if in_float != "never" else computed
+    if widest is F64:
+        result = computed = F64
+
+    a, b = torch.full((2, 4), 3.0, dtype=dtypes[0]), torch.full((2, 4), 1.5, dtype=dtypes[1])
+    found = called_at(level, where, wrap(multiply, Rule(casts, in_float)), a, b)
+    assert SEEN.pop() == (computed, computed, computed)
+    assert found.dtype is result
+    assert torch.equal(found.double(), a.double() * b.double())
+
+
+def called_at(level: str, where: str, function: Any, *args: Tensor) -> Tensor:
+    """Call it as if a model at this level lived, in its forward or not, or in a region."""
+    from amp_patch.casting.regions import FloatRegion, HalfRegion
+
+    half, casting = HALF_OF.get(level, F16), level in {"O1", "O4"}
+    before = process.save()
+    process.devices, process.region_dtype = frozenset({"cpu"}), half
+    process.dtype = half if casting else F32
+    try:
+        if where == "inside":
+            stored = half if level in {"O2", "O3", "O5"} else None
+            mode.enter_model(1, half if casting else F32, half, stored)
+        if where == "half_region":
+            with HalfRegion():
+                return function(*args)
+        if where == "float_region":
+            with FloatRegion():
+                return function(*args)
+        return function(*args)
+    finally:
+        mode.leave_model(1)
+        process.restore(before)
+
+
+def test_tensors_in_containers_are_cast_and_all_else_passes() -> None:
+    given_to: list[Any] = []
+    function = wrap(lambda *args, **kwargs: given_to.extend([args, kwargs]), Rule("promote"))
+    index = torch.tensor([1, 2])
+    values = ([torch.ones(1, dtype=F16), None], {"key": torch.ones(1)}, index, "sum")
+    called_at("O2", "outside", lambda: function(*values, dim=0))
+    (listed, mapped, found, word), kwargs = given_to
+    assert (listed[0].dtype, listed[1], mapped["key"].dtype) == (F32, None, F32)
+    assert found is index
+    assert (word, kwargs) == ("sum", {"dim": 0})
+    assert values[0][0].dtype is F16
+
+
+def test_out_is_written_to(library: str) -> None:
+    ops = imported(f"{library}.ops")
+    out = torch.zeros(2)
+    wrap(ops.multiply, Rule("half"))(torch.ones(2), torch.ones(2), out=out)
+    assert torch.equal(out, torch.ones(2))
+
+
+def test_torchscript_compiles_the_original() -> None:
+    assert wrap(multiply, Rule("half")).__prepare_scriptable__() is multiply
+
+
+# --- what is kept for backward ---
+
+
+def kept_bytes(function: Any, *args: Tensor) -> int:
+    """Return the bytes that autograd keeps after a call, beside those of the arguments."""
+    sizes: list[int] = []
+    known = {arg.data_ptr() for arg in args}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    real = library_functions.torch.autograd.graph.saved_tensors_hooks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.autograd.graph,
+            "saved_tensors_hooks",
+            lambda own, unpack: real(lambda t: noting(own(t), sizes), unpack),
+        )
+        with real(pack, lambda kept: kept):
+            function(*args)
+    return sum(sizes)
+
+
+def noting(packed: Any, sizes: list[int]) -> Any:
+    sizes.append(packed[1].numel() * packed[1].element_size())
+    return packed
+
+
+def test_a_float32_run_keeps_half_of_its_bytes_for_backward() -> None:
+    a, b = (torch.randn(64, 64, dtype=F16, requires_grad=True) for _ in range(2))
+    process.devices = frozenset({"cpu"})
+    try:
+        rule = Rule("promote", "cpu")
+        assert kept_bytes(wrap(torch.mul, rule), a, b) == 2 * 64 * 64 * 2
+        assert kept_bytes(lambda x, y: torch.mul(x.float(), y.float()), a, b) == 2 * 64 * 64 * 4
+    finally:
+        process.reset()
+
+
+@given(st.sampled_from([F16, BF16]), st.sampled_from([F16, BF16, F32]), st.booleans())
+def test_gradients_are_those_of_float32(
+    first: torch.dtype, second: torch.dtype, recomputed: bool
+) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(5, 3).to(first), torch.randn(5, 3).to(second)
+    ours, theirs = ([t.detach().requires_grad_() for t in (a, b)] for _ in range(2))
+    process.devices = frozenset({"cpu"})
+    mode.enter_model(1, F32, first, first)
+    mode.in_checkpoint = recomputed
+    try:
+        found = wrap(lambda x, y: torch.tanh(x * y), Rule("promote", "always"))(*ours)
+    finally:
+        mode.in_checkpoint = False
+        mode.leave_model(1)
+        process.reset()
+    expected = torch.tanh(theirs[0].double() * theirs[1].double())
+    found.float().square().sum().backward()
+    expected.square().sum().backward()
+    precision = 4 * torch.finfo(first).eps
+    assert found.dtype is first
+    assert found.double().allclose(expected, atol=precision, rtol=precision)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.grad.double().allclose(other.grad.double(), atol=8 * precision, rtol=precision)

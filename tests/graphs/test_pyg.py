@@ -1,0 +1,326 @@
+"""Layers and functions of PyTorch Geometric at the levels, against float32."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import graph_training
+import processes
+import pytest
+import support
+import torch
+from graph_libraries import torch_geometric
+from graph_training import HALF_OF, LEVELS, NODES, Layer
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+pyg, utils = torch_geometric.nn, torch_geometric.utils
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+EDGES = 160
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support is in beta", "ignore:.torch.jit.script. is deprecated"
+)
+
+_generator = torch.Generator().manual_seed(1)
+_ends = torch.randint(NODES, (2, EDGES), generator=_generator)
+EDGE_INDEX = _ends[:, _ends[1].argsort()]
+#: In float32, and no inputs of the model: at O2 and O5 they meet half features.
+WEIGHTS = torch.rand(EDGES, generator=_generator) + 0.5
+ATTRIBUTES = torch.randn(EDGES, 5, generator=_generator)
+TYPES = torch.arange(EDGES) % 3
+CSR = torch.sparse_coo_tensor(EDGE_INDEX.flip(0), WEIGHTS, (NODES, NODES)).coalesce()
+
+
+def csr() -> Tensor:
+    return CSR.to_sparse_csr()
+
+
+def edge_index() -> Any:
+    return torch_geometric.EdgeIndex(EDGE_INDEX, sparse_size=(NODES, NODES), sort_order="col")
+
+
+class OwnMessages(pyg.MessagePassing):
+    """A layer of the user's own, whose messages meet float32 weights of edges."""
+
+    def __init__(self, width: int, to: int, aggr: Any = "add") -> None:
+        super().__init__(aggr=aggr)
+        self.before, self.after = nn.Linear(width, to), nn.Linear(to, to)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out = self.propagate(edge_index, x=self.before(x), weight=WEIGHTS)
+        return self.after(out * 0.2)
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight.unsqueeze(-1)
+
+
+class Pooled(nn.Module):
+    """A convolution, and what a pooling function finds in four graphs of the same nodes."""
+
+    def __init__(self, width: int, to: int, pool: Any) -> None:
+        super().__init__()
+        self.conv, self.own, self.pool = pyg.GCNConv(width, to), nn.Linear(to, to), pool
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        graphs = torch.arange(NODES) % 4
+        hidden = self.conv(x, edges, WEIGHTS)
+        return hidden + self.own(self.pool(hidden, graphs))[graphs]
+
+
+class ToHetero(nn.Module):
+    """A model for one kind of nodes, made into one for two."""
+
+    def __init__(self, width: int, to: int) -> None:
+        super().__init__()
+        kinds = [("a", "to", "b"), ("b", "to", "a")]
+        one = pyg.Sequential(
+            "x, edge_index",
+            [(pyg.SAGEConv((width, width), to), "x, edge_index -> x"), nn.Linear(to, to)],
+        )
+        self.model = pyg.to_hetero(one, (["a", "b"], kinds))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        found = self.model(
+            {"a": x, "b": x.flip(0)}, {("a", "to", "b"): edges, ("b", "to", "a"): edges.flip(0)}
+        )
+        return found["a"] + found["b"]
+
+
+def plain(layer: Any, edges: Any, x: Tensor) -> Tensor:
+    return layer(x, edges)
+
+
+def weighted(layer: Any, edges: Any, x: Tensor) -> Tensor:
+    return layer(x, edges, WEIGHTS)
+
+
+def attributes(layer: Any, edges: Any, x: Tensor) -> Tensor:
+    return layer(x, edges, ATTRIBUTES)
+
+
+def degrees() -> Tensor:
+    return torch.bincount(torch.bincount(EDGE_INDEX[1], minlength=NODES))
+
+
+#: The layer, and what makes the edges that it gets.
+LAYERS: dict[str, tuple[Layer, Any]] = {
+    "GCNConv, weights": (Layer(pyg.GCNConv, weighted), None),
+    "GCNConv, CSR": (Layer(pyg.GCNConv, plain), csr),
+    "GCNConv, EdgeIndex": (
+        Layer(lambda i, o: pyg.GCNConv(i, o, normalize=False), weighted),
+        edge_index,
+    ),
+    "GraphConv, weights": (Layer(pyg.GraphConv, weighted), None),
+    "GATConv, attributes": (Layer(lambda i, o: pyg.GATConv(i, o, edge_dim=5), attributes), None),
+    "GATv2Conv, attributes": (
+        Layer(lambda i, o: pyg.GATv2Conv(i, o, edge_dim=5), attributes),
+        None,
+    ),
+    "SAGEConv": (Layer(pyg.SAGEConv, plain), None),
+    "SAGEConv, CSR": (Layer(pyg.SAGEConv, plain), csr),
+    "SAGEConv lstm": (Layer(lambda i, o: pyg.SAGEConv(i, o, aggr="lstm"), plain), None),
+    "SAGEConv softmax": (Layer(lambda i, o: pyg.SAGEConv(i, o, aggr="softmax"), plain), None),
+    "SAGEConv several": (
+        Layer(lambda i, o: pyg.SAGEConv(i, o, aggr=["mean", "std", "max", "median"]), plain),
+        None,
+    ),
+    "GINConv": (Layer(lambda i, o: pyg.GINConv(nn.Linear(i, o)), plain), None),
+    "GINEConv, attributes": (
+        Layer(lambda i, o: pyg.GINEConv(nn.Linear(i, o), edge_dim=5), attributes),
+        None,
+    ),
+    "RGCNConv": (Layer(lambda i, o: pyg.RGCNConv(i, o, 3), lambda a, e, x: a(x, e, TYPES)), None),
+    "TransformerConv, attributes": (
+        Layer(lambda i, o: pyg.TransformerConv(i, o, edge_dim=5), attributes),
+        None,
+    ),
+    "PNAConv": (
+        Layer(
+            lambda i, o: pyg.PNAConv(i, o, ["mean", "max", "std"], ["identity"], degrees()), plain
+        ),
+        None,
+    ),
+    "ChebConv, weights": (Layer(lambda i, o: pyg.ChebConv(i, o, 2), weighted), None),
+    "own messages": (Layer(OwnMessages, plain), None),
+    "own messages, aggregated by weights": (
+        Layer(
+            lambda i, o: OwnMessages(
+                i, o, pyg.DeepSetsAggregation(nn.Linear(o, o), nn.Linear(o, o))
+            ),
+            plain,
+        ),
+        None,
+    ),
+    "global_mean_pool": (Layer(lambda i, o: Pooled(i, o, pyg.global_mean_pool), plain), None),
+    "global_max_pool": (Layer(lambda i, o: Pooled(i, o, pyg.global_max_pool), plain), None),
+    "global_add_pool": (Layer(lambda i, o: Pooled(i, o, pyg.global_add_pool), plain), None),
+    "to_hetero": (Layer(ToHetero, plain), None),
+}
+ORDINARY = {
+    ("GCNConv, weights", "O2"),
+    ("GCNConv, CSR", "O1"),
+    ("GATConv, attributes", "O1"),
+    ("GATConv, attributes", "O5"),
+    ("own messages", "O2"),
+    ("RGCNConv", "O5"),
+    ("global_mean_pool", "O4"),
+    ("to_hetero", "O2"),
+}
+EVERY = [(name, level) for name in LAYERS for level in LEVELS]
+
+
+@pytest.mark.parametrize("case", support.nightly_but(ORDINARY, EVERY), ids=" ".join)
+def test_a_layer_trains_as_in_float32(amp: ModuleType, case: tuple[str, str]) -> None:
+    name, level = case
+    layer, make = LAYERS[name]
+    graph_training.check(amp, layer, EDGE_INDEX if make is None else make(), level)
+
+
+# --- functions, on drawn indices and dtypes ---
+
+DTYPES = st.sampled_from([F16, BF16, F32])
+GROUPS = st.lists(st.integers(0, 4), max_size=8)
+REDUCTIONS = ("sum", "mean", "max", "min", "mul")
+
+
+def in_parts(name: str, values: Tensor, index: Tensor, size: int) -> Tensor:
+    """The reference: one group after another, in float64; what is empty is 0, or 1 for products."""
+    parts = [values[index == group] for group in range(size)]
+    if name == "softmax":
+        return torch.cat([part.softmax(0) for part in parts])
+    reduce = {"mul": "prod", "max": "amax", "min": "amin"}.get(name, name)
+    empty = torch.full_like(values.new_zeros(values.shape[1]), float(name == "mul"))
+    return torch.stack([getattr(part, reduce)(0) if len(part) else empty for part in parts])
+
+
+@pytest.mark.parametrize("level", support.nightly_but(["O1", "O5"], LEVELS))
+def test_groups_of_any_size_and_dtype_are_reduced_as_in_float64(
+    amp: ModuleType, level: str
+) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+
+    @given(GROUPS, DTYPES, st.sampled_from([*REDUCTIONS, "softmax"]), st.booleans())
+    def check(groups: list[int], dtype: torch.dtype, name: str, sliced: bool) -> None:
+        torch.manual_seed(0)
+        index = torch.tensor(sorted(groups), dtype=torch.long)
+        values = torch.randn(len(groups), 3).to(dtype)
+        ends = torch.searchsorted(index, torch.arange(6))
+        if name == "softmax":
+            found = utils.softmax(values, index, ends if sliced else None, num_nodes=5)
+        elif sliced and name != "mul":
+            found = utils.segment(values, ends, reduce=name)
+        else:
+            found = utils.scatter(values, index, dim_size=5, reduce=name)
+        half = name == "softmax" and level in ("O1", "O4")
+        assert found.dtype is (HALF_OF[level] if half else dtype)
+        eps = 4 * torch.finfo(found.dtype).eps
+        assert found.double().allclose(
+            in_parts(name, values.double(), index, 5), atol=eps, rtol=eps
+        )
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_a_group_of_many_is_not_cut_off(amp: ModuleType, reduce: str, dtype: torch.dtype) -> None:
+    """One by one a sum of ones ends at 2048 in float16, at 256 in bfloat16."""
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    ones = torch.ones(4096, 1, dtype=dtype)
+    for found in (
+        utils.segment(ones, torch.tensor([0, 4096]), reduce=reduce),
+        utils.scatter(ones, torch.zeros(4096, dtype=torch.long), reduce=reduce),
+    ):
+        assert found.item() == (4096 if reduce == "sum" else 1)
+        assert found.dtype is dtype
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F32, F16), (BF16, F32), (BF16, BF16)])
+def test_a_sparse_matrix_of_one_dtype_meets_features_of_another(
+    amp: ModuleType, dtypes: tuple[torch.dtype, ...], reduce: str
+) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    x = torch.randn(NODES, 3, dtype=dtypes[1])
+    matrix = csr().to(dtypes[0])
+    found = utils.spmm(matrix, x, reduce)
+    dense = matrix.to_dense().double()
+    messages = torch.where(dense != 0, dense, torch.nan)[:, :, None] * x.double()
+    expected = {
+        "sum": messages.nansum(1),
+        "mean": messages.nanmean(1).nan_to_num(),
+        "max": messages.nan_to_num(nan=-torch.inf).amax(1),
+    }[reduce]
+    expected = torch.where(expected.isinf(), 0.0, expected)
+    assert found.dtype is torch.promote_types(*dtypes)
+    eps = 8 * torch.finfo(found.dtype).eps
+    assert found.double().allclose(expected, atol=eps, rtol=eps)
+
+
+# --- objects ---
+
+
+class OfData(nn.Module):
+    """Takes all of a graph from one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = pyg.GCNConv(16, 4)
+
+    def forward(self, data: Any) -> Tensor:
+        assert data.x.dtype is self.conv.lin.weight.dtype
+        return pyg.global_mean_pool(
+            self.conv(data.x, data.edge_index, data.edge_weight), data.batch
+        )
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_batch_of_graphs_trains(amp: ModuleType, level: str) -> None:
+    torch.manual_seed(0)
+    graph = torch_geometric.data.Data(
+        x=torch.randn(NODES, 16), edge_index=EDGE_INDEX, edge_weight=WEIGHTS
+    )
+    batch = torch_geometric.data.Batch.from_data_list([graph, graph.clone()])
+    model = OfData()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0
+    )
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch), torch.tensor([0, 1]))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] + 0.01
+    assert batch.x.dtype is batch.edge_weight.dtype is F32
+
+
+@pytest.mark.slow
+def test_import_after_initialize_and_nothing_left() -> None:
+    """In a process of its own, for PyTorch Geometric is imported here."""
+    code = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from amp_patch import amp
+model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O5", verbosity=0)
+from torch_geometric.utils import scatter
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.aggr import Aggregation
+ones, index = torch.ones(4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.long)
+assert scatter(ones, index).item() == 4096
+assert "__call__" in vars(MessagePassing)
+amp.deactivate()
+assert "__call__" not in vars(MessagePassing)
+assert "amp_patch" not in Aggregation.__call__.__code__.co_filename
+for name, module in list(sys.modules.items()):
+    if name.startswith("torch_geometric"):
+        for key, value in vars(module).items():
+            assert "amp_patch" not in str(getattr(value, "__code__", "")), (name, key)
+"""
+    run = processes.run([sys.executable, "-c", code])
+    assert run.returncode == 0, run.stderr
