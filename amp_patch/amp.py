@@ -82,6 +82,7 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
+    init_scale: float | None = None,
     growth_factor: float | None = None,
     backoff_factor: float | None = None,
     growth_interval: int | None = None,
@@ -113,6 +114,7 @@ def initialize(
             lines alone, 0 nothing; 2 adds a line for every tensor that O1 and O4 cast.
         min_loss_scale: floor of a dynamic scale; None stands for 2**-24.
         max_loss_scale: cap of a dynamic scale.
+        init_scale: a dynamic scale's first value; None stands for 2**16.
         growth_factor: multiplies the scale after ``growth_interval`` finite backward passes (2).
         backoff_factor: multiplies the scale at an overflow (0.5).
         growth_interval: finite backward passes in a row until the scale grows (2000).
@@ -171,6 +173,7 @@ def initialize(
         num_losses=num_losses,
         verbosity=verbosity,
         fused_step=fused_step,
+        init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,

@@ -31,8 +31,8 @@ from amp_patch.session import session
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
 KEYWORDS = (
-    "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules", "norm_type",
-    "fused_step",
+    "init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules",
+    "norm_type", "fused_step",
     "tensorboard",
     "wandb",
     "logger",
@@ -341,6 +341,7 @@ WRONG: dict[str, list[Any]] = {
     "verbosity": ["1", 1.0, None, [], torch.ones(2)],
     "min_loss_scale": [*NO_NUMBER[:-1], 2.0**25],
     "max_loss_scale": [*NO_NUMBER[:-1], float("inf")],
+    "init_scale": [*NO_NUMBER[:-1], float("inf"), 2.0**25],
     "growth_factor": [*NO_NUMBER[:-1], 1.0],
     "backoff_factor": [*NO_NUMBER[:-1], 1.0],
     "growth_interval": NO_COUNT,

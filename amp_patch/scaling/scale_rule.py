@@ -58,6 +58,15 @@ class ScaleRule:
                 f"amp.initialize(..., {self._mend_bounds()}."
             )
 
+    def _refuse_outside(self) -> None:
+        low, high = self.min_loss_scale, self.max_loss_scale
+        if not low <= self.init_scale <= high:
+            raise ValueError(
+                f"init_scale must lie from min_loss_scale to max_loss_scale, {low!r} to {high!r}; "
+                f"got {self.init_scale!r}. Call amp.initialize(..., init_scale={low!r}), or move "
+                "the bounds."
+            )
+
     def _mend_bounds(self) -> str:
         """Return bounds in words: a default makes way, and two that were given are swapped."""
         low, high = self.min_loss_scale, self.max_loss_scale
@@ -72,6 +81,7 @@ class ScaleRule:
         cls,
         loss_scale: float | Literal["dynamic"],
         *,
+        init_scale: float | None = None,
         growth_factor: float | None = None,
         backoff_factor: float | None = None,
         growth_interval: int | None = None,
@@ -81,13 +91,15 @@ class ScaleRule:
     ) -> ScaleRule:
         """Build the rule from `amp.initialize`'s keywords, of which None means the default.
 
-        A dynamic scale starts at 2**16, or at the floor or cap nearest to it. A static one is
-        `loss_scale` itself; the other keywords are checked there, and have no effect.
+        A dynamic scale starts at ``init_scale``, or where that is None at 2**16 or the floor or cap
+        nearest to it. A static one is `loss_scale` itself; the other keywords are checked there,
+        and have no effect.
 
         Raises:
             ValueError: as the class.
         """
         keywords = {
+            "init_scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
@@ -96,7 +108,14 @@ class ScaleRule:
             "max_loss_scale": max_loss_scale,
         }
         given: dict[str, Any] = {name: x for name, x in keywords.items() if x is not None}
+        if init_scale is not None and not is_scale(init_scale):
+            raise ValueError(
+                f"init_scale must be {SCALE_WORDS}; got {init_scale!r}. Call "
+                "amp.initialize(..., init_scale=3000.0)."
+            )
         rule = cls(**given)
+        if init_scale is not None:
+            rule._refuse_outside()
         if loss_scale != "dynamic":
             return replace(rule, dynamic=False, init_scale=loss_scale)
         start = max(rule.min_loss_scale, min(rule.max_loss_scale, rule.init_scale))

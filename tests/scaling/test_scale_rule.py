@@ -46,6 +46,16 @@ def test_dynamic_scale_starts_within_its_bounds(keywords: dict[str, float], init
     assert (rule.dynamic, rule.init_scale, LossScaler(rule).loss_scale()) == (True, init, init)
 
 
+def test_dynamic_scale_starts_where_it_is_told() -> None:
+    assert ScaleRule.resolve("dynamic", init_scale=3000).init_scale == 3000.0
+    assert ScaleRule.resolve(128.0, init_scale=3000.0) == ScaleRule.resolve(128.0)
+    for outside in ({"max_loss_scale": 2048.0}, {"min_loss_scale": 4096.0}):
+        with pytest.raises(ValueError, match="init_scale must lie from"):
+            ScaleRule.resolve("dynamic", init_scale=3000.0, **outside)
+    with pytest.raises(ValueError, match="init_scale must be a number from"):
+        ScaleRule.resolve("dynamic", init_scale=float("nan"))
+
+
 def test_static_scale_starts_at_its_value_even_beyond_the_bounds() -> None:
     rule = ScaleRule.resolve(2.0**30, max_loss_scale=8.0)
     assert rule == ScaleRule(dynamic=False, init_scale=2.0**30, max_loss_scale=8.0)
