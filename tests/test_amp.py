@@ -32,7 +32,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
 KEYWORDS = (
     "init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules",
-    "norm_type", "fused_step",
+    "norm_type", "fused_step", "casts", "in_float",
     "tensorboard",
     "wandb",
     "logger",
@@ -63,6 +63,7 @@ APEX = {
     "register_promote_function": {"module": ..., "name": ...},
     "register_bfloat16_function": {"module": ..., "name": ...},
     # not apex's
+    "register_library_function": {"module": ..., "name": ...},
     "deactivate": {},
     "overflow_report": {},
     "summary": {},

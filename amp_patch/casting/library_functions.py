@@ -21,6 +21,7 @@ from amp_patch.patching import Patches, resolve_in, when_imported
 
 from . import library_rules
 from .argument_casts import tensors_in, to_dtype
+from .half_saving import HalfSaving
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
 
@@ -143,11 +144,28 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     if not tensors:
         return function(*args, **kwargs)
     runs_in, result = _dtypes(rule, tensors)
-    args, kwargs = _cast((args, dict(kwargs)), runs_in)
-    saving = contextlib.nullcontext() if runs_in is result else _saved_in(result)
-    with _nothing_else_casts(), saving:
+    if runs_in is result or not _may_save_in_half(result):
+        args, kwargs = _cast((args, dict(kwargs)), runs_in)
+        with _nothing_else_casts():
+            return _cast(function(*args, **kwargs), result)
+    saving = HalfSaving(result)
+
+    def widen(tensor: Tensor) -> Tensor:
+        wide: Tensor = to_dtype(tensor, runs_in)
+        saving.note(wide, tensor)
+        return wide
+
+    def narrow(tensor: Tensor) -> Tensor:
+        half: Tensor = to_dtype(tensor, result)
+        saving.note(tensor, half)
+        return half
+
+    args, kwargs = map_tensors(widen, (args, dict(kwargs)))
+    with _nothing_else_casts(), saving.hooks():
         found = function(*args, **kwargs)
-    return _cast(found, result)
+    found = map_tensors(narrow, found)
+    saving.settle()
+    return found
 
 
 def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
@@ -188,23 +206,12 @@ def _nothing_else_casts() -> Iterator[None]:
         mode.stored = stored
 
 
-def _saved_in(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Keep what backward needs of a float32 run in the half dtype of its result.
+def _may_save_in_half(dtype: torch.dtype) -> bool:
+    """Tell whether hooks may keep what backward needs; a recomputation counts on its own hooks.
 
-    Else a function that has no half kernel would hold twice the memory until backward. A
-    recomputation counts on its own hooks, and transforms of torch.func allow none.
+    And transforms of torch.func allow none.
     """
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not enabled:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack, dtype), _unpack)
-
-
-def _pack(dtype: torch.dtype, tensor: Tensor) -> tuple[bool, Tensor]:
-    narrow = tensor.dtype is torch.float32
-    return narrow, tensor.to(dtype) if narrow else tensor
-
-
-def _unpack(kept: tuple[bool, Tensor]) -> Tensor:
-    narrowed, tensor = kept
-    return tensor.float() if narrowed else tensor
+    if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not torch.is_grad_enabled():
+        return False
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.casting import library_functions
 from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, wrap
 from amp_patch.casting.mode import mode, process
 from amp_patch.session import session
@@ -258,44 +257,6 @@ def test_torchscript_compiles_the_original() -> None:
 
 
 # --- what is kept for backward ---
-
-
-def kept_bytes(function: Any, *args: Tensor) -> int:
-    """Return the bytes that autograd keeps after a call, beside those of the arguments."""
-    sizes: list[int] = []
-    known = {arg.data_ptr() for arg in args}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in known:
-            sizes.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    real = library_functions.torch.autograd.graph.saved_tensors_hooks
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.autograd.graph,
-            "saved_tensors_hooks",
-            lambda own, unpack: real(lambda t: noting(own(t), sizes), unpack),
-        )
-        with real(pack, lambda kept: kept):
-            function(*args)
-    return sum(sizes)
-
-
-def noting(packed: Any, sizes: list[int]) -> Any:
-    sizes.append(packed[1].numel() * packed[1].element_size())
-    return packed
-
-
-def test_a_float32_run_keeps_half_of_its_bytes_for_backward() -> None:
-    a, b = (torch.randn(64, 64, dtype=F16, requires_grad=True) for _ in range(2))
-    process.devices = frozenset({"cpu"})
-    try:
-        rule = Rule("promote", "cpu")
-        assert kept_bytes(wrap(torch.mul, rule), a, b) == 2 * 64 * 64 * 2
-        assert kept_bytes(lambda x, y: torch.mul(x.float(), y.float()), a, b) == 2 * 64 * 64 * 4
-    finally:
-        process.reset()
 
 
 @given(st.sampled_from([F16, BF16]), st.sampled_from([F16, BF16, F32]), st.booleans())

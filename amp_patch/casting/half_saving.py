@@ -1,0 +1,83 @@
+"""Keeps in half what backward needs of a function that ran in float32 for want of half kernels.
+
+Else such a function would hold twice the memory until backward, and copies beside. Knows tensors
+and torch's hooks for what autograd saves; nothing of functions, rules or modes.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+class HalfSaving:
+    """What autograd saves of one call, in the half dtype of the call's result.
+
+    A tensor that is the float32 cast of a half one, or whose half cast is the result, is not
+    copied: the half one is kept.
+
+    Args:
+        dtype: the half dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._saved: list[_Saved] = []
+        self._halves: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Return the context to call the function in."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def note(self, wide: Tensor, half: Tensor) -> None:
+        """Say that a float32 tensor, an argument or a result, has the values of a half one."""
+        if wide.dtype is torch.float32 and half.dtype is self._dtype and wide.is_contiguous():
+            self._halves[wide.data_ptr()] = wide.detach(), half.detach()
+
+    def settle(self) -> None:
+        """The call is over and its results are noted: let go of float32 tensors."""
+        for saved in self._saved:
+            saved.narrow(self._halves, self._dtype)
+        self._saved.clear()
+        self._halves.clear()
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor.detach())
+        if tensor.dtype is torch.float32:
+            self._saved.append(saved)
+        return saved
+
+
+class _Saved:
+    """A tensor that is kept for backward, which must not be written to until then."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._dtype = tensor.dtype
+        self._keep(tensor)
+
+    def narrow(self, halves: dict[int, tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
+        tensor = self._tensor
+        _, half = halves.get(tensor.data_ptr(), (None, None))
+        if half is not None and half.numel() == tensor.numel() and tensor.is_contiguous():
+            self._keep(half.reshape(tensor.shape))
+        else:
+            self._keep(tensor.to(dtype))
+
+    def read(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation; got one that a function of a library needs, at version "
+                f"{self._tensor._version} and not {self._version}; write the operation without "
+                "the underscore, which makes a new tensor."
+            )
+        return self._tensor.to(self._dtype)
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.read()

@@ -1,0 +1,99 @@
+"""What a call in float32 keeps for backward is in half, not copied where a half one is there."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_patch.casting.half_saving import HalfSaving
+from amp_patch.casting.library_functions import Rule, wrap
+from amp_patch.casting.mode import process
+from amp_patch.tools.sweep.memory import LivingTensors
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+SIZE = 64 * 64
+
+
+@pytest.fixture(autouse=True)
+def cpu():
+    process.devices = frozenset({"cpu"})
+    yield
+    process.reset()
+
+
+def kept(function: Callable[..., Tensor], *args: Tensor) -> int:
+    """Return the bytes that live after a call because of it, the result's among them."""
+    with LivingTensors() as living:
+        before = living._bytes
+        result = function(*args)
+        after = living._bytes
+    assert result.grad_fn is not None
+    return after - before
+
+
+def leaves(dtype: torch.dtype = F16) -> list[Tensor]:
+    return [torch.randn(64, 64).to(dtype).requires_grad_() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("function", "in_half", "in_float"),
+    [
+        (torch.mul, 2, 2 + 4 + 4),  # its arguments: the half ones are there
+        (lambda a, b: torch.softmax(a + b, 0), 2, 2 + 4),  # its result: the half one is there
+        (lambda a, b: torch.tanh((a * b).sin()), 2 + 2, 2 + 4 * 4),  # what is in between: half
+    ],
+    ids=["arguments", "result", "between"],
+)
+def test_what_is_kept(function: Callable[..., Tensor], in_half: int, in_float: int) -> None:
+    def casts(a: Tensor, b: Tensor) -> Tensor:
+        return function(a.float(), b.float()).half()
+
+    assert kept(wrap(function, Rule("promote", "cpu")), *leaves()) == in_half * SIZE
+    assert kept(casts, *leaves()) == in_float * SIZE
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    with torch.no_grad(), LivingTensors() as living:
+        values = [one.detach() for one in leaves()]
+        before = living._bytes
+        result = wrap(torch.mul, Rule("promote", "cpu"))(*values)
+        assert living._bytes - before == 2 * result.numel()
+
+
+@given(st.sampled_from([F16, BF16]), st.booleans(), st.booleans())
+def test_a_tensor_that_is_written_to_before_backward_is_refused(
+    dtype: torch.dtype, argument: bool, written: bool
+) -> None:
+    a, b = (one.clone() for one in leaves(dtype))
+    function = wrap(torch.mul if argument else torch.exp, Rule("promote", "cpu"))
+    result = function(a, b) if argument else function(a)
+    if written:
+        with torch.no_grad():
+            (a if argument else result).add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.sum().backward()
+    else:
+        result.sum().backward()
+
+
+def test_integers_are_kept_as_they_are() -> None:
+    index = torch.tensor([2, 0, 1])
+    values = torch.randn(3, dtype=F16, requires_grad=True)
+    wrap(lambda x, i: x.index_select(0, i) * 2.0, Rule("promote", "cpu"))(
+        values, index
+    ).sum().backward()
+    assert torch.equal(values.grad, torch.full((3,), 2.0, dtype=F16))
+
+
+def test_a_view_of_an_argument_is_the_half_argument() -> None:
+    saving = HalfSaving(F16)
+    half = torch.randn(6, dtype=F16)
+    wide = half.float()
+    saving.note(wide, half)
+    saved = saving._pack(wide.view(2, 3))
+    saving.settle()
+    assert saved._tensor.data_ptr() == half.data_ptr()
+    assert torch.equal(saved.read(), wide.view(2, 3))
