@@ -20,6 +20,7 @@ from . import arguments, kernels, levels, rules_file
 from . import debug as debug
 from .call_site import errors_at_the_call, returned
 from .casting import regions
+from .casting.torch_compile import never_trace
 from .debug import overflow_report, summary
 from .debug.logs import logs
 from .debug.trace import tracer
@@ -207,6 +208,7 @@ def deactivate() -> None:
     session.deactivate()
 
 
+@never_trace
 def scale_loss(
     loss: Tensor,
     optimizers: Any,

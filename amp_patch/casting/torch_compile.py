@@ -62,6 +62,16 @@ def call_as_traced(function: F) -> F:
     return function
 
 
+def never_trace(function: F) -> F:
+    """Call it as it is wherever torch.compile meets a call: graphs end before it, none is in it.
+
+    A decorator, as `torch.compiler.disable`, which imports the compiler and adds a frame.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile's mark
+    function._torchdynamo_disable_msg = "host side of a step"  # type: ignore[attr-defined]
+    return leave_out(function)
+
+
 def leave_out(function: F) -> F:
     """Never compile a call of this by itself; where another function is traced it still is.
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import FLOATS, mode
+from amp_patch.casting.torch_compile import never_trace
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
@@ -122,6 +123,7 @@ class OptimizerStep:
 
         # wraps() also hands on the mark by which LR schedulers know a step they have seen.
         @functools.wraps(own or inherited)
+        @never_trace
         def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             alive = weak()
             if alive is None:  # released, but a scheduler built later still calls this

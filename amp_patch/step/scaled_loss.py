@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from amp_patch.casting.torch_compile import never_trace
+
 from .backward_pass import BackwardPass
 
 
@@ -31,6 +33,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
         self._loss, self._pass = loss, backward_pass
         self._delay_unscale, self._delay_overflow_check = delay_unscale, delay_overflow_check
 
+    @never_trace
     def __enter__(self) -> Tensor:
         try:
             return self._pass.scale(self._loss)
@@ -38,6 +41,7 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._pass.abandon()
             raise
 
+    @never_trace
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
