@@ -1,0 +1,138 @@
+"""Runs a function on several ranks: processes of this machine with a gloo process group.
+
+A rank is a fork of a server that has imported torch once, so that one costs a fraction of a second.
+The ranks find each other by a file, so that no port is needed. None outlives the call.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 60.0  # seconds
+#: How long the other ranks may go on when one has failed: their own errors are worth reading.
+GRACE = 3.0
+IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "amp_patch.amp")
+
+
+class RankError(AssertionError):
+    """What went wrong, by rank.
+
+    Attributes:
+        errors: rank -> the traceback of what it raised, or what it was seen doing at the end.
+    """
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in errors.items()))
+        self.errors = errors
+
+
+def run(
+    function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = TIMEOUT
+) -> list[Any]:
+    """Return what ``function(*args)`` returns on each rank, in the order of the ranks.
+
+    Args:
+        function: found by its module and name, in which ``torch.distributed`` is initialized.
+        args: to be pickled, as are the results.
+        size: how many ranks.
+        timeout: seconds for all of it, and for each collective.
+
+    Raises:
+        RankError: a rank raised, died, or is not done in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    call = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory() as folder:
+        started: list[tuple[BaseProcess, Connection]] = []
+        try:
+            for rank in range(size):
+                here, there = context.Pipe(duplex=False)
+                place = (there, call, rank, size, folder, timeout)
+                process = context.Process(target=_be_rank, args=place, daemon=True)
+                process.start()
+                there.close()
+                started.append((process, here))
+            return _collect([end for _, end in started], timeout, Path(folder))
+        finally:
+            for process, end in started:
+                process.kill()
+                process.join()
+                end.close()
+
+
+def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[Any]:
+    """Return the results, or raise when a rank failed and the others had time to say so, too."""
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    waiting = dict(zip(ends, range(len(ends)), strict=True))
+    deadline = time.monotonic() + timeout
+    while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting.pop(end)
+            try:
+                error, results[rank] = pickle.loads(end.recv_bytes())
+            except EOFError:
+                error = "died without a word"
+            if error is not None:
+                errors[rank] = error
+                deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in waiting.values():
+        errors[rank] = f"was not done in time; it was here:\n{_stack_of(folder, rank)}"
+    if errors:
+        raise RankError(dict(sorted(errors.items())))
+    return [results[rank] for rank in range(len(ends))]
+
+
+def _be_rank(
+    end: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float
+) -> None:
+    import torch
+
+    stack = open(_stack_file(Path(folder), rank), "w")  # noqa: SIM115  # until the process ends
+    (Path(folder) / f"{rank}.pid").write_text(str(multiprocessing.current_process().pid))
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    torch.set_num_threads(1)
+    try:
+        function, args = pickle.loads(call)
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(f"{folder}/store", size),
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        torch.manual_seed(0)
+        answer = pickle.dumps((None, function(*args)))
+    except BaseException:
+        answer = pickle.dumps((traceback.format_exc(), None))
+    end.send_bytes(answer)
+    # The process group is not destroyed: in a fork gloo's threads may wait for ever then.
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.stack"
+
+
+def _stack_of(folder: Path, rank: int) -> str:
+    """Ask a rank where it is."""
+    try:
+        os.kill(int((folder / f"{rank}.pid").read_text()), signal.SIGUSR1)
+        time.sleep(0.2)
+        return _stack_file(folder, rank).read_text()
+    except (OSError, ValueError):
+        return "nowhere: it is gone"
