@@ -9,8 +9,8 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from .casting.torch_compile import never_trace
 from .debug import overflow_report, summary
 from .debug.logs import logs
 from .debug.trace import tracer
+from .levels import Resolved
 from .scaling import loss_scaler
 from .session import initialize_at, session
 from .step.scaled_loss import ScaledLoss
@@ -38,6 +39,9 @@ from .user_functions import (
     register_library_function,
     register_promote_function,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
 
 __all__ = [
     "bfloat16_function",
@@ -90,6 +94,7 @@ def initialize(
     hysteresis: int | None = None,
     rules: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     fused_step: bool = False,
+    process_group: ProcessGroup | None = None,
     tensorboard: Any = None,
     wandb: Any = None,
     logger: logging.Logger | str | bool | None = None,
@@ -128,6 +133,9 @@ def initialize(
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.
+        process_group: of the ranks that skip a step together. Found by itself for FSDP, tensor
+            parallel and ZeRO; not needed where `DistributedDataParallel` averages the gradients; to
+            be given where parts of one model are on several ranks (a pipeline).
         tensorboard: a folder or a ``SummaryWriter``: loss scales, skipped steps, and the parameters
             that overflowed are written there, until `deactivate` or the end of the process.
         wandb: True for the run of ``wandb.init``, or a run: the same for Weights & Biases.
@@ -154,10 +162,9 @@ def initialize(
     if not arguments.enabled_of(enabled):
         session.disable(optimizers)
         return result
-    given = rules_file.rules_of(rules, levels.OPT_LEVELS)
-    resolved = levels.resolve_forced(
+    given, resolved = _resolved(
+        rules,
         opt_level,
-        given.opt_level,
         cast_model_type=cast_model_type,
         patch_torch_functions=patch_torch_functions,
         keep_batchnorm_fp32=keep_batchnorm_fp32,
@@ -165,38 +172,42 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
     )
-    attach = _observing(models, trace_overflow, tensorboard=tensorboard, wandb=wandb, logger=logger)
-    initialize_at(
-        resolved,
-        models,
-        optimizers,
-        rules=given,
-        num_losses=num_losses,
-        verbosity=verbosity,
-        fused_step=fused_step,
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        hysteresis=hysteresis,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
-    )
-    attach()
+    with _observing(models, trace_overflow, tensorboard=tensorboard, wandb=wandb, logger=logger):
+        initialize_at(
+            resolved,
+            models,
+            optimizers,
+            rules=given,
+            num_losses=num_losses,
+            verbosity=verbosity,
+            fused_step=fused_step,
+            process_group=process_group,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+        )
     return result
 
 
-def _observing(models: Any, trace_overflow: Any, **loggers: Any) -> Callable[[], None]:
-    """Return what attaches loggers and the tracer, all checked, when the models are initialized."""
+def _resolved(rules: Any, opt_level: Any, **options: Any) -> tuple[rules_file.Rules, Resolved]:
+    """Return the rules that the user gave, and the level that they, or the call, name."""
+    given = rules_file.rules_of(rules, levels.OPT_LEVELS)
+    return given, levels.resolve_forced(opt_level, given.opt_level, **options)
+
+
+@contextlib.contextmanager
+def _observing(models: Any, trace_overflow: Any, **loggers: Any) -> Iterator[None]:
+    """Check loggers and the tracer, and attach them when the models have been initialized."""
     traces = arguments.trace_overflow_of(trace_overflow)
     sinks = logs.prepare(**loggers)
-
-    def attach() -> None:
-        logs.attach(sinks)
-        if traces:
-            tracer.start(arguments.models_of(models, allow_half=True))
-
-    return attach
+    yield
+    logs.attach(sinks)
+    if traces:
+        tracer.start(arguments.models_of(models, allow_half=True))
 
 
 def deactivate() -> None:

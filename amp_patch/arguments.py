@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
 
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
 
@@ -133,6 +137,23 @@ def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:
             f"call {call}."
         )
     return list(dict.fromkeys(given))
+
+
+def process_group_of(process_group: Any) -> ProcessGroup | None:
+    """Return ``process_group`` of `initialize`.
+
+    Raises:
+        TypeError: neither a process group nor None.
+    """
+    kind = getattr(torch.distributed, "ProcessGroup", None)
+    if process_group is None or (kind is not None and isinstance(process_group, kind)):
+        given: ProcessGroup | None = process_group
+        return given
+    raise TypeError(
+        "process_group must be a torch.distributed.ProcessGroup that this process is in, or None; "
+        f"got {type(process_group).__name__}; call amp.initialize(..., "
+        "process_group=torch.distributed.group.WORLD)."
+    )
 
 
 def loss_of(loss: Any) -> torch.Tensor:

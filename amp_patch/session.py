@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from .casting.patched_functions import PatchedFunctions, expand
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
+from .distributed.engines import groups_given
 from .levels import OptLevel, Resolved, is_forced, print_level
 from .mistakes.guard import Guard
 from .optimizers.half_eps import warn_of_eps
@@ -50,6 +51,9 @@ from .weights import module_rules as rules_of_modules
 from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, PreparedModels
 from .weights.rollback import Snapshot
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
 
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
 
@@ -118,6 +122,7 @@ class Session:
         rules: Mapping[str, str],
         precisions: Sequence[Mapping[str, str]],
         fused_step: bool,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         """Set models and optimizers up at ``level``; on an error everything is as before.
 
@@ -128,6 +133,7 @@ class Session:
             rules: dotted path -> rule of a function, at levels that cast functions.
             precisions: for each model, path of a module -> "float" or "half".
             fused_step: at levels with masters only.
+            process_group: of the ranks that step together; None: found by itself.
         """
         arguments.refuse_twice(optimizers, self.optimizers.steps)
         if level.cast_model_type in HALVES:
@@ -143,7 +149,14 @@ class Session:
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, precisions, on_error)
             self.optimizers.set_up(
-                optimizers, level, self.store, scale_rule, num_losses, fused_step, on_error
+                optimizers,
+                level,
+                self.store,
+                scale_rule,
+                num_losses,
+                fused_step,
+                functools.partial(groups_given, process_group, models),
+                on_error,
             )
             self.store.end_conversion()
             self.functions.follow_models(self._casting_dtypes())
@@ -433,6 +446,7 @@ def initialize_at(
     rules: Rules | None = None,
     lists: Mapping[str, str] | None = None,
     fused_step: bool = False,
+    process_group: ProcessGroup | None = None,
     allow_half: bool = False,
     **scale_options: Any,
 ) -> None:
@@ -440,7 +454,8 @@ def initialize_at(
 
     Args:
         resolved: the level, and what is to be said of it.
-        models, optimizers, num_losses, verbosity, fused_step: as `amp.initialize` takes them.
+        models, optimizers, num_losses, verbosity, fused_step, process_group: as `amp.initialize`
+            takes them.
         rules: of functions and modules.
         lists: dotted path -> rule of a function, below these, at levels that cast functions.
         allow_half: take models with half parameters, too.
@@ -470,6 +485,7 @@ def initialize_at(
         {**(lists or {}), **functions} if level.casts_functions else {},
         precisions,
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
+        arguments.process_group_of(process_group),
     )
     session.verbosity = verbosity
     if says_all and int(verbosity) > 0:

@@ -37,7 +37,7 @@ FLOORS = (
     {"step"},
     {"optimizers", "scaling", "half_model"},
     {"weights"},
-    {"casting"},
+    {"casting", "distributed"},
     {"kernels"},
     {"levels", "arguments", "call_site", "patching", "rules_file", "__init__"},
     {"warn_once"},

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.distributed.agreement import agree
+from amp_patch.distributed.groups import without_repetition
 
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
@@ -126,9 +128,29 @@ class BackwardPass:
         found = [Found(*one.receive(pairs, self._scale)) for one, pairs in self._received]
         for one, _ in self._received:
             one.gradients.put_unwritten_back()
+        self._agree(found)
         skips = [one.skip for one in self._optimizers]
         self._pending = PendingCheck(self._scaling, found, skips)
         self._pending.register()
+
+    def _agree(self, found: Sequence[Found]) -> None:
+        """Let all ranks that make this step together find the same.
+
+        Raises:
+            RuntimeError: they do not hold the same scale.
+        """
+        groups = [group for one in self._optimizers for group in one.groups]
+        if not groups or not self._scaling.is_on:
+            return
+        flag = agree(
+            [flag for check, _ in found for flag in check.found_inf],
+            without_repetition(groups),
+            self._optimizers[0].pairs().model[0].device,
+            self._scale,
+            self._optimizers[0].skip.count.steps,
+        )
+        for check, _ in found:
+            check.found_inf[:] = [flag]
 
     def update(self) -> None:
         """Move the scale by what was found, unless the step has done it.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +29,9 @@ from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .skip import Skip, must_be_told, step_by_flag
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
+
 
 class OptimizerStep:
     """One optimizer as `amp.initialize` left it.
@@ -40,6 +43,7 @@ class OptimizerStep:
         announce: gets the message of each skipped step.
         observers: told of each step.
         fused: step by `FusedStep`; with a store only.
+        groups: of the ranks that step together; None: they follow from the parameters.
 
     Attributes:
         scalers: as given.
@@ -59,6 +63,7 @@ class OptimizerStep:
         announce: Callable[[str], None],
         observers: Observers,
         fused: bool = False,
+        groups: Sequence[ProcessGroup] | None = None,
     ) -> None:
         self._observers = observers
         self._optimizer = weakref.ref(optimizer)
@@ -70,7 +75,7 @@ class OptimizerStep:
         if self._fused is not None and self.masters is not None:
             self._fused.param_of = self.masters.param_of
         self.skip = Skip(announce)
-        self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip)
+        self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip, groups)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -21,6 +21,9 @@ from amp_patch.weights.fp32_values import FP32Values
 
 from .observers import Observers
 from .optimizer_step import OptimizerStep
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
 
 
 class PreparedOptimizers:
@@ -52,6 +55,7 @@ class PreparedOptimizers:
         scale_rule: ScaleRule,
         num_losses: int,
         fused_step: bool,
+        groups: Callable[[Optimizer], Sequence[ProcessGroup] | None],
         on_error: contextlib.ExitStack,
     ) -> None:
         """Patch the steps of the optimizers of one call, which share its loss scalers.
@@ -63,6 +67,7 @@ class PreparedOptimizers:
             scale_rule: of each of the call's losses.
             num_losses: how many there are.
             fused_step: whether the optimizers step by `FusedStep`, which needs masters.
+            groups: of the ranks that step together with an optimizer, see `OptimizerStep`.
             on_error: gets what undoes it.
         """
         on_error.callback(self._set_scalers, list(self._scalers))
@@ -70,7 +75,13 @@ class PreparedOptimizers:
         for optimizer in optimizers:
             masters_from = store if level.master_weights else None
             step = OptimizerStep(
-                optimizer, masters_from, scaler_ids, self._announce, self._observers, fused_step
+                optimizer,
+                masters_from,
+                scaler_ids,
+                self._announce,
+                self._observers,
+                fused_step,
+                groups(optimizer),
             )
             if scale_rule.dynamic or scale_rule.init_scale != 1.0:
                 step.was_scaled = self._was_scaled

@@ -1,4 +1,4 @@
-"""Ranks of the tests: what they return, and that a failure of one is told and leaves none behind."""
+"""Ranks of the tests: what they return; a failure of one is told of, and leaves none behind."""
 
 import multiprocessing
 import os

@@ -1,0 +1,88 @@
+"""One decision for all ranks that make a step together; knows flags and numbers, no optimizer.
+
+With a scale of its own, or with a step that it alone skips, a rank would train another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
+
+#: On a device that works behind the host, the numbers of the ranks are compared once in so many
+#: steps, for to read them the host waits.
+COMPARED_EVERY = 100
+
+
+def agree(
+    found_inf: Sequence[Tensor],
+    groups: Sequence[ProcessGroup],
+    device: torch.device,
+    scale: float | Tensor,
+    steps: int,
+) -> Tensor:
+    """Return one flag that is the same on every rank of the groups.
+
+    By one small collective for each group, all of whose ranks must come here. It carries what the
+    ranks must have in common as well, the loss scale and the number of steps.
+
+    Args:
+        found_inf: float32, one element each, not 0 where this rank found inf or NaN; may be empty.
+        groups: as `groups_of` returns them.
+        device: where the flag is made.
+        scale: what this rank has multiplied its loss by.
+        steps: how many steps this rank has made.
+
+    Returns:
+        float32, shape (1,), on ``device``: 1 where any rank found inf or NaN, else 0.
+
+    Raises:
+        RuntimeError: the ranks hold different scales, or have made different numbers of steps; on
+            every rank.
+    """
+    flags = [flag.reshape(()).to(device, non_blocking=True) for flag in found_inf]
+    flags = flags or [torch.zeros((), device=device)]
+    own = torch.as_tensor(scale, dtype=torch.float32).to(device, non_blocking=True).reshape(())
+    count = torch.full((), float(steps % _EXACT), device=device)
+    # The largest of the negatives is the smallest number: equal are they if both are the same.
+    numbers = torch.stack([torch.stack(flags).amax(), own, -own, count, -count])
+    for group in groups:
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)
+    if device.type == "cpu" or steps % COMPARED_EVERY == 0:
+        _, most, least, last, first = numbers.tolist()
+        if most != -least or last != -first:
+            _refuse(groups, float(own), steps)
+    # torch's fused optimizers skip where the flag is exactly 1.
+    return (numbers[:1] != 0).to(torch.float32)
+
+
+#: Whole numbers below are exact in float32.
+_EXACT = 1 << 24
+
+
+def _refuse(groups: Sequence[ProcessGroup], scale: float, steps: int) -> None:
+    """Raise, with what each rank holds.
+
+    Raises:
+        RuntimeError: always.
+    """
+    known: dict[int, tuple[float, int]] = {torch.distributed.get_rank(): (scale, steps)}
+    for group in groups:
+        gathered: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(gathered, known, group)
+        known = {rank: held for one in gathered for rank, held in one.items()}
+    rows = ", ".join(
+        f"{scale} after {steps} steps on rank {rank}"
+        for rank, (scale, steps) in sorted(known.items())
+    )
+    raise RuntimeError(
+        "ranks that make a step together must hold the same loss scale, after the same number of "
+        f"steps; got {rows}. Call amp.load_state_dict() with the same checkpoint on every rank, "
+        "and optimizer.step() equally often."
+    )

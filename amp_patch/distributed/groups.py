@@ -1,0 +1,61 @@
+"""Which process groups form the ranks that make one step together; knows no flag and no scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+from torch import Tensor
+
+from .shards import is_spread
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
+
+
+def is_on() -> bool:
+    """Return whether this process is one of several that know each other."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def groups_of(params: Iterable[Tensor]) -> list[ProcessGroup]:
+    """Return the groups over which some parameters are spread, each once, in the same order on
+    every rank.
+
+    A DTensor lies on a mesh of ranks (FSDP2, tensor parallel, both): the groups of all dimensions
+    of the mesh, or the one of all ranks where the mesh has them all. Other parameters have none:
+    `DistributedDataParallel` averages their gradients, so that all ranks find the same in them.
+
+    Args:
+        params: what an optimizer steps; the same on every rank, in the same order.
+    """
+    if not is_on():
+        return []
+    meshes: list[Any] = []
+    for param in params:
+        if is_spread(param):
+            mesh = param.device_mesh  # type: ignore[attr-defined]  # it is a DTensor
+            if not any(mesh is known or mesh == known for known in meshes):
+                meshes.append(mesh)
+    return without_repetition(group for mesh in meshes for group in _groups_of_mesh(mesh))
+
+
+def without_repetition(groups: Iterable[ProcessGroup]) -> list[ProcessGroup]:
+    """Return each group once; of one rank alone none, and only that of all ranks if it is there."""
+    found: dict[str, ProcessGroup] = {}
+    for group in groups:
+        if group.size() == torch.distributed.get_world_size():
+            return [group] if group.size() > 1 else []
+        if group.size() > 1:
+            found.setdefault(group.group_name, group)
+    return list(found.values())
+
+
+def _groups_of_mesh(mesh: Any) -> Sequence[ProcessGroup]:
+    if mesh.size() == torch.distributed.get_world_size():
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        return [world]
+    return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]

@@ -1,0 +1,89 @@
+"""Tensors that are spread over ranks (DTensor), and the part of one that this rank holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    kind = _dtensor()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def any_spread(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one of the tensors is a DTensor."""
+    kind = _dtensor()
+    return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
+
+
+def local(tensor: Any) -> Any:
+    """Return the very tensor that this rank holds of a DTensor; any other stands for itself.
+
+    No copy, and outside of autograd: what is written to it is written to the DTensor.
+    """
+    return tensor._local_tensor if is_spread(tensor) else tensor
+
+
+def spread_as(model: Any, part: Tensor) -> Tensor:
+    """Return a tensor of which this rank holds ``part``, spread as ``model`` is.
+
+    Args:
+        model: a DTensor; for any other tensor ``part`` itself is returned.
+        part: of the shape of ``local(model)``, of any dtype. Not copied.
+    """
+    if not is_spread(model):
+        return part
+    from_local: Any = type(model).from_local
+    spread: Tensor = from_local(
+        part,
+        model.device_mesh,
+        model.placements,
+        run_check=False,
+        shape=model.shape,
+        stride=model.stride(),
+    )
+    # The part itself is kept, not the view that autograd makes of it.
+    set_part(spread, part)
+    return spread
+
+
+def set_part(tensor: Any, part: Tensor) -> None:
+    """Let this rank hold another tensor of the same shape for a DTensor."""
+    tensor._local_tensor = part
+
+
+def set_data(param: Any, value: Any) -> None:
+    """Let a parameter hold other numbers, ``param.data = value``, also where both are DTensors.
+
+    Args:
+        param: stays the object that it is, with its weak references.
+        value: of the same shape, in any dtype.
+    """
+    param.data = value
+    if is_spread(param):
+        # torch sets the outer tensor alone.
+        param._local_tensor, param._spec = local(value), value._spec
+
+
+def _dtensor() -> type | None:
+    """Return the class; None where nobody has imported it, so that no tensor is of it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    found: type | None = getattr(module, "DTensor", None)
+    return found
+
+
+def place(tensor: Tensor) -> int:
+    """Return the address of what this rank holds of a tensor."""
+    part: Tensor = local(tensor)
+    return part.data_ptr()
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return whether this rank holds equal numbers of two tensors."""
+    return torch.equal(local(one), local(other))
