@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
+from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors
 from amp_patch.kernels.reusable import Reusable
 
@@ -39,14 +40,17 @@ class GradientBuffers:
     def __init__(self, pairs: ParamPairs) -> None:
         self._pairs = pairs
         self.params = Params(pairs.model)
+        self._is_spread = any_spread(pairs.model)
+        # What is unscaled is what this rank holds.
+        self._parts = ParamPairs(*(self._local(column) for column in pairs))
         self._devices = _devices(pairs)
         self.is_in_place = same(*pairs)
         self._has_master = list(map(operator.is_not, *pairs))
         self._checker: kernels.Checker | None = None
-        self._unscale = kernels.Unscale(*pairs)
+        self._unscale = kernels.Unscale(*self._parts)
         small = [
             master if param is not master and small_tensors.is_small(master) else None
-            for param, master in zip(*pairs, strict=True)
+            for param, master in zip(*self._parts, strict=True)
         ]
         self._pools, self._buffers = small_tensors.allocate(small)
         self._reusable = Reusable([buffer for buffer in self._buffers if buffer is not None])
@@ -63,9 +67,9 @@ class GradientBuffers:
         The optimizer's fused step unscales the others when it reads them.
         """
         if self._checker is None:
-            self._checker = kernels.Check(*self._pairs)
+            self._checker = kernels.Check(*self._parts)
         in_place = [not has for has in self._has_master]
-        return self._checker.look(grads, self._pairs.master, in_place, scale)
+        return self._checker.look(self._local(grads), self._parts.master, in_place, scale)
 
     def rows_of_masters(self) -> list[int]:
         """Return which rows belong to masters."""
@@ -85,11 +89,33 @@ class GradientBuffers:
             return grads
         return [
             grad if small_tensors.is_small(master) else TensorWeakRef(grad)
-            for grad, master in zip(grads, self._pairs.master, strict=True)
+            for grad, master in zip(grads, self._parts.master, strict=True)
+        ]
+
+    def _local(self, column: list[Tensor]) -> list[Tensor]:
+        return list(map(local, column)) if self._is_spread else column
+
+    def spread(self, grads: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+        """Return the gradients whose numbers on this rank are ``parts``.
+
+        Args:
+            grads: as a backward left them.
+            parts: where `unscale` put their numbers; themselves where nothing is spread.
+        """
+        if not self._is_spread:
+            return parts
+        return [
+            grad if local(grad) is part else spread_as(master, part)
+            for grad, part, master in zip(grads, parts, self._pairs.master, strict=True)
         ]
 
     def unscale(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
-        """Unscale and check gradients; ``grads`` of the result are where they went."""
+        """Unscale and check gradients.
+
+        Returns:
+            What was found, with ``grads`` where the numbers that this rank holds of them went.
+        """
+        grads = self._local(grads)
         if self.is_in_place:
             return self._unscale.run(grads, grads, scale)
         if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
@@ -103,7 +129,7 @@ class GradientBuffers:
     def _targets(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
         return [
             buffer if buffer is not None else grad if param is master else _new_target(grad, master)
-            for grad, param, master, buffer in zip(grads, *self._pairs, buffers, strict=False)
+            for grad, param, master, buffer in zip(grads, *self._parts, buffers, strict=False)
         ]
 
 

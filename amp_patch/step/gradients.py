@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
+from amp_patch.distributed.shards import local
 from amp_patch.kernels import GradCheck
 from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import HalfGradients
@@ -190,7 +191,8 @@ class Gradients:
         if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
             check = buffers.unscale(grads, scale)
             if self._aside or not buffers.is_in_place:
-                check.found_inf += self._add_earlier(pairs, check.grads)
+                unscaled = buffers.spread(grads, check.grads)
+                check.found_inf += self._add_earlier(pairs, unscaled)
             return check
         checked = buffers.check(grads, scale)
         check = buffers.unscale(grads, scale) if checked is None else checked
@@ -232,10 +234,10 @@ class Gradients:
             earlier = aside.get(id(param)) if param is master else master.grad
             if earlier is None:
                 master.grad = target
-            elif earlier.is_sparse or target.is_sparse:
+            elif earlier.is_sparse or target.is_sparse:  # no DTensor is
                 master.grad = _sum(earlier, target)
             else:
-                sums.append((earlier, target))
+                sums.append((local(earlier), local(target)))
                 master.grad = earlier
         # Two finite numbers of other dtypes do not add up to inf in any training.
         halves = [earlier for earlier, _ in sums if earlier.dtype is torch.float16]

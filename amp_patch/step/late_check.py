@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from amp_patch.distributed.shards import local
 from amp_patch.kernels import Flags, GradCheck
 
 from .param_pairs import Params
@@ -55,7 +56,7 @@ class LateCheck(GradCheck):
         """See `GradCheck.nonfinite`; empty where nobody can tell any more. Waits for the device."""
         if self._kept is not None:
             return self._kept.nonfinite()
-        return GradCheck(self.gradients() or [], []).nonfinite()
+        return GradCheck(list(map(local, self.gradients() or [])), []).nonfinite()
 
     def gradients(self) -> list[Tensor] | None:
         """Return the gradients of that pass, half and scaled ones maybe; None if they are gone."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.distributed.shards import local
 
 
 class ScaledGradients:
@@ -40,7 +41,7 @@ class ScaledGradients:
         """Multiply them so that a backward of a loss times ``scale`` may add to them."""
         old = self.scale
         if old is not None and not _are_equal(scale, old):
-            grads = [kernels.values(p.grad) for p in params if p.grad is not None]
+            grads = [kernels.values(local(p.grad)) for p in params if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, scale / old)
             self.scale = scale

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.shards import place, same_numbers
 
 
 class _Value:
@@ -153,7 +154,7 @@ class FP32Values:
             return param.detach().float()
         value: Tensor = entry.value.detach().to(param.device)
         rounded = value.to(param.dtype)
-        if entry.wins(param) or torch.equal(rounded, param):
+        if entry.wins(param) or same_numbers(rounded, param):
             return value
         return torch.where(rounded == param, value, param.float())
 
@@ -199,4 +200,4 @@ class FP32Values:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
+    return place(one) == place(other)

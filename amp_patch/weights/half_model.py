@@ -20,6 +20,7 @@ from amp_patch.casting.mode import HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out
+from amp_patch.distributed.shards import set_data
 from amp_patch.warn_once import warn_once
 
 
@@ -184,7 +185,7 @@ def convert(
                 original = param.data
                 original.grad, param.grad = param.grad, None
                 originals[param] = original
-                param.data = original.to(dtype)
+                set_data(param, original.to(dtype))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype is torch.float32:
                 module._buffers[name] = buffer.to(dtype)
@@ -199,7 +200,7 @@ def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tens
         for param in module._parameters.values():
             if param is not None and param.dtype is dtype:
                 grad, param.grad = param.grad, None
-                param.data = exact(param)
+                set_data(param, exact(param))
                 param.grad = None if grad is None else grad.float()
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.dtype is dtype:

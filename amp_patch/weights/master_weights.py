@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.shards import is_spread, local, set_data
 from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values
@@ -45,11 +46,12 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions: list[int] = []
         self._exposed: list[int] | None = None
+        self._are_spread = False
         self._params_by_master: dict[int, Tensor] = {}
         self._forget_places()
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
-        small_tensors.move_together(self._params)
+        small_tensors.move_together([param for param in self._params if not is_spread(param)])
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
@@ -100,6 +102,7 @@ class MasterWeights:
         # Optimizers look at attributes that users set on parameters.
         vars(master).update(vars(param))
         self._params.append(param)
+        self._are_spread |= is_spread(param)
         self._masters.append(master)
         self._versions.append(0)
         self._params_by_master[id(master)] = param
@@ -182,7 +185,7 @@ class MasterWeights:
         optimizer = self._optimizer()
         for param, master in zip(self._params, self._masters, strict=True):
             param.grad = None
-            param.data = master.data
+            set_data(param, master.data)
             param.grad = master.grad
             self._values.forget_versions(param, self._versions)
             if optimizer is not None and master in optimizer.state:
@@ -206,13 +209,19 @@ class MasterWeights:
         ``model.to(device)``, ``p.data = t`` and new parameter groups do that; so does a load,
         after which what the parameters held before tells nothing.
         """
-        places = [self._values.loads, *map(Tensor.data_ptr, self._params)]
+        params = self._local(self._params)
+        places = [self._values.loads, *map(Tensor.data_ptr, params)]
         if places != self._places:
             self._follow_devices()
             self._places = places
-            self._cast = kernels.Cast(self._masters, self._params)
-            self._comparison = kernels.Comparison(self._masters, self._params)
+            masters = self._local(self._masters)
+            self._cast = kernels.Cast(masters, params)
+            self._comparison = kernels.Comparison(masters, params)
         return self._comparison
+
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return what this rank holds of parameters or masters."""
+        return list(map(local, tensors)) if self._are_spread else tensors
 
     def _note_equal(self) -> None:
         self._versions[:] = map(_VERSION, self._masters)
@@ -224,7 +233,7 @@ class MasterWeights:
             if master.device == param.device or optimizer is None:
                 continue
             grad, master.grad = master.grad, None
-            master.data = master.data.to(param.device)
+            set_data(master, master.data.to(param.device))
             master.grad = None if grad is None else grad.to(param.device)
             state = optimizer.state.get(master, {})
             for key, value in state.items():

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_patch.distributed.shards import set_data
+
 
 class Snapshot:
     """The tensors of models and optimizers at one moment.
@@ -40,7 +42,7 @@ class Snapshot:
         """Put the very tensors back."""
         for param, data, grad in self._params:
             param.grad = None  # it must go before a parameter may change its dtype
-            param.data = data
+            set_data(param, data)
             param.grad = grad
         for buffers, before in self._buffers:
             buffers.update(before)

@@ -1,0 +1,211 @@
+"""A small training that is the same on one process and on several ranks, by torch's engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_patch import amp
+
+#: Of all ranks together.
+BATCH = 12
+#: Scales that grow soon, so that a rank which counts otherwise is seen.
+SCALES = {"loss_scale": "dynamic", "growth_interval": 3, "max_loss_scale": 2.0**14}
+
+
+class Trained(NamedTuple):
+    """What a training left.
+
+    Attributes:
+        params: name -> the whole fp32 value of the parameter.
+        losses: of each step, averaged over the ranks.
+        scales: after each step.
+        skipped: for each step whether this rank skipped it.
+        state: the optimizer's, as numbers: those that this rank holds.
+    """
+
+    params: dict[str, Tensor]
+    losses: list[float]
+    scales: list[float]
+    skipped: list[bool]
+    state: list[Tensor]
+
+
+class Engine(NamedTuple):
+    """One way to train on several ranks.
+
+    Attributes:
+        before: called with the model, and what it returns is given to `amp.initialize`.
+        optimizer: of the model's parameters.
+        after: called with the model that `amp.initialize` returned.
+    """
+
+    before: Callable[[nn.Module], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    after: Callable[[nn.Module], nn.Module]
+
+
+def _same(model: nn.Module) -> nn.Module:
+    return model
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps do not hang on the sign of tiny gradients."""
+    return torch.optim.AdamW(params, lr=0.02, eps=1e-3)
+
+
+def zero_adamw(params: Any) -> torch.optim.Optimizer:
+    """Return the same, of which each rank keeps the state of its share of the parameters."""
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.02, eps=1e-3)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard each layer, and what is left, by FSDP2."""
+    for layer in model.children():
+        if list(layer.parameters()):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+ENGINES = {
+    "none": Engine(_same, adamw, _same),
+    "ddp": Engine(_same, adamw, DistributedDataParallel),
+    "fsdp2": Engine(sharded, adamw, _same),
+    "fsdp1": Engine(
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
+    ),
+    "zero": Engine(_same, zero_adamw, DistributedDataParallel),
+}
+
+
+def make_model() -> nn.Module:
+    """Return a model whose parameters do not divide evenly, the same at each call."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def rows(step: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets that a rank has of a step's batch."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, 7, generator=generator)
+    return inputs[rank::size], torch.stack([inputs.sum(1), inputs.prod(1), inputs[:, 0]], 1)[
+        rank::size
+    ]
+
+
+def train(
+    engine: str,
+    level: str,
+    steps: int,
+    plants: Mapping[int, int] | None = None,
+    max_norm: float | None = None,
+    **options: Any,
+) -> Trained:
+    """Train by an engine; "none" trains this process alone on the batches of all ranks.
+
+    Args:
+        engine: a key of `ENGINES`.
+        level: "O1" ...
+        steps: how many.
+        plants: step -> the rank that has an inf in what it holds of a gradient.
+        max_norm: gradients are clipped to it.
+        options: of `amp.initialize`.
+    """
+    chosen = ENGINES[engine]
+    is_alone = engine == "none"
+    rank = 0 if is_alone else distributed.get_rank()
+    size = 1 if is_alone else distributed.get_world_size()
+    model = chosen.before(make_model())
+    optimizer = chosen.optimizer(model.parameters())
+    scales = SCALES if level in ("O1", "O2", "O3") else {}
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, **{**scales, **options}
+    )
+    model = chosen.after(model)
+    losses, held, skipped = [], [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = rows(step, rank, size)
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            planted = (plants or {}).get(step)
+            is_here = planted is not None and (is_alone or planted % size == rank)
+            if is_here and averages_all(engine):
+                scaled_loss = scaled_loss * float("inf")
+            scaled_loss.backward()
+            if is_here and not averages_all(engine):
+                plant(model)
+        if max_norm is not None:
+            amp.clip_grad_norm_(optimizer, max_norm)
+        optimizer.step()
+        losses.append(_mean(loss.detach(), size))
+        held.append(amp.loss_scale())
+        skipped.append(amp.step_was_skipped(optimizer))
+    params = whole_params(model)
+    state = [
+        getattr(value, "_local_tensor", value).clone()
+        for one in optimizer.state.values()
+        for value in one.values()
+    ]
+    amp.deactivate()
+    return Trained(params, losses, held, skipped, state)
+
+
+def averages_all(engine: str) -> bool:
+    """Return whether each rank gets all gradients, and so the inf of any rank's loss."""
+    return engine in ("ddp", "zero")
+
+
+def plant(model: nn.Module) -> None:
+    """Write an inf to a gradient that this rank holds a part of."""
+    for param in model.parameters():
+        grad = param.grad
+        grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+        if grad is not None and grad.numel():
+            grad.view(-1)[0] = float("inf")
+            return
+    raise AssertionError("this rank holds no gradient")
+
+
+def whole_params(model: nn.Module) -> dict[str, Tensor]:
+    """Return the fp32 values of all parameters, gathered from all ranks where they are spread."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): param.detach().float().clone()
+                for name, param in model.named_parameters()
+            }
+    state = model.state_dict()
+    return {name.removeprefix("module."): _whole(value) for name, value in state.items()}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().float().clone()
+
+
+def _mean(loss: Tensor, size: int) -> float:
+    if size > 1:
+        loss = loss.clone()
+        distributed.all_reduce(loss)
+    return loss.item() / size
+
+
+def train_and_compare(
+    engine: str, level: str, steps: int, plants: Mapping[int, int], **options: Any
+) -> tuple[Trained, Trained]:
+    """Return what an engine trained on this rank, and what this process trains alone."""
+    return train(engine, level, steps, plants, **options), train(
+        "none", level, steps, plants, **options
+    )
+
+
+def differences(one: Trained, other: Trained) -> Sequence[float]:
+    """Return the largest difference of each parameter."""
+    return [(one.params[name] - other.params[name]).abs().max().item() for name in other.params]
