@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, kernels, levels, rules_file
+from . import arguments, levels, rules_file
 from . import debug as debug
 from .call_site import errors_at_the_call, returned
 from .casting import regions
@@ -24,6 +24,8 @@ from .casting.torch_compile import never_trace
 from .debug import overflow_report, summary
 from .debug.logs import logs
 from .debug.trace import tracer
+from .distributed.groups import StepRanks
+from .distributed.norms import clip_by_norm
 from .levels import Resolved
 from .scaling import loss_scaler
 from .session import initialize_at, session
@@ -280,8 +282,9 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
     """Clip the unscaled gradients of an optimizer to a total norm, in place.
 
-    Between `scale_loss` and the step. After an overflow the gradients are not finite, and the
-    step is skipped.
+    Between `scale_loss` and the step. After an overflow the gradients are not finite, and the step
+    is skipped. Where gradients are spread over ranks (FSDP, tensor parallel, ZeRO) the norm is that
+    of all of them, and every rank must call this.
 
     Args:
         optimizer: as `initialize` returned it, or any other.
@@ -299,15 +302,16 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
     arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()")
     optimizer = session.optimizers.originals_of(optimizer)
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
-    step = session.optimizers.steps.get(optimizer)
+    step, ranks = session.optimizers.steps.get(optimizer), StepRanks()
     if step is not None:
+        ranks = step.backward.ranks
         step.backward.refuse_scaled("amp.clip_grad_norm_()")
         total = step.backward.clip_waiting(max_norm, norm_type)
         if total is not None:
             session.observers.clipped(optimizer, total)
             return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
-    total = kernels.clip_by_norm(grads, max_norm, norm_type)
+    total = clip_by_norm(grads, max_norm, norm_type, ranks)
     session.observers.clipped(optimizer, total)
     return total
 

@@ -31,7 +31,7 @@ from .casting.patched_functions import PatchedFunctions, expand
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
-from .distributed.engines import groups_given
+from .distributed.engines import local_optimizer, ranks_given
 from .levels import OptLevel, Resolved, is_forced, print_level
 from .mistakes.guard import Guard
 from .optimizers.half_eps import warn_of_eps
@@ -135,7 +135,8 @@ class Session:
             fused_step: at levels with masters only.
             process_group: of the ranks that step together; None: found by itself.
         """
-        arguments.refuse_twice(optimizers, self.optimizers.steps)
+        stepping = [local_optimizer(o) if level.master_weights else o for o in optimizers]
+        arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
         self.guard.look_at(models, optimizers)
@@ -144,7 +145,7 @@ class Session:
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
-            on_error.callback(Snapshot(models, optimizers).restore)
+            on_error.callback(Snapshot(models, stepping).restore)
             self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, precisions, on_error)
@@ -155,17 +156,17 @@ class Session:
                 scale_rule,
                 num_losses,
                 fused_step,
-                functools.partial(groups_given, process_group, models),
+                functools.partial(ranks_given, process_group, models),
                 on_error,
             )
             self.store.end_conversion()
             self.functions.follow_models(self._casting_dtypes())
-            for optimizer in optimizers:
+            for optimizer in stepping:
                 warn_of_eps(optimizer)
             on_error.pop_all()
         self.guard.follow(models, self._torch_patches)
         self.disabled = False
-        self.history.add(level.name, [self._prepared(one, level) for one in optimizers])
+        self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
             self.observers.prepared(models)
 

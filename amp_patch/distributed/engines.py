@@ -12,37 +12,74 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .groups import is_on, without_repetition
+from .groups import StepRanks, is_on, without_repetition
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
 
-def groups_given(
-    given: ProcessGroup | None, models: Iterable[nn.Module], optimizer: Optimizer
-) -> list[ProcessGroup] | None:
-    """Return the groups of an optimizer that do not follow from its parameters.
+def ranks_given(
+    given: ProcessGroup | None, models: Iterable[nn.Module], optimizer: Optimizer, steps_share: bool
+) -> StepRanks | None:
+    """Return the ranks of an optimizer that do not follow from its parameters.
 
     Args:
-        given: by the user.
+        given: the process group that the user gave.
         models: looked through for `FullyShardedDataParallel` (FSDP1), whose parameters are plain
             tensors of this rank's part.
         optimizer: maybe a `ZeroRedundancyOptimizer`.
+        steps_share: whether this rank handles the gradients of its own share alone.
 
     Returns:
         None where there is neither: then the parameters tell (`groups_of`).
     """
+    found: list[ProcessGroup] = []
+    if is_on():
+        found = [one.process_group for model in models for one in _fsdp1_modules(model)]
+        if steps_share:
+            found.append(optimizer.process_group)  # type: ignore[attr-defined]  # it is one
     if given is not None:
-        return without_repetition([given])
-    if not is_on():
-        return None
-    found = [module.process_group for model in models for module in _fsdp1_modules(model)]
-    return without_repetition(found) if found else None
+        return StepRanks(without_repetition([given]), bool(found))
+    return StepRanks(without_repetition(found), True) if found else None
+
+
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return what a `ZeroRedundancyOptimizer` steps this rank's share of the parameters by.
+
+    Any other optimizer stands for itself.
+
+    Raises:
+        TypeError: one with ``overlap_with_ddp``, which steps inside of the backward.
+    """
+    if not is_zero(optimizer):
+        return optimizer
+    zero: Any = optimizer
+    if zero._overlap_with_ddp:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer must step when optimizer.step() is called, after the "
+            "gradients were unscaled; got one with overlap_with_ddp=True, which steps inside of "
+            "backward(). Call ZeroRedundancyOptimizer(..., overlap_with_ddp=False)."
+        )
+    found: Optimizer = zero.optim
+    # zero broadcasts what its own lists hold: the half parameters, not the masters of them.
+    found.param_groups[:] = [
+        {**group, "params": list(group["params"])} for group in found.param_groups
+    ]
+    return found
+
+
+def is_zero(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is a `ZeroRedundancyOptimizer`."""
+    kind = _known("torch.distributed.optim", "ZeroRedundancyOptimizer")
+    return kind is not None and isinstance(optimizer, kind)
 
 
 def _fsdp1_modules(model: nn.Module) -> list[Any]:
     kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
-    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+    if kind is None:
+        return []
+    modules = [one for one in model.modules() if isinstance(one, kind)]
+    return [one for one in modules if one.sharding_strategy.name != "NO_SHARD"]
 
 
 def _known(module: str, name: str) -> Any:

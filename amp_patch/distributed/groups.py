@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed
 from torch import Tensor
@@ -12,6 +12,19 @@ from .shards import is_spread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
+
+
+class StepRanks(NamedTuple):
+    """The ranks that make the steps of one optimizer together.
+
+    Attributes:
+        groups: the process groups that they form.
+        have_parts: True where the plain tensors that one of them steps are its part of what all
+            step; else these are the same on all. (Of a DTensor the mesh tells.)
+    """
+
+    groups: Sequence[ProcessGroup] = ()
+    have_parts: bool = False
 
 
 def is_on() -> bool:

@@ -92,7 +92,7 @@ class Guard:
         """
         if self.copies:
             self.copies.look()
-        if optimizer not in self._optimizers.steps:
+        if self._optimizers.originals_of(optimizer) not in self._optimizers.steps:
             self.unprepared.refuse(optimizer, list(self._models.levels), self._optimizers)
             self._half_steps.refuse(optimizer, self._store, self._optimizers)
 

@@ -139,7 +139,7 @@ class BackwardPass:
         Raises:
             RuntimeError: they do not hold the same scale.
         """
-        groups = [group for one in self._optimizers for group in one.groups]
+        groups = [group for one in self._optimizers for group in one.ranks.groups]
         if not groups or not self._scaling.is_on:
             return
         flag = agree(

@@ -11,12 +11,11 @@ import threading
 import weakref
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.distributed.groups import groups_of
+from amp_patch.distributed.groups import StepRanks, groups_of
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.fused_step import FusedStep
@@ -30,9 +29,6 @@ from .gradients import Gradients
 from .param_pairs import ParamPairs, Params
 from .skip import Skip, skips_by_flag
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # not every build of torch has it
-
 
 class OptimizerBackward:
     """The gradients that one optimizer is to step with, and whether it may.
@@ -42,13 +38,12 @@ class OptimizerBackward:
         masters: of its half parameters; None where it steps the parameters themselves.
         fused: what steps in its place; None where it steps itself.
         skip: gets the checks whose result is pending.
-        groups: of the ranks that step together; None: they follow from the parameters.
+        ranks: that step together; None: they follow from the parameters.
 
     Attributes:
         masters, skip: as given.
-        groups: process groups over which an overflow must be made known before the step; empty
-            where this process steps alone, or all ranks have the same gradients. Right from a call
-            of `pairs` on.
+        ranks: those to whom an overflow must be made known before the step; none where this process
+            steps alone, or all have the same gradients. Right from a call of `pairs` on.
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
         passes: how many of these there were.
@@ -61,7 +56,7 @@ class OptimizerBackward:
         masters: MasterWeights | None,
         fused: FusedStep | None,
         skip: Skip,
-        groups: Sequence[ProcessGroup] | None = None,
+        ranks: StepRanks | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._fused = fused
@@ -74,8 +69,8 @@ class OptimizerBackward:
         self.was_cleared = False
         self._passes_stepped = 0
         self._pairs = ParamPairs([], [])
-        self._given_groups = groups
-        self.groups: Sequence[ProcessGroup] = groups or ()
+        self._ranks_follow = ranks is None
+        self.ranks = ranks or StepRanks()
         self._thread: int | None = None
 
     def pairs(self) -> ParamPairs:
@@ -92,8 +87,8 @@ class OptimizerBackward:
             masters = self.masters
             params = stepped if masters is None else [masters.param_of(p) for p in stepped]
             self._pairs = ParamPairs(params, stepped)
-            if self._given_groups is None:
-                self.groups = groups_of(params)
+            if self._ranks_follow:
+                self.ranks = StepRanks(groups_of(params))
         return self._pairs
 
     @property

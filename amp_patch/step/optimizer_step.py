@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.distributed.groups import StepRanks
+from amp_patch.distributed.zero import ZeroState
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
@@ -29,9 +31,6 @@ from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .skip import Skip, must_be_told, step_by_flag
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # not every build of torch has it
-
 
 class OptimizerStep:
     """One optimizer as `amp.initialize` left it.
@@ -43,7 +42,7 @@ class OptimizerStep:
         announce: gets the message of each skipped step.
         observers: told of each step.
         fused: step by `FusedStep`; with a store only.
-        groups: of the ranks that step together; None: they follow from the parameters.
+        ranks: that step together; None: they follow from the parameters.
 
     Attributes:
         scalers: as given.
@@ -63,11 +62,13 @@ class OptimizerStep:
         announce: Callable[[str], None],
         observers: Observers,
         fused: bool = False,
-        groups: Sequence[ProcessGroup] | None = None,
+        ranks: StepRanks | None = None,
     ) -> None:
         self._observers = observers
         self._optimizer = weakref.ref(optimizer)
         self._patches = Patches()
+        self._undo: list[Callable[[], None]] = []
+        self._has_own_groups = False
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         lazy = None if self._fused is None else self._fused.lazy
@@ -75,7 +76,7 @@ class OptimizerStep:
         if self._fused is not None and self.masters is not None:
             self._fused.param_of = self.masters.param_of
         self.skip = Skip(announce)
-        self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip, groups)
+        self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip, ranks)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published = True
@@ -101,6 +102,22 @@ class OptimizerStep:
         if self._hook is not None:
             self._hook.remove()
         self._patches.undo()
+        for undo in self._undo:
+            undo()
+
+    def follow_zero(self, zero: Optimizer, store: FP32Values) -> None:
+        """The optimizer is the local one of a `ZeroRedundancyOptimizer`, by which users step it.
+
+        Args:
+            zero: it; also has the parameters that other ranks step.
+            store: of fp32 values, which this rank keeps of its own share alone.
+        """
+        self._has_own_groups = True
+        if self.masters is not None:
+            state = ZeroState(zero, self.masters.param_of)
+            self._undo.append(state.remove)
+            params = {p for group in zero.param_groups for p in group["params"]}
+            store.forget(params.difference(self.backward.pairs().model))
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
@@ -290,6 +307,8 @@ class OptimizerStep:
         if self.masters is None or params is None or isinstance(params, set):
             original(param_group)
             return
+        if self._has_own_groups:
+            param_group = dict(param_group)
         given = [params] if isinstance(params, Tensor) else list(params)
         count = len(self.masters)
         param_group["params"] = self.masters.replace(given)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.engines import is_zero, local_optimizer
+from amp_patch.distributed.groups import StepRanks
 from amp_patch.levels import OptLevel
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -21,9 +23,6 @@ from amp_patch.weights.fp32_values import FP32Values
 
 from .observers import Observers
 from .optimizer_step import OptimizerStep
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # not every build of torch has it
 
 
 class PreparedOptimizers:
@@ -55,24 +54,26 @@ class PreparedOptimizers:
         scale_rule: ScaleRule,
         num_losses: int,
         fused_step: bool,
-        groups: Callable[[Optimizer], Sequence[ProcessGroup] | None],
+        ranks: Callable[[Optimizer, bool], StepRanks | None],
         on_error: contextlib.ExitStack,
     ) -> None:
         """Patch the steps of the optimizers of one call, which share its loss scalers.
 
         Args:
-            optimizers: none of them set up before.
+            optimizers: none of them set up before. Of a `ZeroRedundancyOptimizer` that is to step
+                masters it is the local optimizer that is set up.
             level: says whether they step masters, and whether the models were cast.
             store: where the masters' fp32 values come from.
             scale_rule: of each of the call's losses.
             num_losses: how many there are.
             fused_step: whether the optimizers step by `FusedStep`, which needs masters.
-            groups: of the ranks that step together with an optimizer, see `OptimizerStep`.
+            ranks: returns those that step together with an optimizer, see `ranks_given`.
             on_error: gets what undoes it.
         """
         on_error.callback(self._set_scalers, list(self._scalers))
         scaler_ids = self._assign_scalers(scale_rule, num_losses)
-        for optimizer in optimizers:
+        for given in optimizers:
+            optimizer = local_optimizer(given) if level.master_weights else given
             masters_from = store if level.master_weights else None
             step = OptimizerStep(
                 optimizer,
@@ -81,13 +82,15 @@ class PreparedOptimizers:
                 self._announce,
                 self._observers,
                 fused_step,
-                groups(optimizer),
+                ranks(given, optimizer is not given),
             )
             if scale_rule.dynamic or scale_rule.init_scale != 1.0:
                 step.was_scaled = self._was_scaled
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)
+            if optimizer is not given:
+                step.follow_zero(given, store)
             if level.cast_model_type in HALVES:
                 step.match_state()
 
@@ -110,6 +113,9 @@ class PreparedOptimizers:
         if isinstance(optimizers, (list, tuple)):
             originals = [self.originals_of(optimizer) for optimizer in optimizers]
             return originals if isinstance(optimizers, list) else tuple(originals)
+        if isinstance(optimizers, Optimizer) and is_zero(optimizers):
+            local = local_optimizer(optimizers)
+            return local if local in self.steps else optimizers
         groups = getattr(optimizers, "param_groups", None)
         if groups is None or (isinstance(optimizers, Optimizer) and optimizers in self.steps):
             return optimizers

@@ -24,7 +24,13 @@ from typing import Any
 TIMEOUT = 60.0  # seconds
 #: How long the other ranks may go on when one has failed: their own errors are worth reading.
 GRACE = 3.0
-IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "amp_patch.amp")
+IMPORTED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "amp_patch.amp",
+)
 
 
 class RankError(AssertionError):
@@ -40,13 +46,17 @@ class RankError(AssertionError):
 
 
 def run(
-    function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = TIMEOUT
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 2,
+    timeout: float = TIMEOUT,
+    **options: Any,
 ) -> list[Any]:
-    """Return what ``function(*args)`` returns on each rank, in the order of the ranks.
+    """Return what ``function(*args, **options)`` returns on each rank, in the order of the ranks.
 
     Args:
         function: found by its module and name, in which ``torch.distributed`` is initialized.
-        args: to be pickled, as are the results.
+        args, options: to be pickled, as are the results.
         size: how many ranks.
         timeout: seconds for all of it, and for each collective.
 
@@ -55,7 +65,7 @@ def run(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
-    call = pickle.dumps((function, args))
+    call = pickle.dumps((function, args, options))
     with tempfile.TemporaryDirectory() as folder:
         started: list[tuple[BaseProcess, Connection]] = []
         try:
@@ -108,7 +118,7 @@ def _be_rank(
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
     try:
-        function, args = pickle.loads(call)
+        function, args, options = pickle.loads(call)
         torch.distributed.init_process_group(
             "gloo",
             store=torch.distributed.FileStore(f"{folder}/store", size),
@@ -117,7 +127,7 @@ def _be_rank(
             timeout=datetime.timedelta(seconds=timeout),
         )
         torch.manual_seed(0)
-        answer = pickle.dumps((None, function(*args)))
+        answer = pickle.dumps((None, function(*args, **options)))
     except BaseException:
         answer = pickle.dumps((traceback.format_exc(), None))
     end.send_bytes(answer)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +16,7 @@ from amp_patch import amp
 #: Of all ranks together.
 BATCH = 12
 #: Scales that grow soon, so that a rank which counts otherwise is seen.
+SCALED = ("O1", "O2", "O3")
 SCALES = {"loss_scale": "dynamic", "growth_interval": 3, "max_loss_scale": 2.0**14}
 
 
@@ -24,7 +24,9 @@ class Trained(NamedTuple):
     """What a training left.
 
     Attributes:
-        params: name -> the whole fp32 value of the parameter.
+        params: name -> the whole fp32 value of the parameter, where this rank knows it.
+        computed: what this rank computes with, of each parameter the part that it holds.
+        norms: of the gradients before each step, where they were clipped.
         losses: of each step, averaged over the ranks.
         scales: after each step.
         skipped: for each step whether this rank skipped it.
@@ -32,6 +34,8 @@ class Trained(NamedTuple):
     """
 
     params: dict[str, Tensor]
+    computed: list[Tensor]
+    norms: list[float]
     losses: list[float]
     scales: list[float]
     skipped: list[bool]
@@ -63,6 +67,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 def zero_adamw(params: Any) -> torch.optim.Optimizer:
     """Return the same, of which each rank keeps the state of its share of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its use of TorchScript
+
     return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.02, eps=1e-3)
 
 
@@ -124,12 +130,12 @@ def train(
     size = 1 if is_alone else distributed.get_world_size()
     model = chosen.before(make_model())
     optimizer = chosen.optimizer(model.parameters())
-    scales = SCALES if level in ("O1", "O2", "O3") else {}
+    scales = SCALES if level in SCALED else {}
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, verbosity=0, **{**scales, **options}
     )
     model = chosen.after(model)
-    losses, held, skipped = [], [], []
+    losses, held, skipped, norms = [], [], [], []
     for step in range(steps):
         optimizer.zero_grad()
         inputs, targets = rows(step, rank, size)
@@ -143,19 +149,16 @@ def train(
             if is_here and not averages_all(engine):
                 plant(model)
         if max_norm is not None:
-            amp.clip_grad_norm_(optimizer, max_norm)
+            norms.append(amp.clip_grad_norm_(optimizer, max_norm).item())
         optimizer.step()
         losses.append(_mean(loss.detach(), size))
         held.append(amp.loss_scale())
         skipped.append(amp.step_was_skipped(optimizer))
     params = whole_params(model)
-    state = [
-        getattr(value, "_local_tensor", value).clone()
-        for one in optimizer.state.values()
-        for value in one.values()
-    ]
+    computed = [_part(param).detach().clone() for param in model.parameters()]
+    state = [_part(value).clone() for one in optimizer.state.values() for value in one.values()]
     amp.deactivate()
-    return Trained(params, losses, held, skipped, state)
+    return Trained(params, computed, norms, losses, held, skipped, state)
 
 
 def averages_all(engine: str) -> bool:
@@ -167,9 +170,8 @@ def plant(model: nn.Module) -> None:
     """Write an inf to a gradient that this rank holds a part of."""
     for param in model.parameters():
         grad = param.grad
-        grad = grad._local_tensor if isinstance(grad, DTensor) else grad
-        if grad is not None and grad.numel():
-            grad.view(-1)[0] = float("inf")
+        if grad is not None and _part(grad).numel():
+            _part(grad).view(-1)[0] = float("inf")
             return
     raise AssertionError("this rank holds no gradient")
 
@@ -186,6 +188,10 @@ def whole_params(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): _whole(value) for name, value in state.items()}
 
 
+def _part(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().float().clone()
 
@@ -198,14 +204,20 @@ def _mean(loss: Tensor, size: int) -> float:
 
 
 def train_and_compare(
-    engine: str, level: str, steps: int, plants: Mapping[int, int], **options: Any
-) -> tuple[Trained, Trained]:
-    """Return what an engine trained on this rank, and what this process trains alone."""
-    return train(engine, level, steps, plants, **options), train(
-        "none", level, steps, plants, **options
-    )
+    engine: str, levels: Sequence[str], steps: int, plants: Mapping[int, int], **options: Any
+) -> dict[str, tuple[Trained, Trained]]:
+    """Return for each level what an engine trains here, and what this process trains alone.
+
+    bfloat16 needs no loss scale, so that nothing is skipped there: its trainings have no infs.
+    """
+    found = {}
+    for level in levels:
+        infs = plants if level in SCALED else {}
+        by_engine = train(engine, level, steps, infs, **options)
+        found[level] = by_engine, train("none", level, steps, infs, **options)
+    return found
 
 
-def differences(one: Trained, other: Trained) -> Sequence[float]:
-    """Return the largest difference of each parameter."""
-    return [(one.params[name] - other.params[name]).abs().max().item() for name in other.params]
+def difference(one: Trained, other: Trained) -> float:
+    """Return the largest difference of a parameter."""
+    return max((one.params[name] - other.params[name]).abs().max().item() for name in other.params)

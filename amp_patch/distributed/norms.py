@@ -1,0 +1,81 @@
+"""The norm of gradients that are spread over ranks, and clipping by it; knows no optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms_of
+
+from .groups import StepRanks
+from .shards import any_spread, is_spread, local
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
+
+
+@torch.no_grad()
+def clip_by_norm(
+    grads: Sequence[Tensor], max_norm: float, norm_type: float, ranks: StepRanks
+) -> Tensor:
+    """Clip gradients by their norm over all ranks that hold parts of them, in place.
+
+    Args:
+        grads: those that this rank steps; DTensors, or plain tensors.
+        max_norm: what the norm is to be at most.
+        norm_type: the p of the p-norm, inf included.
+        ranks: of the optimizer; all must come here.
+
+    Returns:
+        The total norm before, 0-dim, the same on all ranks.
+    """
+    if not ranks.have_parts and not any_spread(grads):
+        return kernels.clip_by_norm(grads, max_norm, norm_type)
+    # Gradients that the same ranks hold parts of are added by the same collectives.
+    together: dict[tuple[str, ...], tuple[Sequence[ProcessGroup], list[Tensor]]] = {}
+    if ranks.have_parts:  # of which this rank may hold none
+        together[_names(ranks.groups)] = ranks.groups, []
+    for grad in grads:
+        groups = _holders(grad) if is_spread(grad) else ranks.groups if ranks.have_parts else ()
+        together.setdefault(_names(groups), (groups, []))[1].append(local(grad))
+    parts = [local(grad) for grad in grads]
+    device = parts[0].device if parts else torch.device("cpu")
+    norms = [_over(groups, own, norm_type, device) for groups, own in together.values()]
+    total = combined(norms, norm_type)
+    kernels.multiply(parts, clip_factor(total, max_norm, CLIP_EPS))
+    return total
+
+
+def _over(
+    groups: Sequence[ProcessGroup], parts: Sequence[Tensor], norm_type: float, device: torch.device
+) -> Tensor:
+    """Return the norm of tensors that lie in parts on the ranks of some groups."""
+    norm = combined(norms_of(parts, norm_type), norm_type).to(device)
+    if not groups:
+        return norm
+    is_largest = norm_type == math.inf
+    power = norm if is_largest else norm**norm_type
+    operation = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
+    for group in groups:
+        torch.distributed.all_reduce(power, operation, group)
+    return power if is_largest else power ** (1.0 / norm_type)
+
+
+def _holders(spread: Any) -> list[ProcessGroup]:
+    """Return the groups whose ranks hold different parts of a DTensor."""
+    mesh = spread.device_mesh
+    return [
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(spread.placements)
+        if not placement.is_replicate()
+    ]
+
+
+def _names(groups: Sequence[ProcessGroup]) -> tuple[str, ...]:
+    return tuple(group.group_name for group in groups)
