@@ -348,7 +348,8 @@ class Session:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self.observers.scaled, scaler_id, stepped)
         optimizers = [step.backward for step in steps]
-        return BackwardPass(optimizers, others, scaling, self.cache, on_scaled)
+        unsynced = self.guard.unsynced or None
+        return BackwardPass(optimizers, others, scaling, self.cache, on_scaled, unsynced)
 
     def _note_overflow(
         self, step: int, scaler_id: int, found: Sequence[Found], scale: float

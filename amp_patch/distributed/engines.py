@@ -74,6 +74,12 @@ def is_zero(optimizer: Optimizer) -> bool:
     return kind is not None and isinstance(optimizer, kind)
 
 
+def fsdp2_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that `fully_shard` has sharded."""
+    kind = _known("torch.distributed.fsdp", "FSDPModule")
+    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+
+
 def _fsdp1_modules(model: nn.Module) -> list[Any]:
     kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
     if kind is None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
@@ -37,6 +38,7 @@ class Guard:
     Attributes:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
         copies: of models in half; false without any.
+        unsynced: models that may leave gradients on one rank; false without any.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Guard:
         self._half_steps = HalfSteps()
         self.unprepared = UnpreparedParams()
         self.copies = HalfCopies(store)
+        self.unsynced = Unsynced()
         self._explains = False
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
@@ -63,6 +66,7 @@ class Guard:
             **averages.replacements(self._store, lambda: self._models.levels),
             **conversions.replacements(lambda: self._models.levels),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
+            "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }
 
     def look_at(self, models: Collection[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -77,6 +81,7 @@ class Guard:
             models: those of this call.
             patches: undoes what is replaced where one is in half.
         """
+        self.unsynced.follow(models)
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
         if halves and not self._explains:

@@ -14,6 +14,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
 from amp_patch.distributed.groups import without_repetition
+from amp_patch.distributed.unsynced import Unsynced
 
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
@@ -59,6 +60,8 @@ class BackwardPass:
         scaling: multiplies the loss, and moves the scale.
         cache: made stale when the backward is done.
         on_scaled: gets the loss and the scale when the pass begins; None where nobody asks.
+        unsynced: says whether the backward left its gradients on this rank, for a later one to
+            share with the others; None where that cannot be.
     """
 
     def __init__(
@@ -68,10 +71,11 @@ class BackwardPass:
         scaling: LossScaling,
         cache: WeightCache,
         on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
+        unsynced: Unsynced | None = None,
     ) -> None:
         self._optimizers, self._others = optimizers, others
         self._scaling, self._cache = scaling, cache
-        self._on_scaled = on_scaled
+        self._on_scaled, self._unsynced = on_scaled, unsynced
         self._scale: float | Tensor = scaling.scale()
         self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
@@ -119,9 +123,16 @@ class BackwardPass:
     def unscale_(self) -> None:
         """Divide what the backward wrote by the scale, and check it.
 
+        Where it left that on this rank (``no_sync``), `leave_scaled` is done in its place.
+
         Raises:
             RuntimeError: it was the backward of another loss.
         """
+        if self._unsynced is not None and any(
+            self._unsynced.left(pairs.model) for _, pairs in self._open
+        ):
+            self.leave_scaled()
+            return
         self._end_backward()
         self._refuse_another()
         self._received = self._share("master") if self._open else []

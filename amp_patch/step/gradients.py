@@ -115,7 +115,8 @@ class Gradients:
         for param in pairs.model:
             grad = param.grad
             if grad is not None:
-                self._aside.append((param, grad))
+                # A view of memory that others write to: DDP's buckets, at the next backward.
+                self._aside.append((param, grad.clone() if grad._is_view() else grad))
                 param.grad = None
 
     def wrote(self, pairs: ParamPairs) -> bool:

@@ -232,8 +232,8 @@ class OptimizerBackward:
         if self.gradients.scaled.scale is not None:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
-                "delay_unscale=True), or a GradScaler's scale(), left them scaled. Leave "
-                "delay_unscale out in the last scale_loss() before it, or call "
+                "delay_unscale=True) or one under no_sync(), or a GradScaler's scale(), left them "
+                "scaled. Leave both out in the last scale_loss() before it, or call "
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
         self.receive_unscaled()

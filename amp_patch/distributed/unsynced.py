@@ -1,0 +1,79 @@
+"""Which models have left the gradients of their last backward on this rank alone.
+
+``DistributedDataParallel.no_sync()`` and FSDP2's ``set_requires_gradient_sync(False)`` do that,
+until a later backward shares the sum. Nothing may be decided by what one rank has until then. Knows
+modules of torch; no optimizer, no scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .engines import fsdp2_modules
+
+
+class Unsynced:
+    """The models of which that may be so; false without any."""
+
+    def __init__(self) -> None:
+        self._wrapped: MutableMapping[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __bool__(self) -> bool:
+        return bool(self._wrapped or self._sharded)
+
+    def follow(self, models: Iterable[nn.Module]) -> None:
+        """Models were initialized, some of which may be sharded by FSDP2."""
+        for model in models:
+            self._sharded.update(fsdp2_modules(model))
+
+    def noting(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return an ``__init__`` of `DistributedDataParallel` that notes what it makes."""
+        weak = weakref.ref(self)
+
+        @functools.wraps(original)
+        def noting_init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            original(wrapper, *args, **kwargs)
+            alive = weak()
+            if alive is not None:
+                alive._wrapped[wrapper] = False
+                wrapper.register_forward_pre_hook(_Note(weak))
+
+        return noting_init
+
+    def left(self, params: Iterable[Tensor]) -> bool:
+        """Return whether the last backward has left gradients of some parameters here."""
+        own = set(map(id, params))
+        wrappers = [wrapper for wrapper, is_local in list(self._wrapped.items()) if is_local]
+        sharded: list[Any] = list(self._sharded)
+        local = wrappers + [one for one in sharded if _keeps_gradients(one)]
+        return any(id(param) in own for module in local for param in module.parameters())
+
+    def note(self, wrapper: Any) -> None:
+        """A wrapper's forward begins: it decides whether the backward that follows shares."""
+        self._wrapped[wrapper] = not wrapper.require_backward_grad_sync
+
+
+class _Note:
+    """The hook on a wrapper; a copy of the wrapper has one that does nothing."""
+
+    def __init__(self, unsynced: weakref.ref[Unsynced]) -> None:
+        self._unsynced: weakref.ref[Unsynced] | None = unsynced
+
+    def __call__(self, wrapper: nn.Module, args: Any) -> None:
+        unsynced = None if self._unsynced is None else self._unsynced()
+        if unsynced is not None:
+            unsynced.note(wrapper)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_unsynced": None}
+
+
+def _keeps_gradients(module: Any) -> bool:
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group is not None and not group.reduce_grads

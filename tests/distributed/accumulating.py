@@ -1,0 +1,86 @@
+"""Accumulation over micro-batches, of which each rank shares its gradients in the last alone."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import training
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_patch import amp
+
+
+def train(
+    engine: str,
+    level: str,
+    *,
+    delayed: bool,
+    synced: bool,
+    infs: bool,
+    wrapper: dict[str, Any] | None = None,
+) -> tuple[list[Tensor], list[float], list[bool]]:
+    """Return the parameters, scales and skipped steps of a training by two micro-batches a step.
+
+    Args:
+        engine: "ddp" or "fsdp2"; "none": this process alone.
+        level: "O1" ...
+        delayed: whether the first block of a step has ``delay_unscale``.
+        synced: whether its gradients are shared by all ranks, too.
+        infs: whether rank 1 overflows in the first micro-batch of step 2, rank 0 in the second one
+            of step 4.
+        wrapper: options of `DistributedDataParallel`.
+    """
+    is_alone = engine == "none"
+    rank = 0 if is_alone else distributed.get_rank()
+    size = 1 if is_alone else distributed.get_world_size()
+    model = training.make_model()
+    if engine == "fsdp2":
+        training.sharded(model)
+    optimizer = training.adamw(model.parameters())
+    scales = training.SCALES if level in training.SCALED else {}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scales)
+    if engine == "ddp":
+        model = DistributedDataParallel(model, **(wrapper or {}))
+    held, skipped = [], []
+    for step in range(7):
+        optimizer.zero_grad()
+        for part in (0, 1):
+            inputs, targets = training.rows(2 * step + part, rank, size)
+            planted = infs and {2: (0, 1), 4: (1, 0)}.get(step) in ((part, rank), (part, 1 - rank))
+            is_here = planted and (is_alone or {2: 1, 4: 0}[step] == rank)
+            with _without_sync(model, not synced and part == 0):
+                loss = (model(inputs).float() - targets).square().mean() / 2
+                with amp.scale_loss(
+                    loss, optimizer, delay_unscale=delayed and part == 0
+                ) as scaled_loss:
+                    (scaled_loss * float("inf") if is_here else scaled_loss).backward()
+        optimizer.step()
+        held.append(amp.loss_scale())
+        skipped.append(amp.step_was_skipped(optimizer))
+    params = list(training.whole_params(model).values())
+    amp.deactivate()
+    return params, held, skipped
+
+
+@contextlib.contextmanager
+def _without_sync(model: nn.Module, is_local: bool) -> Any:
+    if isinstance(model, DistributedDataParallel) and is_local:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, torch.distributed.fsdp.FSDPModule):
+        model.set_requires_gradient_sync(not is_local)
+    yield
+
+
+def train_all(engine: str, levels: tuple[str, ...], **options: Any) -> dict[str, Any]:
+    """Return for each level what the engine trains, and what one process trains with one scale."""
+    found = {}
+    for level in levels:
+        infs = level in training.SCALED
+        alone = train("none", level, delayed=True, synced=True, infs=infs)
+        found[level] = train(engine, level, infs=infs, **options), alone
+    return found

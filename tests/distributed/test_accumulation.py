@@ -1,0 +1,60 @@
+"""Micro-batches under ``no_sync``: no rank decides by gradients that only it has."""
+
+from typing import Any
+
+import accumulating
+import pytest
+import ranks
+import torch
+from support import nightly_but
+from test_engines import TOLERANCE
+
+LEVELS = ("O1", "O2", "O4", "O5")
+
+
+def assert_alike(found: list[Any], are_same_scales: bool) -> None:
+    for level in LEVELS:
+        (params, scales, skipped), (alone, alone_scales, alone_skipped) = found[0][level]
+        other, other_scales, other_skipped = found[1][level][0]
+        assert scales == other_scales
+        assert skipped == other_skipped
+        assert all(map(torch.equal, params, other))
+        assert skipped == alone_skipped
+        if are_same_scales:
+            assert scales == alone_scales
+        assert (
+            max((a - b).abs().max() for a, b in zip(params, alone, strict=True)) < TOLERANCE[level]
+        )
+
+
+@pytest.mark.parametrize("delayed", nightly_but([False], [False, True]))
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_gradients_that_only_one_rank_has_wait_for_the_others(engine: str, delayed: bool) -> None:
+    found = ranks.run(accumulating.train_all, engine, LEVELS, delayed=delayed, synced=False)
+    assert_alike(found, are_same_scales=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_blocks_that_all_share_are_added_unscaled(engine: str) -> None:
+    found = ranks.run(accumulating.train_all, engine, LEVELS, delayed=False, synced=True)
+    assert_alike(found, are_same_scales=False)  # the scale moves at each block
+
+
+VIEWS = {"gradient_as_bucket_view": True}
+STATIC = {"static_graph": True}  # torch itself has it fail where the first backward is not shared
+WRAPPERS = [
+    (VIEWS, True),
+    (VIEWS, False),
+    (STATIC, True),
+    ({**VIEWS, **STATIC}, True),
+    ({"find_unused_parameters": True}, False),
+]
+
+
+@pytest.mark.parametrize(("wrapper", "synced"), nightly_but([WRAPPERS[0]], WRAPPERS))
+def test_options_of_the_wrapper(wrapper: dict[str, bool], synced: bool) -> None:
+    found = ranks.run(
+        accumulating.train_all, "ddp", LEVELS, delayed=False, synced=synced, wrapper=wrapper
+    )
+    assert_alike(found, are_same_scales=not synced)
