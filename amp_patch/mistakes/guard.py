@@ -20,7 +20,7 @@ from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
 
-from . import averages, clipping, conversions, grad_scaler
+from . import averages, checkpoints, clipping, conversions, grad_scaler
 from .averages import HalfCopies
 from .dtype_notes import explain, explaining
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
@@ -64,6 +64,7 @@ class Guard:
             **grad_scaler.replacements(self._served),
             **clipping.replacements(self._optimizers),
             **averages.replacements(self._store, lambda: self._models.levels),
+            **checkpoints.replacements(self._optimizers),
             **conversions.replacements(lambda: self._models.levels),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,23 @@ class MasterWeights:
 
     def __len__(self) -> int:
         return len(self._masters)
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the half parameters, each with its master."""
+        return zip(self._params, self._masters, strict=True)
+
+    def follow(self, were_written: bool) -> None:
+        """Others had the masters in hand: they may hold their numbers elsewhere now.
+
+        Args:
+            were_written: whether they may hold other numbers, which the parameters are to follow.
+        """
+        self._forget_places()
+        if were_written:
+            self._compare()
+            self.publish()
+        else:
+            self.expose()  # a load writes into what it was given
 
     def replace(self, params: Sequence[Any]) -> list[Any]:
         """Return ``params`` with a master in place of each half one.

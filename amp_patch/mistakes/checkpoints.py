@@ -1,0 +1,96 @@
+"""``torch.distributed.checkpoint`` of models in half: for it the masters are the parameters.
+
+It finds a parameter's state by the parameter object, which stands in the model and in the optimizer
+alike, so that it knows no masters. Knows what was prepared; nothing of loss scales.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_patch.distributed.engines import follow_parameters, reshard
+from amp_patch.distributed.groups import is_on
+from amp_patch.patching import Patches, bind
+from amp_patch.step.optimizer_step import OptimizerStep
+from amp_patch.step.prepared_optimizers import PreparedOptimizers
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_READ = ("get_state_dict", "get_optimizer_state_dict")
+_WRITE = ("set_state_dict", "set_optimizer_state_dict")
+
+
+def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
+    """Return what makes the replacements of its functions, where processes may call them."""
+    if _MODULE not in sys.modules and not is_on():
+        return {}
+    importlib.import_module(_MODULE)
+    return {
+        f"{_MODULE}.{name}": functools.partial(_with_masters, optimizers, name in _WRITE)
+        for name in (*_READ, *_WRITE)
+    }
+
+
+def _with_masters(
+    optimizers: PreparedOptimizers, writes: bool, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def with_masters(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        steps = list(optimizers.steps.values())
+        with _plain_steps(steps), _masters_in(model, steps, writes):
+            return original(model, *args, **kwargs)
+
+    return with_masters
+
+
+@contextlib.contextmanager
+def _plain_steps(steps: Iterable[OptimizerStep]) -> Iterator[None]:
+    """Let optimizers step as torch does: a step with a rate of 0 makes their state."""
+    patches = Patches()
+    try:
+        for optimizer in filter(None, (step.optimizer for step in steps)):
+            patches.replace(optimizer, "step", bind(type(optimizer).step, optimizer))
+        yield
+    finally:
+        patches.undo()
+
+
+@contextlib.contextmanager
+def _masters_in(model: nn.Module, steps: Iterable[OptimizerStep], writes: bool) -> Iterator[None]:
+    """Put masters in the place of their parameters in a model.
+
+    Args:
+        model: whose parameters may have masters.
+        steps: that have them.
+        writes: whether masters may be written to, so that the parameters are to follow.
+    """
+    masters = [step.masters for step in steps if step.masters is not None]
+    master_of = {id(param): master for one in masters for param, master in one.pairs()}
+    if not master_of:
+        yield
+        return
+    reshard(model)
+    for one in masters:
+        one.reconcile()
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = [
+        (module._parameters, name, param)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None and id(param) in master_of
+    ]
+    try:
+        for params, name, param in replaced:
+            params[name] = master_of[id(param)]
+        yield
+    finally:
+        for params, name, param in replaced:
+            params[name] = param
+        follow_parameters(model)
+        for one in masters:
+            one.follow(writes)
