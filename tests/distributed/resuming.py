@@ -1,0 +1,117 @@
+"""Trainings that stop and go on from a checkpoint of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import training
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from amp_patch import amp
+
+
+def prepare(engine: str, level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer, initialized, as an engine has them."""
+    chosen = training.ENGINES[engine]
+    model = chosen.before(training.make_model())
+    optimizer = chosen.optimizer(model.parameters())
+    scales = training.SCALES if level in training.SCALED else {}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scales)
+    return chosen.after(model), optimizer
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Make the steps from the first one to the last."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        inputs, targets = training.rows(step, distributed.get_rank(), distributed.get_world_size())
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
+
+
+def _load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    amp.load_state_dict(state["amp"])
+
+
+def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return all that the next step depends on, of what this rank holds."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *amp.master_params(optimizer), *states]
+    scale = torch.tensor(list(amp.state_dict()["loss_scaler0"].values()), dtype=torch.float64)
+    parts = [getattr(one, "_local_tensor", one) for one in tensors]
+    return [*(part.detach().clone() for part in parts), scale]
+
+
+def resume(engine: str, levels: tuple[str, ...], folder: str, is_async: bool) -> dict[str, bool]:
+    """Return for each level whether a resumed training is to the bit the one that went on."""
+    found = {}
+    for level in levels:
+        place = str(Path(folder, level))
+        model, optimizer = prepare(engine, level)
+        run(model, optimizer, 0, 4)
+        if is_async:
+            saving = dcp.async_save(_state(model, optimizer), checkpoint_id=place)
+            saving.result()
+        else:
+            dcp.save(_state(model, optimizer), checkpoint_id=place)
+        run(model, optimizer, 4, 7)
+        went_on = _numbers(model, optimizer)
+        amp.deactivate()
+        model, optimizer = prepare(engine, level)
+        _load(place, model, optimizer)
+        run(model, optimizer, 4, 7)
+        resumed = _numbers(model, optimizer)
+        amp.deactivate()
+        found[level] = len(resumed) == len(went_on) and all(map(torch.equal, resumed, went_on))
+    return found
+
+
+def save(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train and save.
+
+    Returns:
+        The whole fp32 parameters, and the full state dicts of the model and the optimizer as they
+        are gathered on rank 0.
+    """
+    model, optimizer = prepare(engine, level)
+    run(model, optimizer, 0, 4)
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    return training.whole_params(model), {"model": model_state, "optimizer": optimizer_state}
+
+
+def load(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], float]:
+    """Load what `save` saved on another number of ranks, and train on.
+
+    Returns:
+        The whole fp32 parameters as loaded, and the largest of them three steps later.
+    """
+    model, optimizer = prepare(engine, level)
+    _load(folder, model, optimizer)
+    loaded = training.whole_params(model)
+    run(model, optimizer, 4, 7)
+    return loaded, max(one.abs().max().item() for one in training.whole_params(model).values())

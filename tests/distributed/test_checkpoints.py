@@ -1,0 +1,39 @@
+"""Checkpoints of `torch.distributed.checkpoint` at each level, by each engine that it knows."""
+
+from pathlib import Path
+
+import pytest
+import ranks
+import resuming
+import torch
+from support import nightly_but
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+@pytest.mark.parametrize("is_async", nightly_but([False], [False, True]))
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_resumed_training_is_to_the_bit_the_one_that_went_on(
+    engine: str, is_async: bool, tmp_path: Path
+) -> None:
+    levels = ("O1", "O2", "O5") if not is_async else LEVELS
+    for found in ranks.run(resuming.resume, engine, levels, str(tmp_path), is_async):
+        assert found == dict.fromkeys(levels, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_another_number_of_ranks_goes_on(level: str, tmp_path: Path) -> None:
+    (params, full), (_, rest) = ranks.run(resuming.save, "fsdp2", level, str(tmp_path), size=2)
+    found = ranks.run(resuming.load, "fsdp2", level, str(tmp_path), size=3)
+    assert len({largest for _, largest in found}) == 1
+    for loaded, largest in found:
+        assert largest < 2.0
+        assert all(torch.equal(loaded[name], params[name]) for name in params)
+    # The full state is on rank 0 alone, in fp32, as one process would have it.
+    assert not rest["model"]
+    assert {name: value.dtype for name, value in full["model"].items()} == dict.fromkeys(
+        params, torch.float32
+    )
+    assert all(torch.equal(full["model"][name], params[name]) for name in params)
+    assert full["optimizer"]["state"]["0.weight"]["exp_avg"].shape == params["0.weight"].shape
