@@ -62,6 +62,20 @@ def agree(
     return (numbers[:1] != 0).to(torch.float32)
 
 
+def any_rank(found: bool, groups: Sequence[ProcessGroup]) -> bool:
+    """Return whether any rank of the groups has found something; all of them must come here."""
+    for group in groups:
+        flag = torch.tensor(found, dtype=torch.float32, device=_device_of(group))
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
+        found = bool(flag)
+    return found
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    device: torch.device = torch.distributed.distributed_c10d._get_pg_default_device(group)
+    return device
+
+
 #: Whole numbers below are exact in float32.
 _EXACT = 1 << 24
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import mode
+from amp_patch.distributed.agreement import any_rank
 
 from .optimizer_backward import OptimizerBackward
 
@@ -64,7 +65,8 @@ class CheckedClosure:
         if skip.found():
             raise SkippedInClosure
         skip.forget()
-        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss.detach()).all()):
+        is_finite = not isinstance(loss, Tensor) or bool(torch.isfinite(loss.detach()).all())
+        if any_rank(not is_finite, self._backward.ranks.groups):
             skip.ask(
                 "Gradient overflow.  Skipping step, the closure returned a loss that is not finite"
             )

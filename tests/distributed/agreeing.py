@@ -1,0 +1,93 @@
+"""Ranks that decide together whether to step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import training
+from torch import distributed, nn
+
+from amp_patch import amp
+
+
+def random_infs(engine: str, level: str, steps: int) -> training.Trained:
+    """Train with an inf on a random rank in every third step or so."""
+    drawn = random.Random(level + engine)
+    size = distributed.get_world_size()
+    plants = {step: drawn.randrange(size) for step in range(steps) if drawn.random() < 0.3}
+    return training.train(engine, level, steps, plants)
+
+
+def one_parameter() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose gradients no engine averages, initialized for all ranks together."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(
+        model,
+        optimizer,
+        loss_scale="dynamic",
+        verbosity=0,
+        max_loss_scale=2.0**10,
+        process_group=distributed.group.WORLD,
+    )
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> bool:
+    """Make a step and return whether it was skipped."""
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    return amp.step_was_skipped(optimizer)
+
+
+def given_group(failing: int) -> list[bool]:
+    """Return which steps were skipped, of which one rank overflows in the second."""
+    model, optimizer = one_parameter()
+    is_here = distributed.get_rank() == failing
+    return [step(model, optimizer, float("inf") if is_here and n == 1 else 1.0) for n in range(3)]
+
+
+def other_scale() -> str:
+    """Return what is said where rank 1 has loaded another scale."""
+    model, optimizer = one_parameter()
+    step(model, optimizer)
+    if distributed.get_rank() == 1:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    try:
+        step(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def other_count() -> str:
+    """Return what is said where rank 0 has made a step more."""
+    model, optimizer = one_parameter()
+    step(model, optimizer)
+    if distributed.get_rank() == 0:
+        optimizer.step()
+    try:
+        step(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def closure(failing: int) -> list[Any]:
+    """Return the weight after a step whose closure returns an inf on one rank."""
+    model, optimizer = one_parameter()
+    before = model.weight.detach().clone()
+
+    def evaluate() -> Any:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).float().sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss * (float("inf") if distributed.get_rank() == failing else 1.0)
+
+    optimizer.step(evaluate)
+    return [amp.step_was_skipped(optimizer), torch.equal(model.weight, before)]

@@ -1,0 +1,40 @@
+"""All ranks that make a step together skip it together, and say so where they cannot."""
+
+import agreeing
+import pytest
+import ranks
+import torch
+from support import nightly_but
+from test_engines import assert_ranks_agree
+
+
+@pytest.mark.parametrize("failing", nightly_but([1], [0, 1, 2]))
+def test_ranks_of_a_given_group_skip_together(failing: int) -> None:
+    assert ranks.run(agreeing.given_group, failing, size=3) == [[False, True, False]] * 3
+
+
+def test_another_scale_on_one_rank_is_told_of_on_all_with_their_names() -> None:
+    for message in ranks.run(agreeing.other_scale):
+        assert "1024.0 after 1 steps on rank 0, 2.0 after 1 steps on rank 1" in message
+        assert "amp.load_state_dict()" in message
+
+
+def test_another_number_of_steps_is_told_of() -> None:
+    for message in ranks.run(agreeing.other_count):
+        assert "after 2 steps on rank 0" in message
+        assert "after 1 steps on rank 1" in message
+
+
+def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all() -> None:
+    assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1", "zero"])
+def test_random_infs_leave_ranks_equal(engine: str, level: str) -> None:
+    for size in (2, 4):
+        results = ranks.run(agreeing.random_infs, engine, level, 100, size=size, timeout=300)
+        assert 10 < sum(results[0].skipped) < 60
+        assert_ranks_agree(results, engine)
+        assert all(torch.isfinite(one).all() for one in results[0].computed)
