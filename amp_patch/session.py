@@ -348,8 +348,10 @@ class Session:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self.observers.scaled, scaler_id, stepped)
         optimizers = [step.backward for step in steps]
-        unsynced = self.guard.unsynced or None
-        return BackwardPass(optimizers, others, scaling, self.cache, on_scaled, unsynced)
+        unsynced, open_block = self.guard.unsynced or None, self.guard.backwards.open
+        return BackwardPass(
+            optimizers, others, scaling, self.cache, on_scaled, unsynced, open_block
+        )
 
     def _note_overflow(
         self, step: int, scaler_id: int, found: Sequence[Found], scale: float

@@ -22,6 +22,7 @@ from amp_patch.weights.prepared_models import PreparedModels
 
 from . import averages, checkpoints, clipping, conversions, grad_scaler
 from .averages import HalfCopies
+from .backwards import Backwards
 from .dtype_notes import explain, explaining
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
@@ -39,6 +40,7 @@ class Guard:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
         copies: of models in half; false without any.
         unsynced: models that may leave gradients on one rank; false without any.
+        backwards: calls of ``backward`` around blocks.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Guard:
         self.unprepared = UnpreparedParams()
         self.copies = HalfCopies(store)
         self.unsynced = Unsynced()
+        self.backwards = Backwards()
         self._explains = False
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
@@ -66,6 +69,7 @@ class Guard:
             **averages.replacements(self._store, lambda: self._models.levels),
             **checkpoints.replacements(self._optimizers),
             **conversions.replacements(lambda: self._models.levels),
+            **self.backwards.replacements(),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }

@@ -5,8 +5,9 @@ Knows optimizers and the scaling it is given; no model, level or session.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Literal, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class Other(Protocol):
         """Call after it, which was for these optimizers."""
 
 
+#: See `BackwardPass`.
+OpenBlock = Callable[[Tensor, Callable[[], Iterable[Tensor]]], Callable[[], None]]
 #: How many of an optimizer's first passes are watched for a backward that goes astray.
 _WATCHED_PASSES = 16
 
@@ -62,6 +65,8 @@ class BackwardPass:
         on_scaled: gets the loss and the scale when the pass begins; None where nobody asks.
         unsynced: says whether the backward left its gradients on this rank, for a later one to
             share with the others; None where that cannot be.
+        open_block: gets the scaled loss, and what returns the parameters that are unscaled; returns
+            what is called when they are. None where nobody asks.
     """
 
     def __init__(
@@ -72,6 +77,7 @@ class BackwardPass:
         cache: WeightCache,
         on_scaled: Callable[[Tensor, float | Tensor], None] | None = None,
         unsynced: Unsynced | None = None,
+        open_block: OpenBlock | None = None,
     ) -> None:
         self._optimizers, self._others = optimizers, others
         self._scaling, self._cache = scaling, cache
@@ -82,6 +88,8 @@ class BackwardPass:
         self._pending: PendingCheck | None = None
         self._watches: list[Watch] = []
         self._watched: _WatchedBackward | None = None
+        self._open_block = open_block
+        self._close_block: Callable[[], None] | None = None
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32 (float64 stays) times the scale, and make room for gradients.
@@ -91,8 +99,10 @@ class BackwardPass:
         """
         self.begin()
         scaled_loss = self.multiply(loss)
-        if self._scaling.is_on:
+        if self._scaling.is_on and scaled_loss.grad_fn is not None:
             self._watched = self._watch(scaled_loss)
+            if self._open_block is not None:
+                self._close_block = self._open_block(scaled_loss, self._params)
         return scaled_loss
 
     def begin(self) -> None:
@@ -111,7 +121,7 @@ class BackwardPass:
             one.drop_cleared()
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))
-            one.begin(pairs, self._scale)
+            one.begin(pairs, self._scale, self.unscale_)
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32 (float64 stays) times the scale."""
@@ -121,13 +131,15 @@ class BackwardPass:
         return loss * self._scale if self._scaling.is_on else loss
 
     def unscale_(self) -> None:
-        """Divide what the backward wrote by the scale, and check it.
+        """Divide what the backward wrote by the scale, and check it; once.
 
         Where it left that on this rank (``no_sync``), `leave_scaled` is done in its place.
 
         Raises:
             RuntimeError: it was the backward of another loss.
         """
+        if self._pending is not None:
+            return
         if self._unsynced is not None and any(
             self._unsynced.left(pairs.model) for _, pairs in self._open
         ):
@@ -182,7 +194,10 @@ class BackwardPass:
             self._scaling.update((), ())
 
     def leave_scaled(self) -> None:
-        """Leave what the backward wrote multiplied by the scale."""
+        """Leave what the backward wrote multiplied by the scale, unless `unscale_` was called."""
+        if self._pending is not None:
+            self._pending.settle()
+            return
         self._end_backward(is_last=False)
         self._refuse_another()
         for one, _ in self._open:
@@ -215,16 +230,22 @@ class BackwardPass:
             other.note_foreign(watch, self._optimizers)
         if self._watched is not None:
             self._watched.is_over = True
+        if self._close_block is not None:
+            self._close_block()
+
+    def _params(self) -> Iterable[Tensor]:
+        return chain.from_iterable(one.pairs().model for one in self._optimizers)
 
     def _watch(self, scaled_loss: Tensor) -> _WatchedBackward | None:
         """Return what notes the backward of the scaled loss, None where nothing depends on it."""
         first = self._optimizers[0]
         # A script that goes astray does so at once: to look at every pass would cost the host more
         # than the scaling.
-        if scaled_loss.grad_fn is None or first.passes > _WATCHED_PASSES:
+        node = scaled_loss.grad_fn
+        if node is None or first.passes > _WATCHED_PASSES:
             return None
         watched = _WatchedBackward()
-        scaled_loss.grad_fn.register_prehook(watched)
+        node.register_prehook(watched)
         return watched
 
     def _refuse_another(self) -> None:
@@ -236,12 +257,7 @@ class BackwardPass:
         if self._watched is None or self._watched.has_run:
             return
         if any(one.gradients.wrote(pairs) for one, pairs in self._open):
-            raise RuntimeError(
-                "the backward() inside a scale_loss() block must be that of the loss it yields; "
-                "got gradients of another one, which are not multiplied by the loss scale and "
-                "would be divided by it. Call scaled_loss.backward() in `with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss:`."
-            )
+            refuse_another_backward()
 
     def _share(self, by: Literal["model", "master"]) -> list[tuple[OptimizerBackward, ParamPairs]]:
         """Return what each optimizer handles: of what two of them hold, the first one."""
@@ -260,8 +276,31 @@ class _WatchedBackward:
     def __call__(self, grads: tuple[Tensor, ...]) -> None:
         self.has_run = True
         if self.is_over:
-            raise RuntimeError(
-                "scaled_loss.backward() must run inside of its scale_loss() block, whose end "
-                "unscales the gradients; got one behind it. Indent it below `with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss:`."
-            )
+            refuse_late_backward()
+
+
+def refuse_another_backward() -> NoReturn:
+    """Raise for a backward in a block that is not of the scaled loss.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    raise RuntimeError(
+        "the backward() inside a scale_loss() block must be that of the loss it yields; got "
+        "gradients of another one, which are not multiplied by the loss scale and would be divided "
+        "by it. Call scaled_loss.backward() in `with amp.scale_loss(loss + other_loss, optimizer) "
+        "as scaled_loss:`, or give each loss a block of its own."
+    )
+
+
+def refuse_late_backward() -> NoReturn:
+    """Raise for a backward of the scaled loss when its block has unscaled the gradients.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    raise RuntimeError(
+        "scaled_loss.backward() must run inside of its scale_loss() block, before what needs "
+        "unscaled gradients; got one behind it. Indent it below `with amp.scale_loss(loss, "
+        "optimizer) as scaled_loss:`, and call what clips or steps behind the block."
+    )

@@ -9,9 +9,10 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -72,6 +73,7 @@ class OptimizerBackward:
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
         self._thread: int | None = None
+        self._unscale: Callable[[], None] | None = None
 
     def pairs(self) -> ParamPairs:
         """Return the parameters that the optimizer holds now, with their masters."""
@@ -118,11 +120,22 @@ class OptimizerBackward:
         if self.gradients.may_be_cleared:
             self.gradients.drop_cleared(self.pairs())
 
-    def begin(self, pairs: ParamPairs, scale: float | Tensor) -> None:
-        """Make room for the gradients of a loss multiplied by ``scale``."""
+    def begin(
+        self,
+        pairs: ParamPairs,
+        scale: float | Tensor,
+        unscale: Callable[[], None] | None = None,
+    ) -> None:
+        """Make room for the gradients of a loss multiplied by ``scale``.
+
+        Args:
+            pairs: whose gradients these are.
+            scale: factor of the loss.
+            unscale: ends the pass where unscaled gradients are asked for before.
+        """
         self._foreign.drop_cleared()
         self.gradients.set_aside(pairs, scale)
-        self.is_open = True
+        self.is_open, self._unscale = True, unscale
         self.was_cleared = False
         self.passes += 1
         self._thread = threading.get_ident()
@@ -133,7 +146,7 @@ class OptimizerBackward:
         """End the pass with the gradients scaled, for the next backward to add to."""
         self.gradients.delay(self.pairs(), scale)
         self._foreign.note_own_pass()
-        self.is_open = False
+        self._close()
 
     def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
@@ -141,18 +154,21 @@ class OptimizerBackward:
             return self.gradients.receive(pairs, scale)
         finally:
             self._foreign.note_own_pass()
-            self.is_open = False
+            self._close()
 
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: the gradients are as before it."""
-        self.is_open = False
+        self._close()
         self._passes_stepped = self.passes
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
-        self.is_open = False
+        self._close()
         self.gradients.drop(self.pairs())
+
+    def _close(self) -> None:
+        self.is_open, self._unscale = False, None
 
     def refuse_nested(self) -> None:
         """Raise inside a ``scale_loss`` of the same optimizer.
@@ -219,13 +235,18 @@ class OptimizerBackward:
     def refuse_scaled(self, caller: str) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 
+        Inside of a block, behind its backward, they are unscaled now: its end has nothing to do.
+
         Raises:
             RuntimeError: as said.
         """
         if self.is_open:
+            self._end_early()
+        if self.is_open:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
-                "scale_loss() block on; got a call inside the block. Move it behind the block."
+                "scale_loss() block on; got a call inside the block, and not behind its "
+                "backward(). Move it behind the block."
             )
         self.drop_cleared()
         self._foreign.refuse(caller)
@@ -237,6 +258,13 @@ class OptimizerBackward:
                 "scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
             )
         self.receive_unscaled()
+
+    def _end_early(self) -> None:
+        """End the pass inside of its block, if its backward is over."""
+        is_over = torch._C._current_graph_task_id() == -1
+        if is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
+            self._unscale()
+            self.skip.settle()
 
     def receive_unscaled(self) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters."""

@@ -43,16 +43,6 @@ def train(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
 # --- refused, with the place ---
 
 
-def in_block(act: Callable[[Any, Any, Any], Any]) -> Callable[..., None]:
-    def run(amp: Any, model: Any, optimizer: Any) -> None:
-        loss = loss_of(model, INPUTS)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            act(model, optimizer, loss)
-
-    return run
-
-
 def plain_backward(amp: Any, model: Any, optimizer: Any) -> None:
     loss = loss_of(model, INPUTS)
     with amp.scale_loss(loss, optimizer):
@@ -71,32 +61,59 @@ def delayed_clip(amp: Any, model: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-BEHIND = "Move it behind the block"
+def late_with_auxiliary(amp: Any, model: Any, optimizer: Any) -> None:
+    for _ in range(20):
+        one_pass(amp, model, optimizer)
+        optimizer.zero_grad()
+    plain_backward(amp, model, optimizer)
+
+
+def late_behind(amp: Any, model: Any, optimizer: Any) -> None:
+    for _ in range(20):
+        one_pass(amp, model, optimizer)
+        optimizer.zero_grad()
+    late_backward(amp, model, optimizer)
+
+
+def with_penalty(model: Any, scaled_loss: Any) -> None:
+    (scaled_loss + sum(param.float().square().sum() for param in model.parameters())).backward()
+
+
+def beside_penalty(model: Any, scaled_loss: Any) -> None:
+    scaled_loss.backward()
+    torch.autograd.backward([param.float().square().sum() for param in model.parameters()])
+
+
+def again_behind_clip(model: Any, scaled_loss: Any) -> None:
+    scaled_loss.backward(retain_graph=True)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaled_loss.backward()
+
+
+def clip_before_backward(model: Any, scaled_loss: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaled_loss.backward()
+
+
+def with_scaled(act: Callable[[Any, Any], None]) -> Callable[..., None]:
+    def run(amp: Any, model: Any, optimizer: Any) -> None:
+        with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+            act(model, scaled_loss)
+
+    return run
+
+
+ANOTHER, LATE = "must be that of the loss it yields", "must run inside of its scale_loss"
 REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
-    "step inside": (in_block(lambda model, optimizer, _: optimizer.step()), BEHIND, LEVELS),
-    "clip_grad_norm_ inside": (
-        in_block(lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
-        BEHIND,
-        ("O1", "O2", "O5"),
-    ),
-    "clip_grad_value_ inside": (
-        in_block(lambda model, *_: nn.utils.clip_grad_value_(model.last.weight, 1.0)),
-        BEHIND,
-        LEVELS,
-    ),
-    "get_total_norm inside": (
-        in_block(lambda m, *_: nn.utils.get_total_norm([p.grad for p in m.parameters()])),
-        BEHIND,
-        LEVELS,
-    ),
-    "clipping of masters inside": (
-        in_block(lambda _, o, __: nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0)),
-        BEHIND,
-        LEVELS,
-    ),
+    "clip before backward": (with_scaled(clip_before_backward), "Move it behind", LEVELS),
+    "an unscaled term": (with_scaled(with_penalty), ANOTHER, ("O1", "O2")),
+    "an unscaled loss beside": (with_scaled(beside_penalty), ANOTHER, ("O1", "O2")),
+    "backward behind clip": (with_scaled(again_behind_clip), LATE, ("O1", "O2")),
+    "loss.backward() late": (late_with_auxiliary, ANOTHER, ("O1", "O2")),
+    "backward outside late": (late_behind, LATE, ("O1", "O2")),
     "clipping of scaled gradients": (delayed_clip, "Leave delay_unscale out", ("O1", "O2")),
-    "loss.backward()": (plain_backward, "must be that of the loss it yields", ("O1", "O2")),
-    "backward outside": (late_backward, "must run inside of its scale_loss", ("O1", "O2")),
+    "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),
+    "backward outside": (late_backward, LATE, ("O1", "O2")),
 }
 
 
@@ -157,6 +174,66 @@ def test_clearing_elsewhere_is_right(amp: ModuleType, level: str) -> None:
 
 def clip(model: nn.Module, optimizer: Any) -> None:
     core.clip_grad_norm_(optimizer, 0.1)
+
+
+def clip_value(model: nn.Module, optimizer: Any) -> None:
+    for param in core.master_params(optimizer):
+        param.grad.clamp_(-0.01, 0.01)
+
+
+IN_BLOCK: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "clip_grad_norm_": (clip, lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
+    "amp.clip_grad_norm_": (clip, clip),
+    "of masters": (clip, lambda _, o: nn.utils.clip_grad_norm_(core.master_params(o), 0.1)),
+    "clip_grad_value_": (clip_value, lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 0.01)),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("call", IN_BLOCK)
+@pytest.mark.parametrize("steps", ["behind", "inside"])
+def test_what_needs_unscaled_gradients_in_the_block(
+    amp: ModuleType, level: str, call: str, steps: str
+) -> None:
+    expected_clip, act = IN_BLOCK[call]
+    expected = trained_rightly(level, expected_clip)
+    model, optimizer = prepared(amp, level)
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+            act(model, optimizer)
+            if steps == "inside":
+                optimizer.step()
+                optimizer.zero_grad()
+        if steps == "behind":
+            optimizer.step()
+    torch.testing.assert_close(weights(model), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_is_skipped_where_the_step_is_in_the_block(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    before = weights(model)
+    with amp.scale_loss(loss_of(model, INPUTS) * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+    assert_equal(weights(model), before)
+    assert core.step_was_skipped(optimizer)
+    assert core.loss_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_backwards_of_other_things_in_a_block_are_not_refused(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    other = nn.Linear(4, 1)
+    inputs = INPUTS.clone().requires_grad_()
+    loss = loss_of(model, inputs)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        other(INPUTS).sum().backward()
+        loss.backward(inputs=[inputs], retain_graph=True)
+        (scaled_loss / 2 + other(INPUTS).sum()).backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.parametrize("level", LEVELS)

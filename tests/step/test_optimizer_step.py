@@ -144,20 +144,20 @@ def test_an_error_in_the_step_leaves_the_model_equal_to_its_masters(amp: ModuleT
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_inside_scale_loss_is_refused(amp: ModuleType, level: str) -> None:
+def test_a_step_in_the_backward_of_a_scaled_loss_is_refused(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
     before = everything(model, optimizer)
     message = (
         r"^optimizer.step\(\) needs unscaled gradients, which there are from the end of a "
-        r"scale_loss\(\) block on; got a call inside the block. Move it behind the block.$"
+        r"scale_loss\(\) block on; got a call inside the block, and not behind its backward\(\). "
+        r"Move it behind the block.$"
     )
     loss = model(torch.ones(2, 4)).sum()
-    with pytest.raises(RuntimeError, match=message):  # noqa: PT012, SIM117
+    model.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match=message):  # noqa: SIM117
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-            optimizer.step()
     assert_unchanged(model, optimizer, before)
-    train_step(amp, model, optimizer)
 
 
 @pytest.mark.parametrize("call", ["step", "clip"])

@@ -1,0 +1,117 @@
+"""Calls of ``backward`` inside and behind `scale_loss` blocks that are not of the scaled loss.
+
+Refused where they are made, before they write a gradient. Knows graphs of tensors, and which
+parameters a block is for; no scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
+
+
+class _Block:
+    """A block of one thread.
+
+    Args:
+        scaled_loss: what it yields; held weakly.
+        params: returns those whose gradients its end divides by the scale.
+
+    Attributes:
+        node: of the scaled loss in its graph; None when the block has unscaled.
+    """
+
+    def __init__(self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]) -> None:
+        self.loss = weakref.ref(scaled_loss)
+        self.node: Any = scaled_loss.grad_fn
+        self.params = params
+
+    def close(self) -> None:
+        """Its gradients are unscaled, or given up."""
+        self.node = None
+
+
+class Backwards:
+    """The blocks of scaled losses, and the backward calls that are compared with them."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[_Block]] = {}
+
+    def open(
+        self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
+    ) -> Callable[[], None]:
+        """A block of this thread yields a scaled loss; return what is called when it unscales.
+
+        Args:
+            scaled_loss: has a graph.
+            params: see `_Block`.
+        """
+        thread = threading.get_ident()
+        block = _Block(scaled_loss, params)
+        around = [one for one in self._blocks.get(thread, ()) if one.node is not None]
+        self._blocks[thread] = [*around, block]
+        return block.close
+
+    def replacements(self) -> dict[str, Callable[[Any], Any]]:
+        """Return, for a function by its path, what makes its replacement."""
+        return {"torch.autograd.backward": self._looking}
+
+    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        blocks = self._blocks
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if blocks:
+                self._look(tensors, kwargs.get("inputs"))
+            return original(tensors, *args, **kwargs)
+
+        return backward
+
+    def _look(self, tensors: Any, inputs: Any) -> None:
+        """Raise for a backward that is in the wrong place."""
+        blocks = self._blocks.get(threading.get_ident())
+        # A checkpoint calls backward in a backward, of which the outer one was looked at.
+        if blocks is None or torch._C._current_graph_task_id() != -1:
+            return
+        for block in blocks:
+            if block.loss() is tensors:
+                if block.node is None:
+                    refuse_late_backward()
+                return
+        nodes = {block.node for block in blocks} - {None}
+        if nodes:
+            reached = {id(leaf) for leaf in _leaves(tensors, inputs, nodes)}
+            for block in blocks:
+                if block.node is not None and not reached.isdisjoint(map(id, block.params())):
+                    refuse_another_backward()
+
+
+def _leaves(tensors: Any, inputs: Any, stops: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the leaves that a backward writes to, on ways that do not lead through ``stops``.
+
+    Args:
+        tensors, inputs: of ``torch.autograd.backward``.
+        stops: nodes of graphs.
+    """
+    if inputs is not None:
+        wanted = {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+    seen = {None, *stops}
+    given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    nodes = [getattr(one, "grad_fn", None) for one in given]
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and (inputs is None or id(leaf) in wanted):
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
