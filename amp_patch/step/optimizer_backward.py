@@ -87,6 +87,11 @@ class OptimizerBackward:
         if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
             stepped = list(stepped)
             masters = self.masters
+            if masters is not None and masters.has_master_of_any(stepped):
+                # The script has put the model's own parameters into the groups.
+                for group in groups:
+                    group["params"] = masters.replace(group["params"])
+                stepped = list(chain.from_iterable(group["params"] for group in groups))
             params = stepped if masters is None else [masters.param_of(p) for p in stepped]
             self._pairs = ParamPairs(params, stepped)
             if self._ranks_follow:

@@ -61,6 +61,10 @@ class MasterWeights:
         """Return whether the optimizer steps a master of a half parameter."""
         return any(param is one for one in self._params)
 
+    def has_master_of_any(self, params: Sequence[Tensor]) -> bool:
+        """Return whether half parameters are among these whose masters the optimizer steps."""
+        return not set(map(id, self._params)).isdisjoint(map(id, params))
+
     def __len__(self) -> int:
         return len(self._masters)
 

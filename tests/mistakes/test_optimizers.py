@@ -123,3 +123,24 @@ def test_without_a_loss_scale_nothing_is_forgotten(amp: ModuleType, options: dic
     model, optimizer = prepared(amp, **{"level": "O1", **options})
     loss_of(model, next(batches())).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["assigned", "rebuilt"])
+def test_groups_that_a_script_fills_with_the_models_parameters(
+    amp: ModuleType, level: str, how: str
+) -> None:
+    expected = trained_rightly(level)
+    model, optimizer = prepared(amp, level)
+    params = list(model.parameters())
+    if how == "assigned":
+        optimizer.param_groups[0]["params"] = params
+    else:
+        first = optimizer.param_groups[0]
+        optimizer.param_groups = [{**first, "params": params[:1]}, {**first, "params": params[1:]}]
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert_equal(weights(model), expected)
