@@ -105,7 +105,7 @@ def _leaves(tensors: Any, inputs: Any, stops: Iterable[Any]) -> Iterator[Tensor]
         wanted = {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
     seen = {None, *stops}
     given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    nodes = [getattr(one, "grad_fn", None) for one in given]
+    nodes: list[Any] = [getattr(one, "grad_fn", None) for one in given]
     while nodes:
         node = nodes.pop()
         if node in seen:
