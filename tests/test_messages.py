@@ -27,6 +27,7 @@ PAGES = {
     "arguments.py": "api.md",
     "call_site.py": "limits.md#in-the-step",
     "casting/": "rules.md",
+    "casting/half_saving.py": "graphs.md#what-is-cast",
     "cuda_graph.py": "compile.md#capture-the-step-in-a-cuda-graph",
     "debug/": "diagnose.md",
     "debug/logs.py": "logging.md",
