@@ -139,6 +139,7 @@ class Session:
         arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
+        self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers)
         rules_of_modules.leave_all()
         mode.leave_all_models()

@@ -74,28 +74,6 @@ def is_zero(optimizer: Optimizer) -> bool:
     return kind is not None and isinstance(optimizer, kind)
 
 
-def fsdp2_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that `fully_shard` has sharded."""
-    kind = _known("torch.distributed.fsdp", "FSDPModule")
-    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
-
-
-def reshard(model: nn.Module) -> None:
-    """Have FSDP2 put the sharded parameters into their modules, where whole ones may stand."""
-    for module in fsdp2_modules(model):
-        sharded: Any = module
-        sharded.reshard()
-
-
-def follow_parameters(model: nn.Module) -> None:
-    """Have FSDP2 gather what the parameters in the modules hold now."""
-    for module in fsdp2_modules(model):
-        sharded: Any = module
-        group = sharded._get_fsdp_state()._fsdp_param_group
-        for param in group.fsdp_params if group is not None else ():
-            param.reset_sharded_param()
-
-
 def _fsdp1_modules(model: nn.Module) -> list[Any]:
     kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
     if kind is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .engines import fsdp2_modules
+from .fully_sharded import keeps_gradients, sharded_modules
 
 
 class Unsynced:
@@ -30,7 +30,7 @@ class Unsynced:
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Models were initialized, some of which may be sharded by FSDP2."""
         for model in models:
-            self._sharded.update(fsdp2_modules(model))
+            self._sharded.update(sharded_modules(model))
 
     def noting(self, original: Callable[..., None]) -> Callable[..., None]:
         """Return an ``__init__`` of `DistributedDataParallel` that notes what it makes."""
@@ -51,7 +51,7 @@ class Unsynced:
         own = set(map(id, params))
         wrappers = [wrapper for wrapper, is_local in list(self._wrapped.items()) if is_local]
         sharded: list[Any] = list(self._sharded)
-        local = wrappers + [one for one in sharded if _keeps_gradients(one)]
+        local = wrappers + [one for one in sharded if keeps_gradients(one)]
         return any(id(param) in own for module in local for param in module.parameters())
 
     def note(self, wrapper: Any) -> None:
@@ -72,8 +72,3 @@ class _Note:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_unsynced": None}
-
-
-def _keeps_gradients(module: Any) -> bool:
-    group = module._get_fsdp_state()._fsdp_param_group
-    return group is not None and not group.reduce_grads

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.distributed.engines import follow_parameters, reshard
+from amp_patch.distributed.fully_sharded import follow_parameters, reshard
 from amp_patch.distributed.groups import is_on
 from amp_patch.patching import Patches, bind
 from amp_patch.step.optimizer_step import OptimizerStep

@@ -20,7 +20,7 @@ from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
 
-from . import averages, checkpoints, clipping, conversions, grad_scaler
+from . import averages, checkpoints, clipping, conversions, grad_scaler, late_sharding
 from .averages import HalfCopies
 from .backwards import Backwards
 from .dtype_notes import explain, explaining
@@ -68,6 +68,7 @@ class Guard:
             **clipping.replacements(self._optimizers),
             **averages.replacements(self._store, lambda: self._models.levels),
             **checkpoints.replacements(self._optimizers),
+            **late_sharding.replacements(self._optimizers, self._store),
             **conversions.replacements(lambda: self._models.levels),
             **self.backwards.replacements(),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.engines import is_zero, local_optimizer
 from amp_patch.distributed.groups import StepRanks
+from amp_patch.distributed.shards import any_spread
 from amp_patch.levels import OptLevel
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
+from amp_patch.warn_once import warn_once
 from amp_patch.weights.fp32_values import FP32Values
 
 from .observers import Observers
@@ -81,7 +83,7 @@ class PreparedOptimizers:
                 scaler_ids,
                 self._announce,
                 self._observers,
-                fused_step,
+                fused_step and _has_dense_parts(optimizer),
                 ranks(given, optimizer is not given),
             )
             if scale_rule.dynamic or scale_rule.init_scale != 1.0:
@@ -233,3 +235,16 @@ class PreparedOptimizers:
                 scalers[index] = LossScaler(rule)
             assigned[loss_id] = index
         return assigned
+
+
+def _has_dense_parts(optimizer: Optimizer) -> bool:
+    """Return whether a fused step can step it; of spread parameters (DTensor) torch's own does."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any_spread(params):
+        return True
+    warn_once(
+        "fused_step=True steps plain tensors; got a "
+        f"{type(optimizer).__name__} of parameters that are spread over ranks (DTensor): its own "
+        "step is used. Leave fused_step out to go on without this warning."
+    )
+    return False

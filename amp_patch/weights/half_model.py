@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -192,6 +192,18 @@ def convert(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return originals
+
+
+def kept_in_fp32(models: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the parameters of batch norms, which `convert` may be told to keep."""
+    return {
+        id(param)
+        for model in models
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        for param in module._parameters.values()
+        if param is not None
+    }
 
 
 def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tensor]) -> None:

@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.distributed.fully_sharded import (
+    follow_parameters,
+    refuse_mixed_groups,
+    refuse_other_dtypes,
+    reshard,
+)
 from amp_patch.levels import OptLevel
 
 from . import half_model, module_rules
@@ -112,6 +118,7 @@ class PreparedModels:
             if level.cast_model_type in HALVES:
                 originals = self._store_in_half(model, level, stepped)
                 on_error.callback(self._store.forget, originals)
+                follow_parameters(model)
             self._attach(model, level, rules)
             self.follow_device(model)
             if level.casts_functions:
@@ -133,9 +140,25 @@ class PreparedModels:
         models = list(self.levels.items())
         for model, level in models:
             if level.cast_model_type in HALVES:
+                reshard(model)
                 half_model.restore(model, level.cast_model_type, self._store.exact)
+                follow_parameters(model)
             self._detach(model)
         return any(level.cast_model_type in HALVES for _, level in models)
+
+    def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
+        """Raise for models that FSDP2 has sharded in a way that does not go with a level.
+
+        Raises:
+            RuntimeError: another half dtype, or two dtypes that are gathered together.
+        """
+        if level.casts_functions or level.cast_model_type in HALVES:
+            half = level.half_dtype if level.casts_functions else level.cast_model_type
+            assert half is not None
+            other = _OTHER_HALF.get(level.name, level.name)
+            refuse_other_dtypes(models, half, level.name, other)
+        if level.cast_model_type in HALVES and level.keep_batchnorm_fp32:
+            refuse_mixed_groups(models, half_model.kept_in_fp32(models))
 
     def casting_dtypes(self) -> set[torch.dtype]:
         """Return the half dtypes of the models that live at O1 or O4."""
@@ -253,3 +276,7 @@ class PreparedModels:
 
 def _nothing() -> None:
     return None
+
+
+#: Of each level the one that does the same in the other half dtype.
+_OTHER_HALF = {"O1": "O4", "O4": "O1", "O2": "O5", "O5": "O2", "O3": "O5"}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_patch.distributed.fully_sharded import follow_parameters
 from amp_patch.distributed.shards import set_data
 
 
@@ -24,6 +25,7 @@ class Snapshot:
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._models = models
         self._params: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         for module in (module for model in models for module in model.modules()):
@@ -44,6 +46,8 @@ class Snapshot:
             param.grad = None  # it must go before a parameter may change its dtype
             set_data(param, data)
             param.grad = grad
+        for model in self._models:
+            follow_parameters(model)
         for buffers, before in self._buffers:
             buffers.update(before)
         for params, before_params in self._groups:

@@ -52,8 +52,9 @@ WRAPPERS = [
 ]
 
 
-@pytest.mark.parametrize(("wrapper", "synced"), nightly_but([WRAPPERS[0]], WRAPPERS))
-def test_options_of_the_wrapper(wrapper: dict[str, bool], synced: bool) -> None:
+@pytest.mark.parametrize("case", nightly_but([WRAPPERS[0]], WRAPPERS))
+def test_options_of_the_wrapper(case: tuple[dict[str, bool], bool]) -> None:
+    wrapper, synced = case
     found = ranks.run(
         accumulating.train_all, "ddp", LEVELS, delayed=False, synced=synced, wrapper=wrapper
     )

@@ -1,0 +1,105 @@
+"""What amp_patch asks of modules that FSDP2 has sharded (`fully_shard`), and tells them.
+
+Knows modules of torch; no optimizer, no scale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_patch.patching import remove
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that `fully_shard` was called with."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+
+
+def keeps_gradients(module: Any) -> bool:
+    """Return whether ``set_requires_gradient_sync(False)`` holds for a sharded module."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group is not None and not group.reduce_grads
+
+
+def reshard(model: nn.Module) -> None:
+    """Have the sharded parameters in their modules, where whole ones may stand."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def follow_parameters(model: nn.Module) -> None:
+    """Let FSDP2 gather what the parameters in the modules hold now, and in which dtype."""
+    for group in _groups(model):
+        has_run = [param for param in group.fsdp_params if hasattr(param, "orig_dtype")]
+        for param in group.fsdp_params:
+            param.reset_sharded_param()
+        for param in has_run:
+            if param.sharded_param.dtype is not param.orig_dtype:
+                # Where it gathers to is made anew by the next forward.
+                param.all_gather_outputs.clear()
+                remove(param, "_unsharded_param", getattr(param, "_unsharded_param", None))
+        if has_run:
+            group._init_mp_dtypes()
+
+
+def refuse_other_dtypes(
+    models: Iterable[nn.Module], half: torch.dtype, level: str, other_level: str
+) -> None:
+    """Raise where a ``MixedPrecisionPolicy`` computes in another half dtype than a level.
+
+    Args:
+        models: about to be initialized.
+        half: what the level computes in.
+        level: its name.
+        other_level: the name of the one that computes in the other half dtype.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for model in models:
+        for group in _groups(model):
+            asked = group.mp_policy.param_dtype
+            if asked in _HALVES and asked is not half:
+                raise RuntimeError(
+                    f"a MixedPrecisionPolicy must leave the dtype to the level, or name the same; "
+                    f"got param_dtype={asked} for opt_level {level}, which computes in {half}. "
+                    "Call fully_shard(model) without mp_policy, or amp.initialize(..., "
+                    f"opt_level={other_level!r})."
+                )
+
+
+def refuse_mixed_groups(models: Iterable[nn.Module], kept: Collection[int]) -> None:
+    """Raise where one call of `fully_shard` holds parameters of two dtypes, which it cannot gather.
+
+    Args:
+        models: about to be stored in half.
+        kept: ids of the parameters that stay in float32.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for model in models:
+        for group in _groups(model):
+            stays = [id(param.sharded_param) in kept for param in group.fsdp_params]
+            if any(stays) and not all(stays):
+                raise RuntimeError(
+                    "all parameters that one call of fully_shard() gathers must have one dtype; "
+                    f"got {sum(stays)} of batch norms, which stay in float32, among {len(stays)}. "
+                    "Call fully_shard(batch_norm) for each batch norm before fully_shard(model), "
+                    "or amp.initialize(..., keep_batchnorm_fp32=False)."
+                )
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    for module in sharded_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            yield group

@@ -1,0 +1,102 @@
+"""Models that FSDP2 shards in ways that do, or do not, go with a level."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import training
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+
+from amp_patch import amp
+
+
+def late(level: str) -> list[str]:
+    """Return what is said of sharding, by both kinds of FSDP, after `amp.initialize`."""
+    model = training.make_model()
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    said = []
+    for shard in (fully_shard, FullyShardedDataParallel):
+        try:
+            shard(model)
+        except RuntimeError as error:
+            said.append(str(error))
+    amp.deactivate()
+    fully_shard(model)
+    return said
+
+
+def by_policy(level: str, dtype: torch.dtype) -> str | list[float]:
+    """Return the losses of a model with a MixedPrecisionPolicy, or what is said of it."""
+    model = fully_shard(training.make_model(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    optimizer = training.adamw(model.parameters())
+    try:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    except RuntimeError as error:
+        return str(error)
+    found = _losses(model, optimizer)
+    amp.deactivate()
+    return found
+
+
+def batch_norms(are_apart: bool) -> str | list[float]:
+    """Return the losses of a model with a batch norm at O2, or what is said of it."""
+    model = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    if are_apart:
+        fully_shard(model[1])
+    optimizer = training.adamw(fully_shard(model).parameters())
+    try:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    except RuntimeError as error:
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        return str(error)
+    return _losses(model, optimizer)
+
+
+def fused() -> tuple[list[str], bool]:
+    """Return the warnings of ``fused_step`` on sharded parameters, and whether it steps alike."""
+    trained = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for fused_step in (False, True):
+            found = training.train("fsdp2", "O2", 4, fused_step=fused_step)
+            trained.append(found.computed)
+    messages = [str(one.message) for one in caught if "fused_step" in str(one.message)]
+    return messages, all(map(torch.equal, *trained))
+
+
+def before_and_after(level: str) -> list[Any]:
+    """Return the dtypes of a sharded model that runs before, at, and after a level."""
+    model = training.sharded(training.make_model())
+    optimizer = training.adamw(model.parameters())
+    found: list[Any] = []
+    inputs, _ = training.rows(0, distributed.get_rank(), distributed.get_world_size())
+    for step in ("before", "at", "after"):
+        if step == "at":
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            _losses(model, optimizer)
+        elif step == "after":
+            amp.deactivate()
+        optimizer.zero_grad()
+        output = model(inputs)
+        if step != "at":
+            output.sum().backward()
+            optimizer.step()
+        found.append((next(model.parameters()).dtype, bool(torch.isfinite(output).all())))
+    return found
+
+
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        inputs, targets = training.rows(0, 0, 1)
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

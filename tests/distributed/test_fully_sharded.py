@@ -1,0 +1,54 @@
+"""FSDP2 and levels: each pair is right, or refused before anything is changed."""
+
+import fully_sharding
+import pytest
+import ranks
+import torch
+from support import nightly_but
+
+HALF, BFLOAT16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("level", nightly_but(["O1"], ["O1", "O2"]))
+def test_sharding_after_initialize_is_refused(level: str) -> None:
+    for said in ranks.run(fully_sharding.late, level):
+        assert "fully_shard(model) must come before amp.initialize()" in said[0]
+        assert "FullyShardedDataParallel(model) must come before" in said[1]
+
+
+SAME = [("O1", HALF), ("O2", HALF), ("O5", BFLOAT16)]
+
+
+@pytest.mark.parametrize("case", nightly_but([("O2", HALF)], SAME))
+def test_a_policy_of_the_levels_dtype_trains(case: tuple[str, torch.dtype]) -> None:
+    for losses in ranks.run(fully_sharding.by_policy, *case):
+        assert losses == sorted(losses, reverse=True)
+
+
+OTHER = [("O1", BFLOAT16, "O4"), ("O2", BFLOAT16, "O5"), ("O4", HALF, "O1"), ("O5", HALF, "O2")]
+
+
+@pytest.mark.parametrize("case", nightly_but([("O2", BFLOAT16, "O5")], OTHER))
+def test_a_policy_of_another_half_dtype_is_refused(case: tuple[str, torch.dtype, str]) -> None:
+    level, dtype, mend = case
+    for said in ranks.run(fully_sharding.by_policy, level, dtype):
+        assert f"param_dtype={dtype} for opt_level {level}" in said
+        assert f"opt_level='{mend}'" in said
+
+
+def test_batch_norms_in_float32_are_gathered_by_themselves() -> None:
+    for said in ranks.run(fully_sharding.batch_norms, False):
+        assert "fully_shard(batch_norm)" in said
+    for losses in ranks.run(fully_sharding.batch_norms, True):
+        assert losses[-1] < losses[0]
+
+
+def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> None:
+    for messages, are_equal in ranks.run(fully_sharding.fused):
+        assert len(messages) == 1
+        assert are_equal
+
+
+def test_a_model_runs_before_and_after_a_level() -> None:
+    for found in ranks.run(fully_sharding.before_and_after, "O2"):
+        assert found == [(FLOAT, True), (HALF, True), (FLOAT, True)]
