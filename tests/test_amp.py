@@ -32,7 +32,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
 KEYWORDS = (
     "init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "rules",
-    "norm_type", "fused_step", "casts", "in_float",
+    "norm_type", "fused_step", "process_group", "casts", "in_float",
     "tensorboard",
     "wandb",
     "logger",
@@ -349,6 +349,7 @@ WRONG: dict[str, list[Any]] = {
     "hysteresis": NO_COUNT,
     "rules": [3, ["softmax"], {1: "half"}, {"softmax": 3}, {"softmax": []}, {"zzz": "half"}],
     "fused_step": ["yes", 1, None, []],
+    "process_group": ["world", 1, []],
     "tensorboard": [1, True, []],
     "wandb": [1, "run", []],
     "logger": [1, print, []],
@@ -824,9 +825,9 @@ def test_scaled_gradients_are_neither_clipped_nor_stepped(amp: ModuleType, level
         "optimizer.step()": optimizer.step,
     }.items():
         words = (
-            f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True), or "
-            "a GradScaler's scale(), left them scaled. Leave delay_unscale out in the last "
-            "scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with "
+            f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True) or "
+            "one under no_sync(), or a GradScaler's scale(), left them scaled. Leave both out in "
+            "the last scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with "
             "optimizer.zero_grad()."
         )
         with pytest.raises(RuntimeError, match=exactly(words)):

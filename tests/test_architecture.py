@@ -54,12 +54,14 @@ LATE_IMPORTS = ("cupy.", "torch._dynamo.", "amp_patch.levels.")
 # that tells schedulers of a step, the two that torch's fused optimizers skip by, and the metadata
 # of a function just made; and the message of an exception, which Python 3.10 adds no notes to.
 FOREIGN_DATA = {"data", "grad", "grad_dtype", "requires_grad", "_opt_called"}
-FOREIGN_DATA |= {"found_inf", "grad_scale", "args"}
+# what a DTensor holds of the tensor that is spread
+FOREIGN_DATA |= {"found_inf", "grad_scale", "args", "_local_tensor", "_spec"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
 # In a wrapper's place torch.compile traces "traced", TorchScript what "__prepare_..." returns.
-# A function that is "_dynamo_marked..." it calls.
+# A function that is "_dynamo_marked..." it calls, before one of "_torchdynamo_..." a graph ends.
 METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__", "traced"}
 METADATA |= {"__prepare_scriptable__", "_dynamo_marked_constant"}
+METADATA |= {"_torchdynamo_disable", "_torchdynamo_disable_msg"}
 
 Rule = Callable[[ast.Module], list[str]]
 

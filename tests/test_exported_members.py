@@ -41,6 +41,7 @@ OWN_CALLS = {
     "overflow_report": "",
     "summary": "",
     "clip_grad_norm_": "optimizer, max_norm",
+    "register_library_function": "module, name",
     "half_region": "",
     "float_region": "",
 }

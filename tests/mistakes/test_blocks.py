@@ -111,7 +111,11 @@ REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "backward behind clip": (with_scaled(again_behind_clip), LATE, ("O1", "O2")),
     "loss.backward() late": (late_with_auxiliary, ANOTHER, ("O1", "O2")),
     "backward outside late": (late_behind, LATE, ("O1", "O2")),
-    "clipping of scaled gradients": (delayed_clip, "Leave delay_unscale out", ("O1", "O2")),
+    "clipping of scaled gradients": (
+        delayed_clip,
+        "delay_unscale=True) or one under no_sync()",
+        ("O1", "O2"),
+    ),
     "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),
     "backward outside": (late_backward, LATE, ("O1", "O2")),
 }
