@@ -827,8 +827,8 @@ def test_scaled_gradients_are_neither_clipped_nor_stepped(amp: ModuleType, level
         words = (
             f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True) or "
             "one under no_sync(), or a GradScaler's scale(), left them scaled. Leave both out in "
-            "the last scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with "
-            "optimizer.zero_grad()."
+            "the last scale_loss() before it, or call scaler.unscale_(optimizer), or clear them "
+            "with optimizer.zero_grad()."
         )
         with pytest.raises(RuntimeError, match=exactly(words)):
             call()

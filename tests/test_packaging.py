@@ -124,7 +124,7 @@ def test_the_metadata_states_version_requirements_and_extras(wheel: Path) -> Non
     required = set(re.findall(r"^Requires-Dist: ([^;\n]+)$", text, re.MULTILINE))
     assert required == {"click>=8.1", "torch>=2.6", "wrapt>=1.16"}
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE))
-    assert extras == {"cuda12", "cuda13", "docs", "examples", "sweep", "test"}
+    assert extras == {"cuda12", "cuda13", "docs", "examples", "graphs", "sweep", "test"}
 
 
 @pytest.mark.parametrize("major", [12, 13])

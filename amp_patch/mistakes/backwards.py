@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
 
 
@@ -32,11 +33,11 @@ class _Block:
     def __init__(self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]) -> None:
         self.loss = weakref.ref(scaled_loss)
         self.node: Any = scaled_loss.grad_fn
-        self.params = params
+        self.params: Callable[[], Iterable[Tensor]] | None = params
 
     def close(self) -> None:
-        """Its gradients are unscaled, or given up."""
-        self.node = None
+        """Its gradients are unscaled, or given up; nothing of the pass is held any more."""
+        self.node = self.params = None
 
 
 class Backwards:
@@ -67,6 +68,7 @@ class Backwards:
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         blocks = self._blocks
 
+        @never_trace
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if blocks:
@@ -87,11 +89,10 @@ class Backwards:
                     refuse_late_backward()
                 return
         nodes = {block.node for block in blocks} - {None}
-        if nodes:
-            reached = {id(leaf) for leaf in _leaves(tensors, inputs, nodes)}
-            for block in blocks:
-                if block.node is not None and not reached.isdisjoint(map(id, block.params())):
-                    refuse_another_backward()
+        reached = {id(leaf) for leaf in _leaves(tensors, inputs, nodes)} if nodes else set()
+        for block in blocks:
+            if block.params is not None and not reached.isdisjoint(map(id, block.params())):
+                refuse_another_backward()
 
 
 def _leaves(tensors: Any, inputs: Any, stops: Iterable[Any]) -> Iterator[Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import rank_training as training
 import torch
-import training
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 

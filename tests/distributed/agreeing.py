@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import rank_training as training
 import torch
-import training
 from torch import distributed, nn
 
 from amp_patch import amp

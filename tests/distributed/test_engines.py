@@ -7,11 +7,11 @@ the same parameters after it, bit for bit.
 import math
 
 import pytest
+import rank_training as training
 import ranks
 import torch
-import training
+from rank_training import Trained
 from support import nightly_but
-from training import Trained
 
 #: Largest difference of a parameter after the training: float16 rounds sums of half as many rows.
 TOLERANCE = {"O0": 1e-5, "O1": 1e-3, "O2": 1e-3, "O3": 4e-3, "O4": 8e-3, "O5": 8e-3}

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "backward outside late": (late_behind, LATE, ("O1", "O2")),
     "clipping of scaled gradients": (
         delayed_clip,
-        "delay_unscale=True) or one under no_sync()",
+        "or one under no_sync",
         ("O1", "O2"),
     ),
     "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),

@@ -169,7 +169,8 @@ def test_scaled_gradients_are_refused(amp: ModuleType, call: str) -> None:
     message = (
         f"{caller} needs unscaled gradients; the last scale_loss(..., delay_unscale=True) or one "
         "under no_sync(), or a GradScaler's scale(), left them scaled. Leave both out in the last "
-        "scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with optimizer.zero_grad()."
+        "scale_loss() before it, or call scaler.unscale_(optimizer), or clear them with "
+        "optimizer.zero_grad()."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         optimizer.step() if call == "step" else amp.clip_grad_norm_(optimizer, 1.0)
