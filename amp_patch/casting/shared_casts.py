@@ -48,30 +48,38 @@ def shared_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     Differentiable. The gradients of all functions that take one cast are added up in its dtype.
 
     Args:
-        source: a plain tensor, for a function that neither writes to it nor hands it on.
+        source: a plain tensor that is to be cast, for a function that neither writes to it nor
+            hands it on.
         dtype: float32, float16 or bfloat16, and not the source's.
     """
     if not _is_grad_enabled():  # nothing would hold the cast
         return CAST[dtype](source)
-    known, known_cast, *state = _last.entry
-    if known() is source and state == [dtype, source._version, source.data_ptr()]:
-        cast = known_cast()
-        if cast is not None:
-            cast._fix_weakref()
-            if _may_share(source, cast):
-                found: Tensor = cast
-                return found
+    if not is_recorded():
+        found = last_cast(source, dtype)
+        if found is not None:
+            return found
     cast = CAST[dtype](source)
     # A transform's tensors end with it; a tensor made in inference mode has no version.
     if type(cast) is Tensor and _inside_of_transform() is None and not source.is_inference():
-        state = [dtype, source._version, source.data_ptr()]
-        _last.entry = (weakref.ref(source), weakref.ref(cast), *state)
+        references = weakref.ref(source), weakref.ref(cast)
+        _last.entry = (*references, dtype, source._version, source.data_ptr())
     return cast
 
 
-def _may_share(source: Tensor, cast: Tensor) -> bool:
+def last_cast(source: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the last cast where it was of this, to this dtype, and is as it was made; else None.
+
+    For a caller who has seen that grad is on and nothing recorded.
+    """
+    known, known_cast, known_dtype, version, address = _last.entry
+    if known() is not source or known_dtype is not dtype:
+        return None
+    cast: Any = known_cast()
+    if cast is None or source._version != version or source.data_ptr() != address:
+        return None
+    cast._fix_weakref()
     is_as_made = cast._version == 0 and cast.requires_grad == source.requires_grad
-    return is_as_made and not is_recorded()
+    return cast if is_as_made else None
 
 
 def is_recorded() -> bool:

@@ -28,7 +28,7 @@ from .argument_casts import (
     to_float,
 )
 from .mode import FLOATS, HALVES, OFF, mode, process
-from .shared_casts import shared_cast
+from .shared_casts import last_cast, shared_cast
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
@@ -120,7 +120,8 @@ class Casts:
                 return general(input, weight, bias, *args, **kwargs)
             dtype = fixed or dtype
             if input.dtype is not dtype:
-                input = to_dtype(input, dtype, None, shared_cast)
+                cast = last_cast(input, dtype)
+                input = to_dtype(input, dtype, None, shared_cast) if cast is None else cast
             weight = cast_weight(weight, dtype)
             if type(bias) is Parameter:
                 bias = cast_weight(bias, dtype)

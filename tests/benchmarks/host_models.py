@@ -30,7 +30,9 @@ class HostModel(NamedTuple):
     bare_loss: Callable[[nn.Module], Tensor]
 
 
-def _regression(model: nn.Module, x: Tensor, y: Tensor) -> HostModel:
+def regression(model: nn.Module, x: Tensor, y: Tensor) -> HostModel:
+    """Return a model with the mean squared error of its output for ``x`` against ``y``."""
+
     def bare_loss(half: nn.Module) -> Tensor:
         return F.mse_loss(half(x.to(_half_dtype(half))).float(), y)
 
@@ -43,7 +45,7 @@ def _half_dtype(model: nn.Module) -> torch.dtype:
 
 def linears() -> HostModel:
     layers = [layer for _ in range(24) for layer in (nn.Linear(8, 8), nn.ReLU())]
-    return _regression(nn.Sequential(*layers), torch.randn(4, 8), torch.randn(4, 8))
+    return regression(nn.Sequential(*layers), torch.randn(4, 8), torch.randn(4, 8))
 
 
 class Block(nn.Module):
@@ -72,7 +74,7 @@ class Block(nn.Module):
 
 def transformer() -> HostModel:
     model = nn.Sequential(*(Block() for _ in range(12)))
-    return _regression(model, torch.randn(2, 4, 16), torch.randn(2, 4, 16))
+    return regression(model, torch.randn(2, 4, 16), torch.randn(2, 4, 16))
 
 
 def convolutions() -> HostModel:
@@ -80,7 +82,7 @@ def convolutions() -> HostModel:
     for channels in (3, *[8] * 16):
         layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    return _regression(model, torch.randn(2, 3, 6, 6), torch.randn(2, 4))
+    return regression(model, torch.randn(2, 3, 6, 6), torch.randn(2, 4))
 
 
 def hugging_face_bert() -> HostModel:
@@ -123,18 +125,18 @@ def gradient_penalty() -> HostModel:
 
 
 class Concatenated(nn.Module):
-    """A linear layer whose weights are 1,000 parameters: (N, 4000) to (N,)."""
+    """A linear layer whose weights are ``count`` parameters: (N, 4 * count) to (N,)."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 1000) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(torch.randn(4) / 8 for _ in range(1000))
+        self.parts = nn.ParameterList(torch.randn(4) / 8 for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * torch.cat(list(self.parts))).sum(1)
 
 
 def many_parameters() -> HostModel:
-    return _regression(Concatenated(), torch.randn(2, 4000), torch.randn(2))
+    return regression(Concatenated(), torch.randn(2, 4000), torch.randn(2))
 
 
 MODELS = {
