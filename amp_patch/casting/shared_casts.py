@@ -54,16 +54,8 @@ def shared_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not _is_grad_enabled():  # nothing would hold the cast
         return CAST[dtype](source)
-    if not is_recorded():
-        found = last_cast(source, dtype)
-        if found is not None:
-            return found
-    cast = CAST[dtype](source)
-    # A transform's tensors end with it; a tensor made in inference mode has no version.
-    if type(cast) is Tensor and _inside_of_transform() is None and not source.is_inference():
-        references = weakref.ref(source), weakref.ref(cast)
-        _last.entry = (*references, dtype, source._version, source.data_ptr())
-    return cast
+    found = None if is_recorded() else last_cast(source, dtype)
+    return new_cast(source, dtype) if found is None else found
 
 
 def last_cast(source: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -80,6 +72,16 @@ def last_cast(source: Tensor, dtype: torch.dtype) -> Tensor | None:
     cast._fix_weakref()
     is_as_made = cast._version == 0 and cast.requires_grad == source.requires_grad
     return cast if is_as_made else None
+
+
+def new_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `shared_cast`, for a caller whom `last_cast` gave None."""
+    cast = CAST[dtype](source)
+    # A transform's tensors end with it; a tensor made in inference mode has no version.
+    if type(cast) is Tensor and _inside_of_transform() is None and not source.is_inference():
+        references = weakref.ref(source), weakref.ref(cast)
+        _last.entry = (*references, dtype, source._version, source.data_ptr())
+    return cast
 
 
 def is_recorded() -> bool:

@@ -28,7 +28,7 @@ from .argument_casts import (
     to_float,
 )
 from .mode import FLOATS, HALVES, OFF, mode, process
-from .shared_casts import last_cast, shared_cast
+from .shared_casts import last_cast, new_cast, shared_cast
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
@@ -121,7 +121,7 @@ class Casts:
             dtype = fixed or dtype
             if input.dtype is not dtype:
                 cast = last_cast(input, dtype)
-                input = to_dtype(input, dtype, None, shared_cast) if cast is None else cast
+                input = to_dtype(input, dtype, None, new_cast) if cast is None else cast
             weight = cast_weight(weight, dtype)
             if type(bias) is Parameter:
                 bias = cast_weight(bias, dtype)
