@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -118,16 +119,32 @@ def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, 
 def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
     run = _run_stored if rule.casts == "stored" else functools.partial(_run, rule)
+    out_at = _position_of_out(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:  # it must be written to, and a cast of it is a copy
+        out = args[out_at] if len(args) > out_at else kwargs.get("out")
+        if out is not None:  # it must be written to, and a cast of it is a copy
             return function(*args, **kwargs)
         return run(function, args, kwargs)
 
     # TorchScript compiles the original: it cannot read a closure.
     wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
     return wrapper
+
+
+def _position_of_out(function: Function) -> int:
+    """Return where a positional ``out`` stands; beyond all arguments where there is none."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # it is not Python's
+        return sys.maxsize
+    places = [
+        place
+        for place, parameter in enumerate(parameters)
+        if parameter.name == "out" and parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    return places[0] if places else sys.maxsize
 
 
 def _run_stored(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

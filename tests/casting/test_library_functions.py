@@ -252,6 +252,18 @@ def test_out_is_written_to(library: str) -> None:
     assert torch.equal(out, torch.ones(2))
 
 
+def test_out_is_written_to_where_it_comes_by_its_place() -> None:
+    def add(a: Tensor, out: Tensor | None = None, times: int = 1) -> Tensor:
+        return torch.mul(a, times, out=out)
+
+    out = torch.zeros(2)
+    half = torch.ones(2, dtype=F16)
+    function = wrap(add, Rule("promote", "always"))
+    assert called_at("O2", "inside", function, half.float(), out) is out
+    assert torch.equal(out, torch.ones(2))
+    assert called_at("O2", "inside", function, half, None).dtype is F16
+
+
 def test_torchscript_compiles_the_original() -> None:
     assert wrap(multiply, Rule("half")).__prepare_scriptable__() is multiply
 
