@@ -33,7 +33,7 @@ class HalfSaving:
 
     def note(self, wide: Tensor, half: Tensor) -> None:
         """Say that a float32 tensor, an argument or a result, has the values of a half one."""
-        if wide.dtype is torch.float32 and half.dtype is self._dtype and wide.is_contiguous():
+        if _is_wide(wide) and half.dtype is self._dtype and wide.is_contiguous():
             self._halves[wide.data_ptr()] = wide.detach(), half.detach()
 
     def settle(self) -> None:
@@ -45,9 +45,13 @@ class HalfSaving:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor.detach())
-        if tensor.dtype is torch.float32:
+        if _is_wide(tensor):
             self._saved.append(saved)
         return saved
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.layout is torch.strided  # not sparse
 
 
 class _Saved:

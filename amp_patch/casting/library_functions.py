@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from amp_patch.patching import Patches, resolve_in, when_imported
 
 from . import library_rules
-from .argument_casts import tensors_in, to_dtype
+from .argument_casts import is_on_cast_device, tensors_in, to_dtype
 from .half_saving import HalfSaving
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -168,12 +168,12 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     saving = HalfSaving(result)
 
     def widen(tensor: Tensor) -> Tensor:
-        wide: Tensor = to_dtype(tensor, runs_in)
+        wide = _to(tensor, runs_in)
         saving.note(wide, tensor)
         return wide
 
     def narrow(tensor: Tensor) -> Tensor:
-        half: Tensor = to_dtype(tensor, result)
+        half = _to(tensor, result)
         saving.note(tensor, half)
         return half
 
@@ -204,11 +204,16 @@ def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype
 
 def _is_float(tensor: Tensor) -> bool:
     known = tensor.dtype in FLOATS or tensor.dtype is torch.float64
-    return known and tensor.device.type in process.devices
+    return known and is_on_cast_device(tensor)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: to_dtype(tensor, dtype), value)
+    return map_tensors(lambda tensor: _to(tensor, dtype), value)
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    cast: Tensor = to_dtype(tensor, dtype, activation=Tensor.to)  # also to float64
+    return cast
 
 
 @contextlib.contextmanager

@@ -97,3 +97,13 @@ def test_a_view_of_an_argument_is_the_half_argument() -> None:
     saving.settle()
     assert saved._tensor.data_ptr() == half.data_ptr()
     assert torch.equal(saved.read(), wide.view(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_sparse_tensor_is_kept_as_it_is() -> None:
+    matrix = torch.eye(3).to_sparse_csr()
+    x = torch.randn(3, 2, dtype=F16, requires_grad=True)
+    result = wrap(torch.sparse.mm, Rule("promote", "cpu"))(matrix.half(), x)
+    result.sum().backward()
+    assert torch.equal(result, x)
+    assert torch.equal(x.grad, torch.ones(3, 2, dtype=F16))
