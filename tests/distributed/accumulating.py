@@ -8,6 +8,7 @@ from typing import Any
 import rank_training as training
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
@@ -31,7 +32,7 @@ def train(
         synced: whether its gradients are shared by all ranks, too.
         infs: whether rank 1 overflows in the first micro-batch of step 2, rank 0 in the second one
             of step 4.
-        wrapper: options of `DistributedDataParallel`.
+        wrapper: options of `DistributedDataParallel`; "compressed": with a communication hook.
     """
     is_alone = engine == "none"
     rank = 0 if is_alone else distributed.get_rank()
@@ -43,7 +44,11 @@ def train(
     scales = training.SCALES if level in training.SCALED else {}
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scales)
     if engine == "ddp":
-        model = DistributedDataParallel(model, **(wrapper or {}))
+        options = dict(wrapper or {})
+        is_compressed = options.pop("compressed", False)
+        model = DistributedDataParallel(model, **options)
+        if is_compressed:
+            model.register_comm_hook(None, fp16_compress_hook)
     held, skipped = [], []
     for step in range(7):
         optimizer.zero_grad()

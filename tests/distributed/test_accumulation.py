@@ -49,6 +49,7 @@ WRAPPERS = [
     (STATIC, True),
     ({**VIEWS, **STATIC}, True),
     ({"find_unused_parameters": True}, False),
+    ({"compressed": True}, False),
 ]
 
 
