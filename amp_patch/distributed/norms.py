@@ -14,7 +14,7 @@ from amp_patch import kernels
 from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms_of
 
 from .groups import StepRanks
-from .shards import any_spread, is_spread, local
+from .shards import any_spread, is_spread, local, summed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
@@ -41,7 +41,7 @@ def clip_by_norm(
     together: dict[tuple[str, ...], tuple[Sequence[ProcessGroup], list[Tensor]]] = {}
     if ranks.have_parts:  # of which this rank may hold none
         together[_names(ranks.groups)] = ranks.groups, []
-    for grad in grads:
+    for grad in map(summed, grads):
         groups = _holders(grad) if is_spread(grad) else ranks.groups if ranks.have_parts else ()
         together.setdefault(_names(groups), (groups, []))[1].append(local(grad))
     parts = [local(grad) for grad in grads]

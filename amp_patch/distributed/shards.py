@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,34 @@ def spread_as(model: Any, part: Tensor) -> Tensor:
     # The part itself is kept, not the view that autograd makes of it.
     set_part(spread, part)
     return spread
+
+
+def place_gradients(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Have gradients spread over ranks as their parameters are, so that part belongs to part.
+
+    By a collective where one is not: of a layer norm in sequence parallel each rank has a summand
+    of the gradient. All ranks must come here.
+
+    Returns:
+        The gradients that the parameters have now.
+    """
+    placed: list[Any] = list(grads)
+    for row, (param, grad) in enumerate(zip(params, placed, strict=True)):
+        placements = getattr(param, "placements", None)
+        if is_spread(param) and grad.placements != placements:
+            placed[row] = param.grad = grad.redistribute(placements=placements)
+    return placed
+
+
+def summed(grad: Any) -> Any:
+    """Return a gradient of which no rank has a mere summand, by a collective where one has."""
+    if not is_spread(grad) or not any(one.is_partial() for one in grad.placements):
+        return grad
+    from torch.distributed.tensor import Replicate  # imported where there is a DTensor
+
+    return grad.redistribute(
+        placements=[Replicate() if one.is_partial() else one for one in grad.placements]
+    )
 
 
 def set_part(tensor: Any, part: Tensor) -> None:

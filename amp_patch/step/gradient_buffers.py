@@ -34,13 +34,14 @@ class GradientBuffers:
 
     Attributes:
         params: the parameters; the same object until there are others.
+        is_spread: True where a parameter lies on several ranks (DTensor).
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
     """
 
     def __init__(self, pairs: ParamPairs) -> None:
         self._pairs = pairs
         self.params = Params(pairs.model)
-        self._is_spread = any_spread(pairs.model)
+        self.is_spread = any_spread(pairs.model)
         # What is unscaled is what this rank holds.
         self._parts = ParamPairs(*(self._local(column) for column in pairs))
         self._devices = _devices(pairs)
@@ -93,7 +94,7 @@ class GradientBuffers:
         ]
 
     def _local(self, column: list[Tensor]) -> list[Tensor]:
-        return list(map(local, column)) if self._is_spread else column
+        return list(map(local, column)) if self.is_spread else column
 
     def spread(self, grads: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
         """Return the gradients whose numbers on this rank are ``parts``.
@@ -102,7 +103,7 @@ class GradientBuffers:
             grads: as a backward left them.
             parts: where `unscale` put their numbers; themselves where nothing is spread.
         """
-        if not self._is_spread:
+        if not self.is_spread:
             return parts
         return [
             grad if local(grad) is part else spread_as(master, part)

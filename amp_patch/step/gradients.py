@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
-from amp_patch.distributed.shards import local
+from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import HalfGradients
@@ -159,6 +159,8 @@ class Gradients:
             grads = [grad for grad in grads if grad is not None]
         if not self._buffers.fits(pairs):
             self._buffers = GradientBuffers(pairs)
+        if self._buffers.is_spread:
+            grads = place_gradients(pairs.model, grads)
         check = self._take_in(pairs, grads, scale)
         if grads and not self._buffers.is_in_place:
             if not self._received:

@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
@@ -49,11 +56,13 @@ class Engine(NamedTuple):
         before: called with the model, and what it returns is given to `amp.initialize`.
         optimizer: of the model's parameters.
         after: called with the model that `amp.initialize` returned.
+        in_tensor_parallel: how many of so many ranks share the rows of a batch, by tensor parallel.
     """
 
     before: Callable[[nn.Module], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     after: Callable[[nn.Module], nn.Module]
+    in_tensor_parallel: Callable[[int], int] = lambda size: 1
 
 
 def _same(model: nn.Module) -> nn.Module:
@@ -80,6 +89,43 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
+def split(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Split the outputs of the first layer, and the inputs of the last one, over ranks.
+
+    Args:
+        model: its layer norm stays whole on each of the ranks.
+        mesh: of one dimension; of all ranks if None.
+    """
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),)) if mesh is None else mesh
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "3": RowwiseParallel(input_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def split_in_sequence(model: nn.Module) -> nn.Module:
+    """Split the layers as `split` does, and what the layer norm between them is given."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    plan = {
+        "0": ColwiseParallel(output_layouts=Shard(0)),
+        "1": SequenceParallel(sequence_dim=0),
+        "3": RowwiseParallel(input_layouts=Shard(0)),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def split_and_sharded(model: nn.Module) -> nn.Module:
+    """Split over pairs of ranks, and shard by FSDP2 over the pairs."""
+    shape = distributed.get_world_size() // 2, 2
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    split(model, mesh["tensor"])
+    for layer in model.children():
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
 ENGINES = {
     "none": Engine(_same, adamw, _same),
     "ddp": Engine(_same, adamw, DistributedDataParallel),
@@ -88,6 +134,9 @@ ENGINES = {
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
     ),
     "zero": Engine(_same, zero_adamw, DistributedDataParallel),
+    "tensor": Engine(split, adamw, _same, lambda size: size),
+    "sequence": Engine(split_in_sequence, adamw, _same, lambda size: size),
+    "tensor-fsdp2": Engine(split_and_sharded, adamw, _same, lambda size: 2),
 }
 
 
@@ -128,6 +177,7 @@ def train(
     is_alone = engine == "none"
     rank = 0 if is_alone else distributed.get_rank()
     size = 1 if is_alone else distributed.get_world_size()
+    alike = chosen.in_tensor_parallel(size)
     model = chosen.before(make_model())
     optimizer = chosen.optimizer(model.parameters())
     scales = SCALES if level in SCALED else {}
@@ -138,7 +188,7 @@ def train(
     losses, held, skipped, norms = [], [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = rows(step, rank, size)
+        inputs, targets = rows(step, rank // alike, size // alike)
         loss = (model(inputs).float() - targets).square().mean()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             planted = (plants or {}).get(step)

@@ -45,9 +45,12 @@ def assert_trained_alike(result: Trained, alone: Trained, level: str) -> None:
     assert training.difference(result, alone) < TOLERANCE[level]
 
 
+ENGINES = ("ddp", "fsdp2", "fsdp1", "zero", "tensor", "sequence")
+
+
 @pytest.mark.parametrize("clipped", nightly_but([True], [True, False]))
 @pytest.mark.parametrize("size", nightly_but([2], [2, 4]))
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1", "zero"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_train_what_one_process_trains(engine: str, size: int, clipped: bool) -> None:
     found = ranks.run(
         training.train_and_compare,
@@ -62,3 +65,9 @@ def test_ranks_train_what_one_process_trains(engine: str, size: int, clipped: bo
         assert_ranks_agree([one[level][0] for one in found], engine)
         assert any(found[0][level][0].skipped) == (level in training.SCALED)
         assert_trained_alike(*found[0][level], level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipped", [True, False])
+def test_tensor_parallel_and_sharded_by_fsdp2(clipped: bool) -> None:
+    test_ranks_train_what_one_process_trains("tensor-fsdp2", 4, clipped)
