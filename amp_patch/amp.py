@@ -279,7 +279,13 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     return _parameters_of(optimizer)
 
 
-def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    optimizer: Optimizer,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
     """Clip the unscaled gradients of an optimizer to a total norm, in place.
 
     Between `scale_loss` and the step. After an overflow the gradients are not finite, and the step
@@ -290,28 +296,31 @@ def clip_grad_norm_(optimizer: Optimizer, max_norm: float, *, norm_type: float =
         optimizer: as `initialize` returned it, or any other.
         max_norm: the largest norm allowed, in units of the unscaled gradients.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest magnitude.
+        process_group: of ranks that each hold another part of the model (the stages of a pipeline),
+            whose gradients are taken together. All of them must call this.
 
     Returns:
         The total norm before clipping, 0-dim fp32 (float64 for float64 gradients).
 
     Raises:
-        TypeError: not one optimizer, or a norm that is no number.
+        TypeError: not one optimizer, a norm that is no number, or no process group.
         ValueError: a negative norm or NaN.
         RuntimeError: the gradients are still scaled (``delay_unscale``).
     """
     arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()")
     optimizer = session.optimizers.originals_of(optimizer)
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
+    stages = arguments.process_group_of(process_group, "amp.clip_grad_norm_(optimizer, max_norm")
     step, ranks = session.optimizers.steps.get(optimizer), StepRanks()
     if step is not None:
         ranks = step.backward.ranks
         step.backward.refuse_scaled("amp.clip_grad_norm_()")
-        total = step.backward.clip_waiting(max_norm, norm_type)
+        total = None if stages else step.backward.clip_waiting(max_norm, norm_type)
         if total is not None:
             session.observers.clipped(optimizer, total)
             return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
-    total = clip_by_norm(grads, max_norm, norm_type, ranks)
+    total = clip_by_norm(grads, max_norm, norm_type, ranks, stages)
     session.observers.clipped(optimizer, total)
     return total
 

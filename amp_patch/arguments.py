@@ -139,8 +139,12 @@ def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:
     return list(dict.fromkeys(given))
 
 
-def process_group_of(process_group: Any) -> ProcessGroup | None:
-    """Return ``process_group`` of `initialize`.
+def process_group_of(process_group: Any, call: str = "amp.initialize(...") -> ProcessGroup | None:
+    """Return a ``process_group``.
+
+    Args:
+        process_group: as the user gave it.
+        call: which takes it, as far as its last argument before.
 
     Raises:
         TypeError: neither a process group nor None.
@@ -151,7 +155,7 @@ def process_group_of(process_group: Any) -> ProcessGroup | None:
         return given
     raise TypeError(
         "process_group must be a torch.distributed.ProcessGroup that this process is in, or None; "
-        f"got {type(process_group).__name__}; call amp.initialize(..., "
+        f"got {type(process_group).__name__}; call {call}, "
         "process_group=torch.distributed.group.WORLD)."
     )
 

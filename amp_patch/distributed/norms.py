@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def clip_by_norm(
-    grads: Sequence[Tensor], max_norm: float, norm_type: float, ranks: StepRanks
+    grads: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    ranks: StepRanks,
+    stages: ProcessGroup | None = None,
 ) -> Tensor:
     """Clip gradients by their norm over all ranks that hold parts of them, in place.
 
@@ -31,11 +35,12 @@ def clip_by_norm(
         max_norm: what the norm is to be at most.
         norm_type: the p of the p-norm, inf included.
         ranks: of the optimizer; all must come here.
+        stages: ranks that each have gradients of another part of the model; all must come here.
 
     Returns:
         The total norm before, 0-dim, the same on all ranks.
     """
-    if not ranks.have_parts and not any_spread(grads):
+    if stages is None and not ranks.have_parts and not any_spread(grads):
         return kernels.clip_by_norm(grads, max_norm, norm_type)
     # Gradients that the same ranks hold parts of are added by the same collectives.
     together: dict[tuple[str, ...], tuple[Sequence[ProcessGroup], list[Tensor]]] = {}
@@ -47,7 +52,9 @@ def clip_by_norm(
     parts = [local(grad) for grad in grads]
     device = parts[0].device if parts else torch.device("cpu")
     norms = [_over(groups, own, norm_type, device) for groups, own in together.values()]
-    total = combined(norms, norm_type)
+    total = combined(norms, norm_type).to(device)
+    if stages is not None:
+        total = _over([stages], [total], norm_type, device)
     kernels.multiply(parts, clip_factor(total, max_norm, CLIP_EPS))
     return total
 
