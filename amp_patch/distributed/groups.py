@@ -33,6 +33,11 @@ def is_on() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def has_others() -> bool:
+    """Return whether there are ranks beside this one."""
+    return is_on() and torch.distributed.get_world_size() > 1
+
+
 def groups_of(params: Iterable[Tensor]) -> list[ProcessGroup]:
     """Return the groups over which some parameters are spread, each once, in the same order on
     every rank.

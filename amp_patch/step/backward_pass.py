@@ -14,8 +14,9 @@ from torch import Tensor
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
-from amp_patch.distributed.groups import without_repetition
+from amp_patch.distributed.groups import has_others, without_repetition
 from amp_patch.distributed.unsynced import Unsynced
+from amp_patch.warn_once import warn
 
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
@@ -247,6 +248,16 @@ class BackwardPass:
         watched = _WatchedBackward()
         node.register_prehook(watched)
         return watched
+
+    def _warn_of_stages(self) -> None:
+        """Warn of the factor of a pipeline's losses on a rank that decides for itself."""
+        if has_others() and not any(one.ranks.groups for one in self._optimizers):
+            warn(
+                "all stages of a pipeline must skip the same steps; got scale_loss() of a number "
+                "without a backward of its own, and no process group, so that each rank would "
+                "skip by its own gradients alone. Call amp.initialize(..., "
+                "process_group=torch.distributed.group.WORLD)."
+            )
 
     def _refuse_another(self) -> None:
         """Raise if gradients came from another backward than the scaled loss's.

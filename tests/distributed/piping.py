@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ def train(schedule: str, level: str, steps: int, max_norm: float | None) -> Trai
         process_group=everybody,
         **({**training.SCALES, **OPTIONS} if is_scaled else {}),
     )
+
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
         return (output.float() - target).square().mean() * scale
 
@@ -102,3 +104,22 @@ def train_and_compare(
         alone = training.train("none", level, steps, infs, max_norm, **options)
         found[level] = train(schedule, level, steps, max_norm), alone
     return found
+
+
+def warnings_of_a_factor(**options: Any) -> list[str]:
+    """Return what a block warns of that is given the factor of losses."""
+    model = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(
+        model, training.adamw(model.parameters()), opt_level="O1", verbosity=0, **options
+    )
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        amp.scale_loss(torch.ones(()), optimizer) as scale,
+    ):
+        (model(torch.ones(2)).float().sum() * scale).backward()
+    amp.deactivate()
+    return [str(one.message) for one in caught]
+
+
+def warnings_with_and_without_a_group() -> tuple[list[str], list[str]]:
+    return warnings_of_a_factor(), warnings_of_a_factor(process_group=distributed.group.WORLD)

@@ -30,3 +30,12 @@ def test_stages_train_what_one_process_trains(schedule: str, clipped: bool) -> N
             )
         ]
         assert_trained_alike(last_stage._replace(params=whole, losses=losses), alone, level)
+
+
+def test_stages_that_decide_alone_are_warned() -> None:
+    for alone, together in ranks.run(piping.warnings_with_and_without_a_group):
+        assert len(alone) == 1
+        assert "all stages of a pipeline must skip the same steps" in alone[0]
+        assert together == []
+    ((alone, _),) = ranks.run(piping.warnings_with_and_without_a_group, size=1)
+    assert alone == []
