@@ -74,10 +74,9 @@ def summed(grad: Any) -> Any:
     """Return a gradient of which no rank has a mere summand, by a collective where one has."""
     if not is_spread(grad) or not any(one.is_partial() for one in grad.placements):
         return grad
-    from torch.distributed.tensor import Replicate  # imported where there is a DTensor
-
+    whole = sys.modules["torch.distributed.tensor"].Replicate()
     return grad.redistribute(
-        placements=[Replicate() if one.is_partial() else one for one in grad.placements]
+        placements=[whole if one.is_partial() else one for one in grad.placements]
     )
 
 
