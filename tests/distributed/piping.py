@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import rank_training as training
 import torch
-import training
+from rank_training import Trained
 from torch import Tensor, distributed, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -14,7 +15,6 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from training import Trained
 
 from amp_patch import amp
 
