@@ -102,10 +102,10 @@ class BackwardPass:
         scaled_loss = self.multiply(loss)
         if self._scaling.is_on and scaled_loss.grad_fn is not None:
             self._watched = self._watch(scaled_loss)
-        elif self._scaling.is_on:
-            self._warn_of_stages()
             if self._open_block is not None:
                 self._close_block = self._open_block(scaled_loss, self._params)
+        elif self._scaling.is_on:
+            self._warn_of_stages()
         return scaled_loss
 
     def begin(self) -> None:
