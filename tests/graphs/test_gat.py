@@ -23,7 +23,7 @@ def trained_gat(library: str, level: str) -> Any:
 GATS = [(library, level) for library in ("dgl", "pyg") for level in HALF_LEVELS]
 
 
-@pytest.mark.parametrize("pair", nightly_but([("dgl", "O2"), ("pyg", "O1")], GATS), ids="-".join)
+@pytest.mark.parametrize("pair", nightly_but([("dgl", "O2")], GATS), ids="-".join)
 def test_the_gat_finds_the_clubs_as_in_float32(pair: tuple[str, str]) -> None:
     library, level = pair
     result, reference = trained_gat(library, level), trained_gat(library, "O0")
