@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def _load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all that the next step depends on, of what this rank holds."""
-    states = [value for state in optimizer.state.values() for value in state.values()]
+    own: Any = getattr(optimizer, "optim", optimizer)  # ZeRO keeps this rank's share there
+    states = [value for state in own.state.values() for value in state.values()]
     tensors = [*model.parameters(), *amp.master_params(optimizer), *states]
     scale = torch.tensor(list(amp.state_dict()["loss_scaler0"].values()), dtype=torch.float64)
     parts = [getattr(one, "_local_tensor", one) for one in tensors]
@@ -115,3 +117,27 @@ def load(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], float
     loaded = training.whole_params(model)
     run(model, optimizer, 4, 7)
     return loaded, max(one.abs().max().item() for one in training.whole_params(model).values())
+
+
+def resume_zero(level: str) -> bool:
+    """Return whether a training by ZeRO resumes to the bit, from what `torch.save` would save."""
+    model, optimizer = prepare("zero", level)
+    run(model, optimizer, 0, 4)
+    optimizer.consolidate_state_dict()
+    saved: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        states = model.module.state_dict(), optimizer.state_dict(), amp.state_dict()
+        saved = [copy.deepcopy(states)]  # as a file would have them: training goes on in theirs
+    distributed.broadcast_object_list(saved)
+    run(model, optimizer, 4, 7)
+    went_on = _numbers(model, optimizer)
+    amp.deactivate()
+    model, optimizer = prepare("zero", level)
+    for load, state in zip(
+        (model.module.load_state_dict, optimizer.load_state_dict, amp.load_state_dict),
+        saved[0],
+        strict=True,
+    ):
+        load(state)
+    run(model, optimizer, 4, 7)
+    return all(map(torch.equal, _numbers(model, optimizer), went_on))

@@ -37,3 +37,8 @@ def test_another_number_of_ranks_goes_on(level: str, tmp_path: Path) -> None:
     )
     assert all(torch.equal(full["model"][name], params[name]) for name in params)
     assert full["optimizer"]["state"]["0.weight"]["exp_avg"].shape == params["0.weight"].shape
+
+
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2", "O5"]))
+def test_zero_saves_the_masters_of_all_ranks_with_the_optimizer(level: str) -> None:
+    assert ranks.run(resuming.resume_zero, level) == [True, True]
