@@ -13,8 +13,9 @@ import torch
 from rank_training import Trained
 from support import nightly_but
 
-#: Largest difference of a parameter after the training: float16 rounds sums of half as many rows.
-TOLERANCE = {"O0": 1e-5, "O1": 1e-3, "O2": 1e-3, "O3": 4e-3, "O4": 8e-3, "O5": 8e-3}
+#: Largest difference of a parameter, which has moved by 0.16 at most, after the training: the ranks
+#: round the sums of fewer rows, in bfloat16 to 8 bits.
+TOLERANCE = {"O0": 1e-5, "O1": 1e-3, "O2": 1e-3, "O3": 4e-3, "O4": 12e-3, "O5": 12e-3}
 LEVELS = ("O1", "O2", "O4", "O5")
 #: step -> the rank that overflows.
 PLANTS = {2: 0, 5: 1, 6: 1}
