@@ -52,7 +52,9 @@ def shared_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
             hands it on.
         dtype: float32, float16 or bfloat16, and not the source's.
     """
-    if not _is_grad_enabled():  # nothing would hold the cast
+    # Without grad nothing would hold the cast. torch.jit.trace compares a run with grad and one
+    # without, by the lines of the code as well.
+    if not _is_grad_enabled() or _is_tracing():
         return CAST[dtype](source)
     found = None if is_recorded() else last_cast(source, dtype)
     return new_cast(source, dtype) if found is None else found

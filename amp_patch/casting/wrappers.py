@@ -116,6 +116,7 @@ class Casts:
                 or not is_grad_enabled()
                 or _count_dispatch_modes()
                 or _below_autograd(_AUTOGRAD)
+                or _is_tracing()
             ):
                 return general(input, weight, bias, *args, **kwargs)
             dtype = fixed or dtype
@@ -315,5 +316,6 @@ def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
 
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
 _below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
