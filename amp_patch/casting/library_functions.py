@@ -235,5 +235,6 @@ def _may_save_in_half(dtype: torch.dtype) -> bool:
     """
     if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not torch.is_grad_enabled():
         return False
-    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    autograd: Any = torch._C._autograd
+    enabled: bool = autograd._saved_tensors_hooks_is_enabled()
     return enabled

@@ -68,7 +68,7 @@ def never_trace(function: F) -> F:
     A decorator, as `torch.compiler.disable`, which imports the compiler and adds a frame.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile's mark
-    function._torchdynamo_disable_msg = "host side of a step"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "host side"  # type: ignore[attr-defined]  # another mark
     return leave_out(function)
 
 

@@ -65,13 +65,14 @@ def agree(
 def any_rank(found: bool, groups: Sequence[ProcessGroup]) -> bool:
     """Return whether any rank of the groups has found something; all of them must come here."""
     for group in groups:
-        flag = torch.tensor(found, dtype=torch.float32, device=_device_of(group))
+        flag = torch.tensor(found, dtype=torch.float32, device=device_of(group))
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
         found = bool(flag)
     return found
 
 
-def _device_of(group: ProcessGroup) -> torch.device:
+def device_of(group: ProcessGroup) -> torch.device:
+    """Return a device whose tensors the collectives of a group take."""
     device: torch.device = torch.distributed.distributed_c10d._get_pg_default_device(group)
     return device
 

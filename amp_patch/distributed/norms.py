@@ -13,6 +13,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms_of
 
+from .agreement import device_of
 from .groups import StepRanks
 from .shards import any_spread, is_spread, local, summed
 
@@ -50,7 +51,8 @@ def clip_by_norm(
         groups = _holders(grad) if is_spread(grad) else ranks.groups if ranks.have_parts else ()
         together.setdefault(_names(groups), (groups, []))[1].append(local(grad))
     parts = [local(grad) for grad in grads]
-    device = parts[0].device if parts else torch.device("cpu")
+    # A rank that holds no gradient takes part, too, on a device that its groups work on.
+    device = parts[0].device if parts else device_of(stages or ranks.groups[0])
     norms = [_over(groups, own, norm_type, device) for groups, own in together.values()]
     total = combined(norms, norm_type).to(device)
     if stages is not None:
