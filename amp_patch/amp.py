@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, levels, rules_file
+from . import arguments, levels, requested_level, rules_file
 from . import debug as debug
 from .call_site import errors_at_the_call, returned
 from .casting import regions
@@ -26,9 +26,10 @@ from .debug.logs import logs
 from .debug.trace import tracer
 from .distributed.groups import StepRanks
 from .distributed.norms import clip_by_norm
-from .levels import Resolved
+from .initialize import initialize_at
+from .requested_level import Resolved
 from .scaling import loss_scaler
-from .session import initialize_at, session
+from .session import session
 from .step.scaled_loss import ScaledLoss
 from .user_functions import (
     bfloat16_function,
@@ -198,7 +199,7 @@ def initialize(
 def _resolved(rules: Any, opt_level: Any, **options: Any) -> tuple[rules_file.Rules, Resolved]:
     """Return the rules that the user gave, and the level that they, or the call, name."""
     given = rules_file.rules_of(rules, levels.OPT_LEVELS)
-    return given, levels.resolve_forced(opt_level, given.opt_level, **options)
+    return given, requested_level.resolve_forced(opt_level, given.opt_level, **options)
 
 
 @contextlib.contextmanager

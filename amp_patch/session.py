@@ -27,16 +27,15 @@ from .casting import torch_compile, torch_sites
 from .casting.held_functions import living_modules
 from .casting.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
-from .casting.patched_functions import PatchedFunctions, expand
+from .casting.patched_functions import PatchedFunctions
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .distributed.engines import local_optimizer, ranks_given
-from .levels import OptLevel, Resolved, is_forced, print_level
+from .levels import OptLevel
 from .mistakes.guard import Guard
 from .optimizers.half_eps import warn_of_eps
 from .patching import Patches
-from .rules_file import Rules
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass, Other
@@ -439,66 +438,3 @@ _HOOKS = ModelHooks(_observe_model, _observe_cast_model, _explain, _write_state,
 #: The session of this process.
 session = Session()
 atexit.register(session.settle)
-
-
-def initialize_at(
-    resolved: Resolved,
-    models: Any,
-    optimizers: Any,
-    *,
-    num_losses: int,
-    verbosity: int | str,
-    rules: Rules | None = None,
-    lists: Mapping[str, str] | None = None,
-    fused_step: bool = False,
-    process_group: ProcessGroup | None = None,
-    allow_half: bool = False,
-    **scale_options: Any,
-) -> None:
-    """Prepare models and optimizers at a level, and print it; nothing changes before all checks.
-
-    Args:
-        resolved: the level, and what is to be said of it.
-        models, optimizers, num_losses, verbosity, fused_step, process_group: as `amp.initialize`
-            takes them.
-        rules: of functions and modules.
-        lists: dotted path -> rule of a function, below these, at levels that cast functions.
-        allow_half: take models with half parameters, too.
-        scale_options: of `ScaleRule.resolve`.
-
-    Raises:
-        TypeError, RuntimeError, ValueError: as `amp.initialize`.
-    """
-    level, message = resolved
-    scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
-    verbosity = arguments.verbosity_of(verbosity)
-    checked = arguments.models_of(models, allow_half)
-    rules = rules or Rules()
-    with rules.told():
-        functions = _rules_of_functions(rules.functions, level)
-        precisions = session.models.precisions(checked, rules.modules)
-    if message is not None:  # what a level that the script did not ask for has no use for
-        fused_step = fused_step and bool(level.master_weights)
-    says_all = verbosity != "skips"
-    session.tell_of_casts(says_all and int(verbosity) > 1)
-    session.initialize(
-        checked,
-        arguments.optimizers_of(optimizers),
-        level,
-        scale_rule,
-        arguments.count_of(num_losses),
-        {**(lists or {}), **functions} if level.casts_functions else {},
-        precisions,
-        arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
-        arguments.process_group_of(process_group),
-    )
-    session.verbosity = verbosity
-    if says_all and int(verbosity) > 0:
-        print_level(level, message)
-
-
-def _rules_of_functions(given: Mapping[Any, Any], level: OptLevel) -> dict[str, str]:
-    """Return dotted path -> rule; a level that the environment says may have no use for them."""
-    if is_forced() and not level.casts_functions:
-        return {}
-    return expand(arguments.function_rules_of(given, level.name, level.casts_functions))

@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import amp as public
 from amp_patch.casting.mode import process
-from amp_patch.levels import describe, resolve
+from amp_patch.levels import describe
+from amp_patch.requested_level import resolve
 from amp_patch.session import session
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

@@ -31,7 +31,7 @@ FLOORS = (
     {"tools"},
     {"apex"},
     {"amp"},
-    {"user_functions", "cuda_graph", "debug"},
+    {"user_functions", "cuda_graph", "debug", "initialize"},
     {"session"},
     {"mistakes"},
     {"step"},
@@ -39,8 +39,8 @@ FLOORS = (
     {"weights"},
     {"casting", "distributed"},
     {"kernels"},
-    {"levels", "arguments", "call_site", "patching", "rules_file", "__init__"},
-    {"warn_once"},
+    {"requested_level", "arguments", "call_site", "patching", "rules_file", "__init__"},
+    {"levels", "warn_once"},
 )
 #: Rooms in which each module has tests of its own, tests/ROOM/test_MODULE.py.
 MIRRORED = ("casting", "kernels", "optimizers", "scaling", "step", "weights")

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import examples
 
-from amp_patch.levels import OPT_LEVELS, OptLevel, describe, print_level, resolve
+from amp_patch.levels import OPT_LEVELS, OptLevel, describe, print_level
+from amp_patch.requested_level import resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 EVERY_LEVEL = True  # here is what each level is

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from amp_patch import levels
 from amp_patch.casting.held_functions import HeldFunctions, living_modules
+from amp_patch.requested_level import resolve
 from amp_patch.session import session
 
 Named = namedtuple("Named", "act size")
@@ -567,7 +567,7 @@ def test_a_registered_function_is_reached_where_it_is_held(amp, user_module) -> 
 def test_casts_without_a_model_reach_every_living_module(amp) -> None:
     model = Holder({"act": F.softplus})
     original = F.softplus
-    session.cast_without_model(levels.resolve("O1"), {})
+    session.cast_without_model(resolve("O1"), {})
     assert model.held["act"] is F.softplus is not original
     assert model(X).dtype is torch.float32
     amp.deactivate()

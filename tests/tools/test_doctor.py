@@ -17,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from amp_patch import levels
+from amp_patch import levels, requested_level
 from amp_patch.kernels import cuda_compiler
 from amp_patch.tools import command_line
 from amp_patch.tools.doctor import compilation, installation, self_test, speed
@@ -327,12 +327,12 @@ def test_no_level_is_advised_whose_step_is_wrong() -> None:
 
 
 def test_a_step_is_right_at_every_level(amp, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(levels.FORCED_BY, "O3")  # is not to reach it
+    monkeypatch.setenv(requested_level.FORCED_BY, "O3")  # is not to reach it
     tested = self_test.check_levels(torch.device("cpu"))
     assert [one.level for one in tested] == list(levels.OPT_LEVELS)
     assert all(one.passed for one in tested)
     assert {one.state for one in self_test.judge(tested)} == {"ok"}
-    assert os.environ[levels.FORCED_BY] == "O3"
+    assert os.environ[requested_level.FORCED_BY] == "O3"
 
 
 def test_a_wrong_step_and_one_that_raises_are_broken(amp, monkeypatch: pytest.MonkeyPatch) -> None:

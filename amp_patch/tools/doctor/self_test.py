@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from amp_patch import amp
-from amp_patch.levels import FORCED_BY, OPT_LEVELS
+from amp_patch.levels import OPT_LEVELS
+from amp_patch.requested_level import FORCED_BY
 from amp_patch.rules_file import RULES_BY
 
 from .finding import Finding

@@ -16,7 +16,7 @@ from amp_patch.amp import (
     register_half_function,
     register_promote_function,
 )
-from amp_patch.levels import resolve
+from amp_patch.requested_level import resolve
 from amp_patch.session import session
 
 from ._amp_state import _amp_state

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from amp_patch import levels
+from amp_patch import requested_level
+from amp_patch.levels import OPT_LEVELS
 
 EVERY_LEVEL = True  # here is what each level is
 
@@ -17,16 +18,16 @@ def force(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_it_a_level_is_what_the_script_asks_for() -> None:
-    resolved = levels.resolve_forced("O2", loss_scale=128.0)
-    assert resolved == (levels.resolve("O2", loss_scale=128.0), None)
+    resolved = requested_level.resolve_forced("O2", loss_scale=128.0)
+    assert resolved == (requested_level.resolve("O2", loss_scale=128.0), None)
 
 
-@pytest.mark.parametrize("forced", levels.OPT_LEVELS)
-@pytest.mark.parametrize("asked", levels.OPT_LEVELS)
+@pytest.mark.parametrize("forced", OPT_LEVELS)
+@pytest.mark.parametrize("asked", OPT_LEVELS)
 def test_a_forced_level_is_the_one_that_is_resolved(force, forced: str, asked: str) -> None:
     force(forced)
-    level, message = levels.resolve_forced(asked)
-    assert level == levels.resolve(forced)
+    level, message = requested_level.resolve_forced(asked)
+    assert level == requested_level.resolve(forced)
     expected = f"amp-patch: opt_level {asked} of the script is run as {forced}."
     assert message == (None if asked == forced else expected)
 
@@ -34,8 +35,8 @@ def test_a_forced_level_is_the_one_that_is_resolved(force, forced: str, asked: s
 def test_overrides_that_it_takes_are_kept_and_others_dropped_in_one_line(force) -> None:
     force("O1")
     overrides = {"keep_batchnorm_fp32": "True", "loss_scale": "128.0", "master_weights": None}
-    level, message = levels.resolve_forced("O2", **overrides)
-    assert level == levels.resolve("O1", loss_scale=128.0)
+    level, message = requested_level.resolve_forced("O2", **overrides)
+    assert level == requested_level.resolve("O1", loss_scale=128.0)
     assert message == (
         "amp-patch: opt_level O2 of the script is run as O1, which refuses "
         "keep_batchnorm_fp32='True': dropped."
@@ -45,15 +46,15 @@ def test_overrides_that_it_takes_are_kept_and_others_dropped_in_one_line(force) 
 def test_what_the_scripts_own_level_refuses_is_its_error_still(force) -> None:
     force("O2")
     with pytest.raises(RuntimeError, match="keep_batchnorm_fp32"):
-        levels.resolve_forced("O1", keep_batchnorm_fp32=True)
+        requested_level.resolve_forced("O1", keep_batchnorm_fp32=True)
     with pytest.raises(ValueError, match="loss_scale must be"):
-        levels.resolve_forced("O1", loss_scale="much")
+        requested_level.resolve_forced("O1", loss_scale="much")
 
 
 def test_a_level_that_there_is_not_is_refused(force) -> None:
     force("O9")
     with pytest.raises(RuntimeError, match=r"AMP_PATCH_OPT_LEVEL must be one of O0, .*; got 'O9'"):
-        levels.resolve_forced("O1")
+        requested_level.resolve_forced("O1")
 
 
 def test_initialize_trains_at_it(amp, force, capsys: pytest.CaptureFixture[str]) -> None:
