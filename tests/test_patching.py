@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from amp_patch.imported_modules import users_of_torch
 from amp_patch.patching import (
     Patches,
     as_if_defined_at,
@@ -25,7 +26,6 @@ from amp_patch.patching import (
     resolve,
     resolve_in,
     split_path,
-    users_of_torch,
     when_imported,
 )
 

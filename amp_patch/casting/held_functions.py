@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_patch.patching import Imported, imported, is_left_alone, put, users_of_torch
+from amp_patch.imported_modules import Imported, imported, is_left_alone, users_of_torch
+from amp_patch.patching import put
 
 Replacements = Mapping[int, tuple[Any, Any]]
 # An object, a key or attribute of it, and what it holds there.

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from amp_patch.patching import is_left_alone, resolve
+from amp_patch.imported_modules import is_left_alone
+from amp_patch.patching import resolve
 
 from . import targets
 from .argument_casts import tensors_in, to_dtype

@@ -1,0 +1,179 @@
+"""The search for the cause of one overflow: in which order calls are run again, and with what.
+
+Knows nothing of when that is done, which is the tracer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_patch.session import session
+
+from .cause import Cause, Mend, largest_scale
+from .loss_watch import LossStep, LossWatch
+from .ranges import Range
+from .recorded_calls import Call
+from .rerun import Rerun
+from .watch import Origin, near_limits
+
+
+class Search:
+    """The search in one backward pass.
+
+    Args:
+        calls: that its gradients reached, the earliest first.
+        number: of the pass.
+        scale: of the loss.
+        watch: of what is outside of the models.
+    """
+
+    def __init__(self, calls: list[Call], number: int, scale: float, watch: LossWatch) -> None:
+        self._calls = [call for call in calls if call.model() is not None]
+        self._number, self._scale, self._watch = number, scale, watch
+
+    def find(self) -> Cause | None:
+        """Return what came first: in the forwards, in the loss, or in the backwards."""
+        for call in self._calls:
+            one = Rerun(call)
+            origin = one.forward()
+            if origin is not None:
+                return _in_model(one, origin, self._scale, _mend(call, origin, None))
+        if self._watch.loss and self._watch.loss[0].kinds:
+            return self._of_loss(self._watch.loss[0])
+        if self._watch.found is not None:
+            return self._in_loss(self._watch.found)
+        for call in reversed(self._calls):
+            cause = self._in_backward(call, call.grads[self._number])
+            if cause is not None:
+                return cause
+        return None
+
+    def _in_loss(self, found: LossStep) -> Cause | None:
+        """Return the cause where a gradient was not finite before it came to a model."""
+        result = next(one for one in found.made if one.kinds)
+        if found.uncast is None:
+            return self._of_loss(result, operator=found.operator, operands=found.given)
+        # What was cast has the shape of an output: look whether the model bears it unscaled.
+        unscaled, fits = found.uncast / self._scale, largest_scale(_peak(found.given) / self._scale)
+        for call in reversed(self._calls):
+            grads = {
+                index: unscaled.to(grad.dtype)
+                for index, grad in call.grads[self._number].items()
+                if grad.shape == unscaled.shape
+            }
+            one = Rerun(call)
+            one.forward()
+            origin = one.backward(grads) if grads else None
+            if origin is not None:
+                return _in_model(one, origin, self._scale, _mend(call, origin, grads))
+            fits = min(fits, largest_scale(one.watched.peak))
+        return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
+
+    def _in_backward(self, call: Call, grads: Mapping[int, Tensor]) -> Cause | None:
+        one = Rerun(call)
+        one.forward()
+        origin = one.backward(grads)
+        if origin is None:
+            return None
+        unscaled = {index: grad / self._scale for index, grad in grads.items()}
+        other = Rerun(call)
+        other.forward()
+        real = other.backward(unscaled)
+        if real is None:
+            return _in_model(one, origin, self._scale, None, largest_scale(other.watched.peak))
+        # Whatever the scale: the first at the present one may be another.
+        return _in_model(other, real, self._scale, _mend(call, real, unscaled))
+
+    def _of_loss(self, result: Range, **more: Any) -> Cause:
+        return Cause(
+            "loss", self._scale, dtype=result.dtype, level=self._level(), result=result, **more
+        )
+
+    def _level(self) -> str:
+        models = [call.model() for call in self._calls]
+        return next((_level_of(one) for one in models if one is not None), "")
+
+
+def _in_model(
+    one: Rerun, origin: Origin, scale: float, mended_by: Mend | None, fits: float | None = None
+) -> Cause:
+    assert origin.source != "mask"
+    return Cause(
+        origin.source,
+        scale,
+        model=session.models.label_of(one.model) or type(one.model).__name__,
+        module=origin.place.module,
+        path=_path(one.model, origin.place.module),
+        call=origin.place.call,
+        operator=origin.place.operator or origin.result.name,
+        dtype=origin.result.dtype,
+        level=_level_of(one.model),
+        fits=fits,
+        mended_by=mended_by,
+        result=origin.result,
+        operands=origin.operands,
+        inputs=origin.inputs,
+        weights=origin.weights,
+        counts=near_limits(one.watched.counts),
+    )
+
+
+def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mend | None:
+    """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
+    model = call.model()
+    if model is None or origin.source not in ("forward", "backward"):
+        return None
+    tries: dict[Mend, nn.Module] = {
+        "module": model.get_submodule(origin.place.module),
+        "model": model,
+    }
+    for name, module in tries.items():
+        one = Rerun(call, module)
+        left = one.forward()
+        if left is None and grads is not None:
+            left = one.backward(grads)
+        if left is None:
+            return name
+    return "level" if left is not None and left.place.operator == "cast" else "nothing"
+
+
+def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
+    """Yield what came up in a forward, reaches no output, and is finite in fp32.
+
+    1 / inf is 0: no gradient tells of it. What fp32 makes as well is the script's own matter.
+    """
+    shown = {id(origin) for origin in one.reached}
+    for origin in list(one.watched.origins):
+        if not origin.may_hide or id(origin) in shown:
+            continue
+        tries: dict[Mend, nn.Module] = {
+            "module": one.model.get_submodule(origin.place.module),
+            "model": one.model,
+        }
+        for name, module in tries.items():
+            again = Rerun(call, module)
+            again.forward()
+            left = {other.place.module for other in again.watched.origins if other.may_hide}
+            if origin.place.module not in left:
+                yield _in_model(one, origin, 1.0, name)
+                break
+
+
+def _level_of(model: nn.Module) -> str:
+    """Return the name of the model's level, "" for a copy that nobody initialized."""
+    level = session.models.levels.get(model)
+    return "" if level is None else level.name
+
+
+def _path(model: nn.Module, module: str) -> str:
+    """Return a module as a rules file names it: with the number of its model among several."""
+    numbers = session.models.numbers
+    several = len(set(numbers.values())) > 1 and model in numbers
+    return f"{numbers[model]}:{module}" if several else module
+
+
+def _peak(ranges: Sequence[Range]) -> float:
+    return max((one.largest or 0.0) for one in ranges)
