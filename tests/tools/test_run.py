@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from amp_patch.tools import run
+from amp_patch.tools import command_line, run
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def called(*arguments: str) -> Result:
-    return CliRunner().invoke(run.command, arguments)
+    return CliRunner().invoke(command_line.main, ["run", *arguments], prog_name="amp-patch")
 
 
 @pytest.mark.parametrize(

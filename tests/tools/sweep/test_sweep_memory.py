@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from amp_patch.tools.sweep.memory import LivingTensors, peak_on_device, peak_rss
 
 def peak_of(program) -> int:
     """Return the bytes above those that live before."""
+    gc.collect()  # else what other tests left may go while the program runs
     counted = LivingTensors()
     with counted:
         before = counted.peak
