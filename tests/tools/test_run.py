@@ -77,4 +77,4 @@ def test_what_python_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(run, "run_python", refuse)
     result = called("train.py")
-    assert (result.exit_code, result.stderr) == (1, "Error: got a Python started with -S\n")
+    assert (result.exit_code, result.stderr) == (1, "amp-patch: got a Python started with -S\n")
