@@ -12,6 +12,11 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+#: ``id(original) -> (original, replacement)``
+Replacements = Mapping[int, tuple[Any, Any]]
+#: A module, the name of a global of it, and what is to stand there.
+Binding = tuple[Any, str, Any]
+
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # The modules of installed packages of which no global was torch's when all were last looked
 # through, and their fingerprints. A script assigns to globals of its own modules, not to theirs.
@@ -26,8 +31,7 @@ def is_left_alone(name: str) -> bool:
 
 def users_of_torch() -> list[types.ModuleType]:
     """Return the imported modules, outside torch, of which a global is torch or a module of it."""
-    found = bindings_of_torch(imported(), {}, users_only=True)
-    return list({module.__name__: module for module, _, _ in found}.values())
+    return bindings_and_users(imported(), {}, users_only=True)[1]
 
 
 class Imported:
@@ -35,22 +39,20 @@ class Imported:
 
     Attributes:
         left_alone: the names of torch's and of this package's.
-        torchs: ``id(module) -> (module, module)`` of torch's.
-        others: the names of all but those in `_WITHOUT_TORCH`.
+        torchs: the ids of torch's.
+        others: the names of all but these and those in `_WITHOUT_TORCH`.
     """
 
     def __init__(self) -> None:
         self._names, self._ids = list(sys.modules), list(map(id, sys.modules.values()))
         self.left_alone = set(filter(is_left_alone, self._names))
         self.torchs = {
-            id(module): (module, module)
-            for name, module in list(sys.modules.items())
-            if _package(name) == "torch"
+            id(module) for name, module in sys.modules.copy().items() if _package(name) == "torch"
         }
         self.others: list[str] = []
         self._passed_over: list[dict[str, Any]] = []
         for name, module in list(sys.modules.items()):
-            if not isinstance(module, types.ModuleType):
+            if name in self.left_alone or not isinstance(module, types.ModuleType):
                 continue
             if _WITHOUT_TORCH.get(name) == _fingerprint(module):
                 self._passed_over.append(vars(module))
@@ -80,29 +82,48 @@ def imported() -> Imported:
     return _imported_last[0]
 
 
-def bindings_of_torch(
-    known: Imported, replacements: Mapping[int, tuple[Any, Any]], users_only: bool
-) -> list[tuple[Any, str, Any]]:
-    """As `bindings`, of torch's modules as well; remember the packages in which there is none."""
-    left_alone = known.left_alone
-    everything = {**known.torchs, **replacements}
-    looked_at = known.others if users_only else list(sys.modules)
-    found = list(bindings(everything, left_alone, looked_at))
-    packages = {_package(module.__name__) for module, _, _ in found}
+def bindings_and_users(
+    known: Imported, replacements: Replacements, users_only: bool
+) -> tuple[list[Binding], list[types.ModuleType]]:
+    """Look through all modules, or those that may use torch, but torch's and this package's.
+
+    The packages in which no module uses torch, or has bound a key of the replacements, are passed
+    over from then on.
+
+    Returns:
+        As `bindings`; and the modules that use torch or have one of these.
+    """
+    names = known.others if users_only else list(sys.modules)
+    found, users = _look_through(known, replacements, names)
+    packages = {_package(module.__name__) for module in users}
     if any(_package(name) in packages for name in _WITHOUT_TORCH):
         # A package uses torch from now on, and its modules of before may do so, too.
         _WITHOUT_TORCH.clear()
-        looked_at = list(sys.modules)
-        found = list(bindings(everything, left_alone, looked_at))
+        _imported_last.clear()
+        names = list(sys.modules)
+        found, users = _look_through(known, replacements, names)
     without = {
         name: _fingerprint(module)
-        for name, module in _modules(left_alone, looked_at)
+        for name, module in _modules(known.left_alone, names)
         if _package(name) not in packages and _is_installed(name, module)
     }
     if any(_WITHOUT_TORCH.get(name) != seen for name, seen in without.items()):
         _WITHOUT_TORCH.update(without)
         _imported_last.clear()
-    return found
+    return found, users
+
+
+def _look_through(
+    known: Imported, replacements: Replacements, names: Iterable[str]
+) -> tuple[list[Binding], list[types.ModuleType]]:
+    found: list[Binding] = []
+    users = []
+    for _, module in _modules(known.left_alone, names):
+        here = _bound_in(module, replacements)
+        if here or not known.torchs.isdisjoint(map(id, list(vars(module).values()))):
+            found += here
+            users.append(module)
+    return found, users
 
 
 @functools.cache
@@ -123,18 +144,20 @@ def _is_installed(name: str, module: types.ModuleType) -> bool:
 
 
 def bindings(
-    replacements: Mapping[int, tuple[Any, Any]], left_alone: Collection[str], names: Iterable[str]
-) -> Iterator[tuple[Any, str, Any]]:
-    """Yield ``(module, name, replacement)`` for each global bound to a key, of these modules."""
+    replacements: Replacements, left_alone: Collection[str], names: Iterable[str]
+) -> Iterator[Binding]:
+    """Yield each global that is bound to a key, of these modules."""
     for _, module in _modules(left_alone, names):
-        own = vars(module)
-        # Most modules have none, which this tells five times as fast as a loop of Python's.
-        if replacements.keys().isdisjoint(map(id, list(own.values()))):
-            continue
-        for name, value in list(own.items()):
-            found = replacements.get(id(value))
-            if found is not None and found[0] is value:
-                yield module, name, found[1]
+        yield from _bound_in(module, replacements)
+
+
+def _bound_in(module: types.ModuleType, replacements: Replacements) -> list[Binding]:
+    own = vars(module)
+    # Most modules have none, which this tells five times as fast as a loop of Python's.
+    if replacements.keys().isdisjoint(map(id, list(own.values()))):
+        return []
+    found = [(name, value, replacements.get(id(value))) for name, value in list(own.items())]
+    return [(module, name, pair[1]) for name, value, pair in found if pair and pair[0] is value]
 
 
 def _modules(

@@ -15,7 +15,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook, resolve_path
 
-from .imported_modules import bindings, bindings_of_torch, imported
+from .imported_modules import bindings, bindings_and_users, imported
 
 _ABSENT = object()
 
@@ -87,7 +87,8 @@ class Patches:
         Args:
             replacements: ``id(original) -> (original, replacement)``.
             users_only: pass over installed packages that do not use torch, now and in `undo`: the
-                originals are all torch's. Of thousands of modules most are in such packages.
+                originals are torch's, or of a library that uses it. Of thousands of modules most
+                are in such packages.
 
         Returns:
             The modules that use torch, see `users_of_torch`.
@@ -96,12 +97,10 @@ class Patches:
         known = imported()
         self._left_alone, self._users_only = known.left_alone, users_only
         # Both in one pass: there may be a thousand modules.
-        users = {}
-        for module, name, new in bindings_of_torch(known, replacements, users_only):
-            users[module.__name__] = module
-            if not isinstance(new, types.ModuleType):
-                self.replace(module, name, new)
-        return list(users.values())
+        found, users = bindings_and_users(known, replacements, users_only)
+        for module, name, new in found:
+            self.replace(module, name, new)
+        return users
 
     def expect_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
         """As `replace_bindings`, of originals that no other module has bound: `undo` looks for it.
@@ -116,7 +115,9 @@ class Patches:
         Modules imported since then, of torch too, may have bound a replacement as a global.
         """
         if self._originals:
-            names = imported().others if self._users_only else list(sys.modules)
+            known = imported()
+            of_torch = known.left_alone - self._left_alone
+            names = {*known.others, *of_torch} if self._users_only else set(sys.modules)
             late = bindings(self._originals, self._left_alone, names)
             for module, name, original in late:
                 setattr(module, name, original)

@@ -40,6 +40,7 @@ _PLAIN = (
     str, int, float, type, type(None), torch.dtype,
     types.BuiltinFunctionType, types.MethodDescriptorType,
 )  # fmt: skip
+_HOLDS_NOTHING = frozenset({*_PLAIN, bool, types.ModuleType})
 
 
 class HeldFunctions:
@@ -168,8 +169,13 @@ class _Walk:
         """Look through a module's globals, but the functions and classes that it imported."""
         own = vars(module)
         for name, value in list(own.items()):
-            imported = isinstance(value, types.FunctionType) and value.__globals__ is not own
-            if not (imported or name.startswith("__")):
+            kind = type(value)
+            if kind is types.FunctionType and value.__globals__ is not own:
+                continue
+            # Most globals: asked first, for a process may have a hundred thousand.
+            if kind in _HOLDS_NOTHING and id(value) not in self._replacements:
+                continue
+            if not name.startswith("__"):
                 self._replace(own, name, value)
         self._look_through_waiting()
 

@@ -74,7 +74,7 @@ class LibraryFunctions:
                 self._awaited.add(name)
                 when_imported(name, self._imported)
         if replaced:
-            self._patches.replace_bindings(replaced)
+            self._patches.replace_bindings(replaced, users_only=True)
 
     def undo(self) -> None:
         """Restore every function; the rules stay."""
