@@ -62,7 +62,8 @@ if torch.cuda.is_available() and not can_import_cupy():
 # of a test's deep stack this takes milliseconds.
 for absent in (torch.cuda, torch.mtia, torch.xpu):
     if not absent.is_available():
-        absent._lazy_call = lambda callable, **kwargs: None
+        for module in (absent, getattr(absent, "random", absent)):
+            module._lazy_call = lambda callable, **kwargs: None
 
 
 @pytest.hookimpl(wrapper=True)
