@@ -26,7 +26,7 @@ from .debug.logs import logs
 from .debug.trace import tracer
 from .distributed.groups import StepRanks
 from .distributed.norms import clip_by_norm
-from .initialize import initialize_at
+from .initialization import initialize_at
 from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session

@@ -31,7 +31,7 @@ FLOORS = (
     {"tools"},
     {"apex"},
     {"amp"},
-    {"user_functions", "cuda_graph", "debug", "initialize"},
+    {"user_functions", "cuda_graph", "debug", "initialization"},
     {"session"},
     {"mistakes"},
     {"step"},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_patch import amp
 from amp_patch.amp import disable_casts, scale_loss
-from amp_patch.initialize import initialize_at
+from amp_patch.initialization import initialize_at
 from amp_patch.requested_level import Resolved, resolve
 from amp_patch.session import session
 
