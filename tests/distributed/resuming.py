@@ -45,7 +45,13 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
 
 
-def _load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save a training; all ranks come here."""
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+
+
+def load_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load what `save_state` saved into an initialized model and its optimizer."""
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
@@ -57,7 +63,7 @@ def _load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     amp.load_state_dict(state["amp"])
 
 
-def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all that the next step depends on, of what this rank holds."""
     own: Any = getattr(optimizer, "optim", optimizer)  # ZeRO keeps this rank's share there
     states = [value for state in own.state.values() for value in state.values()]
@@ -78,14 +84,14 @@ def resume(engine: str, levels: tuple[str, ...], folder: str, is_async: bool) ->
             saving = dcp.async_save(_state(model, optimizer), checkpoint_id=place)
             saving.result()
         else:
-            dcp.save(_state(model, optimizer), checkpoint_id=place)
+            save_state(place, model, optimizer)
         run(model, optimizer, 4, 7)
-        went_on = _numbers(model, optimizer)
+        went_on = numbers(model, optimizer)
         amp.deactivate()
         model, optimizer = prepare(engine, level)
-        _load(place, model, optimizer)
+        load_state(place, model, optimizer)
         run(model, optimizer, 4, 7)
-        resumed = _numbers(model, optimizer)
+        resumed = numbers(model, optimizer)
         amp.deactivate()
         found[level] = len(resumed) == len(went_on) and all(map(torch.equal, resumed, went_on))
     return found
@@ -100,7 +106,7 @@ def save(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], dict[
     """
     model, optimizer = prepare(engine, level)
     run(model, optimizer, 0, 4)
-    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    save_state(folder, model, optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     return training.whole_params(model), {"model": model_state, "optimizer": optimizer_state}
@@ -113,7 +119,7 @@ def load(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], float
         The whole fp32 parameters as loaded, and the largest of them three steps later.
     """
     model, optimizer = prepare(engine, level)
-    _load(folder, model, optimizer)
+    load_state(folder, model, optimizer)
     loaded = training.whole_params(model)
     run(model, optimizer, 4, 7)
     return loaded, max(one.abs().max().item() for one in training.whole_params(model).values())
@@ -130,7 +136,7 @@ def resume_zero(level: str) -> bool:
         saved = [copy.deepcopy(states)]  # as a file would have them: training goes on in theirs
     distributed.broadcast_object_list(saved)
     run(model, optimizer, 4, 7)
-    went_on = _numbers(model, optimizer)
+    went_on = numbers(model, optimizer)
     amp.deactivate()
     model, optimizer = prepare("zero", level)
     for load, state in zip(
@@ -140,4 +146,4 @@ def resume_zero(level: str) -> bool:
     ):
         load(state)
     run(model, optimizer, 4, 7)
-    return all(map(torch.equal, _numbers(model, optimizer), went_on))
+    return all(map(torch.equal, numbers(model, optimizer), went_on))
