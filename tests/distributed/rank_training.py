@@ -126,9 +126,21 @@ def split_and_sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh["data"])
 
 
+#: model -> the wrapper that was made around it.
+_WRAPPERS: dict[nn.Module, nn.Module] = {}
+
+
+def _keep_wrapper(model: nn.Module) -> nn.Module:
+    """Wrap a model for `Engine.after`, and return it as it is."""
+    _WRAPPERS[model] = DistributedDataParallel(model)
+    return model
+
+
 ENGINES = {
     "none": Engine(_same, adamw, _same),
     "ddp": Engine(_same, adamw, DistributedDataParallel),
+    "ddp-first": Engine(DistributedDataParallel, adamw, _same),
+    "ddp-around": Engine(_keep_wrapper, adamw, lambda model: _WRAPPERS.pop(model)),
     "fsdp2": Engine(sharded, adamw, _same),
     "fsdp1": Engine(
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
@@ -213,7 +225,7 @@ def train(
 
 def averages_all(engine: str) -> bool:
     """Return whether each rank gets all gradients, and so the inf of any rank's loss."""
-    return engine in ("ddp", "zero")
+    return engine.startswith("ddp") or engine == "zero"
 
 
 def plant(model: nn.Module) -> None:

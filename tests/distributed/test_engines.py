@@ -28,7 +28,7 @@ def assert_ranks_agree(results: list[Trained], engine: str) -> None:
         assert other.skipped == first.skipped
         assert other.losses == first.losses
         assert str(other.norms) == str(first.norms)  # after an inf they are NaN
-        if engine in ("ddp", "zero"):  # the others hold parts
+        if training.averages_all(engine):  # the others hold parts
             assert all(map(torch.equal, other.computed, first.computed))
         if engine != "zero":  # of which each rank knows the fp32 values of its share
             assert all(torch.equal(other.params[name], first.params[name]) for name in first.params)
