@@ -52,6 +52,7 @@ def run(
     size: int = 2,
     timeout: float = TIMEOUT,
     collective_timeout: float | None = None,
+    backend: str = "gloo",
     **options: Any,
 ) -> list[Any]:
     """Return what ``function(*args, **options)`` returns on each rank, in the order of the ranks.
@@ -62,6 +63,7 @@ def run(
         size: how many ranks.
         timeout: seconds for all of it.
         collective_timeout: seconds for each collective; None: as many.
+        backend: of the process group.
 
     Raises:
         RankError: a rank raised, died, or is not done in time.
@@ -74,7 +76,7 @@ def run(
         try:
             for rank in range(size):
                 here, there = context.Pipe(duplex=False)
-                place = (there, call, rank, size, folder, collective_timeout or timeout)
+                place = (there, call, rank, size, folder, collective_timeout or timeout, backend)
                 process = context.Process(target=_be_rank, args=place, daemon=True)
                 process.start()
                 there.close()
@@ -114,7 +116,7 @@ def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[A
 
 
 def _be_rank(
-    end: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float
+    end: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     import torch
 
@@ -125,7 +127,7 @@ def _be_rank(
     try:
         function, args, options = pickle.loads(call)
         torch.distributed.init_process_group(
-            "gloo",
+            backend,
             store=torch.distributed.FileStore(f"{folder}/store", size),
             rank=rank,
             world_size=size,

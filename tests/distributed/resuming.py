@@ -66,7 +66,9 @@ def load_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) 
 def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all that the next step depends on, of what this rank holds."""
     own: Any = getattr(optimizer, "optim", optimizer)  # ZeRO keeps this rank's share there
-    states = [value for state in own.state.values() for value in state.values()]
+    params = [param for group in own.param_groups for param in group["params"]]
+    # a loaded state may have another order
+    states = [own.state[param][name] for param in params for name in sorted(own.state[param])]
     tensors = [*model.parameters(), *amp.master_params(optimizer), *states]
     scale = torch.tensor(list(amp.state_dict()["loss_scaler0"].values()), dtype=torch.float64)
     parts = [getattr(one, "_local_tensor", one) for one in tensors]
