@@ -32,7 +32,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
 
 import pages  # noqa: E402  # behind the path
 import ranks  # noqa: E402
-from benchmarks.rounds import Seconds, interleave  # noqa: E402
+from benchmarks.rounds import Seconds, interleave, ratio  # noqa: E402
 
 from amp_patch import amp  # noqa: E402
 
@@ -176,20 +176,30 @@ def _time_of(step: Callable[[], None], device: torch.device) -> Seconds:
 
 
 def table(found: dict[tuple[str, int], dict[str, Row]]) -> str:
-    """Return the table of the docs; the times are ratios to torch's of the same round."""
+    """Return the table of the docs."""
     lines = [
-        "| engine | ranks | | collectives of a step | of these, 64 bytes at most | KiB | "
-        "time to torch's |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | ranks | | collectives of a step | of these, 64 bytes at most | KiB |",
+        "|---|---|---|---|---|---|",
     ]
     for (engine, size), rows in found.items():
-        for name, (counted, seconds) in rows.items():
+        for name, (counted, _) in rows.items():
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counted.kinds.items()))
-            pairs = zip(seconds, rows[TORCH].seconds, strict=True)
-            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
             cells = (engine, size, name, kinds, counted.small, counted.sent // 1024)
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {ratio:.2f} |")
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def times(found: dict[tuple[str, int], dict[str, Row]]) -> str:
+    """Return a line for each candidate: its step's time, and its ratio to torch's by rounds."""
+    lines = []
+    for (engine, size), rows in found.items():
+        seconds = {name: row.seconds for name, row in rows.items()}
+        for name in rows:
+            median = statistics.median(seconds[name]) * 1e3
+            ratios = ratio(seconds, name, TORCH)
+            spread = f"{ratios.median:.2f} ({ratios.lower:.2f} to {ratios.upper:.2f})"
+            lines.append(f"{engine} {size} {name}: {median:.2f} ms, {spread} of torch's")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -211,6 +221,7 @@ def main() -> None:
             measured = ranks.run(measure, engine, args.device, args.rounds, args.steps, **options)
             found[engine, size] = measured[0]
     print(table(found))
+    print(times(found))
     if args.write_docs:
         pages.write_between_markers(PAGE, "collectives", table(found))
 

@@ -29,11 +29,14 @@ def prepare(engine: str, level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return chosen.after(model), optimizer
 
 
-def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Make the steps from the first one to the last."""
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, alike: bool = False
+) -> None:
+    """Make the steps from the first one to the last; ``alike``: all ranks on the same rows."""
+    rank, size = (0, 1) if alike else (distributed.get_rank(), distributed.get_world_size())
     for step in range(first, last):
         optimizer.zero_grad()
-        inputs, targets = training.rows(step, distributed.get_rank(), distributed.get_world_size())
+        inputs, targets = training.rows(step, rank, size)
         loss = (model(inputs).float() - targets).square().mean()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -78,21 +81,22 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def resume(engine: str, levels: tuple[str, ...], folder: str, is_async: bool) -> dict[str, bool]:
     """Return for each level whether a resumed training is to the bit the one that went on."""
     found = {}
+    alike = engine == "tensor"
     for level in levels:
         place = str(Path(folder, level))
         model, optimizer = prepare(engine, level)
-        run(model, optimizer, 0, 4)
+        run(model, optimizer, 0, 4, alike)
         if is_async:
             saving = dcp.async_save(_state(model, optimizer), checkpoint_id=place)
             saving.result()
         else:
             save_state(place, model, optimizer)
-        run(model, optimizer, 4, 7)
+        run(model, optimizer, 4, 7, alike)
         went_on = numbers(model, optimizer)
         amp.deactivate()
         model, optimizer = prepare(engine, level)
         load_state(place, model, optimizer)
-        run(model, optimizer, 4, 7)
+        run(model, optimizer, 4, 7, alike)
         resumed = numbers(model, optimizer)
         amp.deactivate()
         found[level] = len(resumed) == len(went_on) and all(map(torch.equal, resumed, went_on))
@@ -127,25 +131,44 @@ def load(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], float
     return loaded, max(one.abs().max().item() for one in training.whole_params(model).values())
 
 
-def resume_zero(level: str) -> bool:
-    """Return whether a training by ZeRO resumes to the bit, from what `torch.save` would save."""
-    model, optimizer = prepare("zero", level)
+def resume_from_states(engine: str, level: str) -> bool:
+    """Return whether a training resumes to the bit from what `torch.save` would save.
+
+    Args:
+        engine: "zero", of which rank 0 saves the states of all, or "fsdp1".
+        level: "O0" ...
+    """
+    model, optimizer = prepare(engine, level)
+    inner = model.module if engine == "zero" else model
     run(model, optimizer, 0, 4)
-    optimizer.consolidate_state_dict()
+    if engine == "zero":
+        optimizer.consolidate_state_dict()
     saved: list[Any] = [None]
-    if distributed.get_rank() == 0:
-        states = model.module.state_dict(), optimizer.state_dict(), amp.state_dict()
+    if engine == "fsdp1" or distributed.get_rank() == 0:
+        states = inner.state_dict(), optimizer.state_dict(), amp.state_dict()
         saved = [copy.deepcopy(states)]  # as a file would have them: training goes on in theirs
-    distributed.broadcast_object_list(saved)
+    if engine == "zero":
+        distributed.broadcast_object_list(saved)
     run(model, optimizer, 4, 7)
     went_on = numbers(model, optimizer)
     amp.deactivate()
-    model, optimizer = prepare("zero", level)
+    model, optimizer = prepare(engine, level)
+    inner = model.module if engine == "zero" else model
     for load, state in zip(
-        (model.module.load_state_dict, optimizer.load_state_dict, amp.load_state_dict),
+        (inner.load_state_dict, optimizer.load_state_dict, amp.load_state_dict),
         saved[0],
         strict=True,
     ):
         load(state)
     run(model, optimizer, 4, 7)
     return all(map(torch.equal, numbers(model, optimizer), went_on))
+
+
+def said_of_flat_parameters(level: str) -> str:
+    """Return what `get_state_dict` says of a model of FSDP1."""
+    model, optimizer = prepare("fsdp1", level)
+    try:
+        get_state_dict(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
