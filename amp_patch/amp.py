@@ -155,8 +155,8 @@ def initialize(
             trace_overflow of a wrong type; LBFGS; an optimizer that ``fused_step`` does not know;
             no such logger; one model without optimizer, unpacked.
         ImportError: the package of a logger is missing.
-        RuntimeError: an unknown level or refused override; a model in half; a parallel wrapper; an
-            optimizer passed before.
+        RuntimeError: an unknown level or refused override; a model in half; a parallel
+            wrapper at O2, O3 or O5; an optimizer passed before.
         ValueError: a scale, factor, count or rule out of range; a rule of no function or module; a
             file for a folder.
         FileNotFoundError: no such rules file.

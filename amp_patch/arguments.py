@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
@@ -29,16 +28,10 @@ def models_of(models: Any, allow_half: bool = False) -> list[nn.Module]:
 
     Raises:
         TypeError: anything else.
-        RuntimeError: a parallel wrapper, or a model that is stored in half already.
+        RuntimeError: a model that is stored in half already.
     """
     found = _as_list(models, nn.Module, "models must be a torch.nn.Module or a list or tuple of")
     for model in found:
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            raise RuntimeError(
-                "Parallel wrappers should only be applied to the model AFTER the model has been "
-                f"returned from amp.initialize(); got a {type(model).__name__}. Call "
-                "amp.initialize(model.module, ...) first, then wrap what it returns."
-            )
         if not allow_half:
             _refuse_half(model)
     return found

@@ -139,7 +139,7 @@ class Session:
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
         self.models.refuse_sharded(models, level)
-        self.guard.look_at(models, optimizers)
+        self.guard.look_at(models, optimizers, level)
         rules_of_modules.leave_all()
         mode.leave_all_models()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam
 
 from amp_patch import arguments
@@ -28,13 +27,6 @@ def with_buffer(dtype: torch.dtype) -> nn.Module:
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].register_buffer("scale", torch.ones(1, dtype=dtype))
     return model
-
-
-def unconstructed(kind: type) -> nn.Module:
-    """A parallel wrapper as far as isinstance sees it, without a process group."""
-    wrapper = kind.__new__(kind)
-    nn.Module.__init__(wrapper)
-    return wrapper
 
 
 @pytest.mark.parametrize("container", [list, tuple])
@@ -134,17 +126,6 @@ def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
 def test_a_model_with_other_dtypes_is_taken(dtype: torch.dtype) -> None:
     model = with_buffer(dtype)
     assert arguments.models_of(model) == [model]
-
-
-@pytest.mark.parametrize("kind", [DataParallel, DistributedDataParallel])
-def test_a_parallel_wrapper_is_refused(kind: type) -> None:
-    message = (
-        "Parallel wrappers should only be applied to the model AFTER the model has been returned "
-        f"from amp.initialize(); got a {kind.__name__}. Call amp.initialize(model.module, ...) "
-        "first, then wrap what it returns."
-    )
-    with pytest.raises(RuntimeError, match=exactly(message)):
-        arguments.models_of([nn.ReLU(), unconstructed(kind)])
 
 
 def test_a_lazy_model_without_weights_is_refused() -> None:

@@ -74,6 +74,11 @@ def is_zero(optimizer: Optimizer) -> bool:
     return kind is not None and isinstance(optimizer, kind)
 
 
+def is_flat(model: nn.Module) -> bool:
+    """Return whether a model is, or has parts, of `FullyShardedDataParallel` (FSDP1)."""
+    return bool(_fsdp1_modules(model))
+
+
 def _fsdp1_modules(model: nn.Module) -> list[Any]:
     kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
     if kind is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .fully_sharded import keeps_gradients, sharded_modules
 
@@ -28,9 +29,12 @@ class Unsynced:
         return bool(self._wrapped or self._sharded)
 
     def follow(self, models: Iterable[nn.Module]) -> None:
-        """Models were initialized, some of which may be sharded by FSDP2."""
+        """Models were initialized: sharded by FSDP2, in a wrapper, or neither."""
         for model in models:
             self._sharded.update(sharded_modules(model))
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    self._watch(module)
 
     def noting(self, original: Callable[..., None]) -> Callable[..., None]:
         """Return an ``__init__`` of `DistributedDataParallel` that notes what it makes."""
@@ -41,10 +45,14 @@ class Unsynced:
             original(wrapper, *args, **kwargs)
             alive = weak()
             if alive is not None:
-                alive._wrapped[wrapper] = False
-                wrapper.register_forward_pre_hook(_Note(weak))
+                alive._watch(wrapper)
 
         return noting_init
+
+    def _watch(self, wrapper: nn.Module) -> None:
+        if wrapper not in self._wrapped:
+            self._wrapped[wrapper] = False
+            wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
 
     def left(self, params: Iterable[Tensor]) -> bool:
         """Return whether the last backward has left gradients of some parameters here."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from amp_patch.distributed.engines import is_flat
 from amp_patch.distributed.fully_sharded import follow_parameters, reshard
 from amp_patch.distributed.groups import is_on
 from amp_patch.patching import Patches, bind
@@ -43,10 +44,26 @@ def _with_masters(
     @functools.wraps(original)
     def with_masters(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         steps = list(optimizers.steps.values())
+        _refuse_flat(model, steps)
         with _plain_steps(steps), _masters_in(model, steps, writes):
             return original(model, *args, **kwargs)
 
     return with_masters
+
+
+def _refuse_flat(model: nn.Module, steps: Iterable[OptimizerStep]) -> None:
+    """Raise for a model of FSDP1 whose optimizer steps masters.
+
+    Raises:
+        RuntimeError: torch knows the state of its flat parameters alone.
+    """
+    if is_flat(model) and any(step.masters is not None for step in steps):
+        raise RuntimeError(
+            "torch.distributed.checkpoint must know the parameters that an optimizer steps; got a "
+            "FullyShardedDataParallel model, of whose flat parameters the optimizer steps fp32 "
+            "masters. On each rank save model.state_dict(), optimizer.state_dict() and "
+            "amp.state_dict(), and load them in this order; or shard by fully_shard(model)."
+        )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ Knows the families of mistakes, and what was prepared; a session makes one and c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,22 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.unsynced import Unsynced
+from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
 
-from . import averages, checkpoints, clipping, conversions, grad_scaler, late_sharding
+from . import (
+    averages,
+    checkpoints,
+    clipping,
+    conversions,
+    early_wrapping,
+    grad_scaler,
+    late_sharding,
+)
 from .averages import HalfCopies
 from .backwards import Backwards
 from .dtype_notes import explain, explaining
@@ -60,6 +69,7 @@ class Guard:
         self.unsynced = Unsynced()
         self.backwards = Backwards()
         self._explains = False
+        self._wrappers: list[nn.Module] = []
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
         """Return, for each function of torch by its path, what makes its replacement."""
@@ -75,8 +85,16 @@ class Guard:
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }
 
-    def look_at(self, models: Collection[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Warn of what is to be prepared, before anything is changed."""
+    def look_at(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], level: OptLevel
+    ) -> None:
+        """Look at what is to be prepared, before anything is changed.
+
+        Raises:
+            RuntimeError: a model in a parallel wrapper, at a level that changes its parameters.
+        """
+        self._wrappers = early_wrapping.wrappers_of(models)
+        early_wrapping.refuse(self._wrappers, models, level)
         if models:
             warn_of_strangers(optimizers, [*models, *self._models.levels])
 
@@ -87,7 +105,8 @@ class Guard:
             models: those of this call.
             patches: undoes what is replaced where one is in half.
         """
-        self.unsynced.follow(models)
+        self.unsynced.follow([*models, *self._wrappers])
+        self._wrappers = []
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
         if halves and not self._explains:

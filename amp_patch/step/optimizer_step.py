@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.distributed.groups import StepRanks
-from amp_patch.distributed.zero import ZeroState
+from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
@@ -113,11 +113,20 @@ class OptimizerStep:
             store: of fp32 values, which this rank keeps of its own share alone.
         """
         self._has_own_groups = True
+        self.save_masters(zero)
         if self.masters is not None:
-            state = ZeroState(zero, self.masters.param_of)
-            self._undo.append(state.remove)
             params = {p for group in zero.param_groups for p in group["params"]}
             store.forget(params.difference(self.backward.pairs().model))
+
+    def save_masters(self, loading: Optimizer) -> None:
+        """Save masters with the optimizer's state, for the model's has none of them.
+
+        Args:
+            loading: see `SavedMasters`.
+        """
+        optimizer = self._optimizer()
+        if self.masters is not None and optimizer is not None:
+            self._undo.append(SavedMasters(optimizer, loading, self.masters.param_of).remove)
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""

@@ -77,6 +77,7 @@ class PreparedOptimizers:
         for given in optimizers:
             optimizer = local_optimizer(given) if level.master_weights else given
             masters_from = store if level.master_weights else None
+            together = ranks(given, optimizer is not given)
             step = OptimizerStep(
                 optimizer,
                 masters_from,
@@ -84,7 +85,7 @@ class PreparedOptimizers:
                 self._announce,
                 self._observers,
                 fused_step and _has_dense_parts(optimizer),
-                ranks(given, optimizer is not given),
+                together,
             )
             if scale_rule.dynamic or scale_rule.init_scale != 1.0:
                 step.was_scaled = self._was_scaled
@@ -93,6 +94,8 @@ class PreparedOptimizers:
             on_error.callback(self.steps.pop, optimizer, None)
             if optimizer is not given:
                 step.follow_zero(given, store)
+            elif together is not None and together.have_parts:
+                step.save_masters(given)
             if level.cast_model_type in HALVES:
                 step.match_state()
 

@@ -26,7 +26,7 @@ def train(
     """Return the parameters, scales and skipped steps of a training by two micro-batches a step.
 
     Args:
-        engine: "ddp" or "fsdp2"; "none": this process alone.
+        engine: "ddp", "ddp-first" (before `amp.initialize`) or "fsdp2"; "none": this process alone.
         level: "O1" ...
         delayed: whether the first block of a step has ``delay_unscale``.
         synced: whether its gradients are shared by all ranks, too.
@@ -41,6 +41,8 @@ def train(
     if engine == "fsdp2":
         training.sharded(model)
     optimizer = training.adamw(model.parameters())
+    if engine == "ddp-first":
+        model = DistributedDataParallel(model)
     scales = training.SCALES if level in training.SCALED else {}
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scales)
     if engine == "ddp":

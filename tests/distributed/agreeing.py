@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 
 from amp_patch import amp
+from amp_patch.step import loss_scaling
 
 
 def random_infs(engine: str, level: str, steps: int) -> training.Trained:
@@ -91,3 +92,18 @@ def closure(failing: int) -> list[Any]:
 
     optimizer.step(evaluate)
     return [amp.step_was_skipped(optimizer), torch.equal(model.weight, before)]
+
+
+def behind_the_host(engine: str, level: str, steps: int, plants: dict[int, int]) -> tuple[Any, Any]:
+    """Return what a fused optimizer trains that skips by a flag of its device, and one that waits.
+
+    The CPU plays a device that works behind the host.
+    """
+
+    def fused(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.02, eps=1e-3, fused=True)
+
+    training.ENGINES[engine] = training.ENGINES[engine]._replace(optimizer=fused)
+    waiting = training.train(engine, level, steps, plants)
+    loss_scaling.RUNS_AHEAD = {"cpu"}
+    return training.train(engine, level, steps, plants), waiting

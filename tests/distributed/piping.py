@@ -1,14 +1,19 @@
-"""The small training in a pipeline: each rank has one stage of the model, or several."""
+"""The small training in a pipeline: each rank has one stage of the model, or several.
+
+With more than one replica each stage is sharded by FSDP2 over as many ranks.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import rank_training as training
 import torch
 from rank_training import Trained
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -35,41 +40,76 @@ def stages_of(schedule: str, rank: int) -> dict[int, nn.Module]:
     return {rank: model[2:] if rank else model[:2]}
 
 
-def make_schedule(schedule: str, stages: dict[int, nn.Module], loss_fn: Any) -> Any:
-    """Return torch's schedule for the stages of this rank."""
-    count = distributed.get_world_size() * len(stages)
+def whole_params(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return the parameters of some stages, by the names that they have in the whole model."""
+    named: dict[str, Tensor] = {}
+    for stage in stages:
+        named.update(training.whole_params(stage))
+    return named
+
+
+def make_schedule(
+    schedule: str, stages: dict[int, nn.Module], group: Any, micro_batches: int, loss_fn: Any
+) -> Any:
+    """Return torch's schedule for the stages of this rank, among those of a group."""
+    count = group.size() * len(stages)
     made = [
-        PipelineStage(stage, number, count, torch.device("cpu")) for number, stage in stages.items()
+        PipelineStage(stage, number, count, torch.device("cpu"), group=group)
+        for number, stage in stages.items()
     ]
     if schedule == "interleaved":
-        return ScheduleInterleaved1F1B(made, MICRO_BATCHES, loss_fn=loss_fn)
-    return SINGLE[schedule](made[0], MICRO_BATCHES, loss_fn=loss_fn)
+        return ScheduleInterleaved1F1B(made, micro_batches, loss_fn=loss_fn)
+    return SINGLE[schedule](made[0], micro_batches, loss_fn=loss_fn)
 
 
-def train(schedule: str, level: str, steps: int, max_norm: float | None) -> Trained:
-    """Train by a pipeline on two ranks; its result has the parameters of this rank's stages."""
-    rank, everybody = distributed.get_rank(), distributed.group.WORLD
+def scaling_of(level: str) -> dict[str, Any]:
+    """Return the options of the loss scale, of levels that have one."""
+    return {**training.SCALES, **OPTIONS} if level in training.SCALED else {}
+
+
+def planted(step: int, level: str, share: int) -> int | None:
+    """Return where a replica has an inf in a step: the first one alone, where there is a scale."""
+    return PLANTS.get(step) if level in training.SCALED and share == 0 else None
+
+
+def train(
+    schedule: str, level: str, steps: int, max_norm: float | None, replicas: int = 1
+) -> Trained:
+    """Train by a pipeline on pairs of ranks; its result has the parameters of this rank's stages.
+
+    Args:
+        schedule: "GPipe", "1F1B" or "interleaved".
+        level: "O1" ...
+        steps: how many.
+        max_norm: gradients are clipped to it, over all stages.
+        replicas: how many pairs.
+    """
+    mesh = init_device_mesh("cpu", (2, replicas), mesh_dim_names=("stage", "data"))
+    rank, share = mesh["stage"].get_local_rank(), mesh["data"].get_local_rank()
+    group, micro_batches = mesh["stage"].get_group(), MICRO_BATCHES // replicas
     stages = stages_of(schedule, rank)
+    if replicas > 1:
+        for stage in stages.values():
+            training.sharded(stage, mesh=mesh["data"])
     params = [param for stage in stages.values() for param in stage.parameters()]
-    is_scaled = level in training.SCALED
     _, optimizer = amp.initialize(
         list(stages.values()),
         training.adamw(params),
         opt_level=level,
         verbosity=0,
-        process_group=everybody,
-        **({**training.SCALES, **OPTIONS} if is_scaled else {}),
+        process_group=distributed.group.WORLD,
+        **scaling_of(level),
     )
 
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
         return (output.float() - target).square().mean() * scale
 
-    pipeline = make_schedule(schedule, stages, scaled_loss)
+    pipeline = make_schedule(schedule, stages, group, micro_batches, scaled_loss)
     norms, losses, held, skipped = [], [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = training.rows(step, 0, 1)
-        plant, of_each = PLANTS.get(step) if is_scaled else None, []
+        inputs, targets = training.rows(step, share, replicas)
+        plant, of_each = planted(step, level, share), []
         if plant == -1:
             targets[training.BATCH // MICRO_BATCHES] = float("inf")  # the first of a micro-batch
         with amp.scale_loss(torch.ones(()), optimizer) as scale:
@@ -78,23 +118,18 @@ def train(schedule: str, level: str, steps: int, max_norm: float | None) -> Trai
             if plant == rank:
                 training.plant(nn.ModuleList(stages.values()))
         if max_norm is not None:
-            norm = amp.clip_grad_norm_(optimizer, max_norm, process_group=everybody)
-            norms.append(norm.item())
+            norms.append(amp.clip_grad_norm_(optimizer, max_norm, process_group=group).item())
         optimizer.step()
-        losses.append(sum(loss.item() for loss in of_each) / MICRO_BATCHES / scale.item())
+        losses.append(sum(loss.item() for loss in of_each) / micro_batches / scale.item())
         held.append(amp.loss_scale())
         skipped.append(amp.step_was_skipped(optimizer))
-    values = {
-        name: value.float().clone()
-        for stage in stages.values()
-        for name, value in stage.state_dict().items()
-    }
+    values = whole_params(stages.values())
     amp.deactivate()
     return Trained(values, [], norms, losses, held, skipped, [])
 
 
 def train_and_compare(
-    schedule: str, levels: tuple[str, ...], steps: int, max_norm: float | None
+    schedule: str, levels: tuple[str, ...], steps: int, max_norm: float | None, replicas: int = 1
 ) -> dict[str, tuple[Trained, Trained]]:
     """Return for each level what the pipeline trains here, and what this process trains alone."""
     found = {}
@@ -102,7 +137,7 @@ def train_and_compare(
         is_scaled = level in training.SCALED
         infs, options = (PLANTS, OPTIONS) if is_scaled else ({}, {})
         alone = training.train("none", level, steps, infs, max_norm, **options)
-        found[level] = train(schedule, level, steps, max_norm), alone
+        found[level] = train(schedule, level, steps, max_norm, replicas), alone
     return found
 
 

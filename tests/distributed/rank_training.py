@@ -81,12 +81,12 @@ def zero_adamw(params: Any) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.02, eps=1e-3)
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    """Shard each layer, and what is left, by FSDP2."""
+def sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Shard each layer, and what is left, by FSDP2; over all ranks if ``mesh`` is None."""
     for layer in model.children():
         if list(layer.parameters()):
-            fully_shard(layer)
-    return fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def split(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -119,16 +119,24 @@ def split_and_sharded(model: nn.Module) -> nn.Module:
     """Split over pairs of ranks, and shard by FSDP2 over the pairs."""
     shape = distributed.get_world_size() // 2, 2
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
-    split(model, mesh["tensor"])
-    for layer in model.children():
-        if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
+    return sharded(split(model, mesh["tensor"]), mesh["data"])
+
+
+#: model -> the wrapper that was made around it.
+_WRAPPERS: dict[nn.Module, nn.Module] = {}
+
+
+def _keep_wrapper(model: nn.Module) -> nn.Module:
+    """Wrap a model for `Engine.after`, and return it as it is."""
+    _WRAPPERS[model] = DistributedDataParallel(model)
+    return model
 
 
 ENGINES = {
     "none": Engine(_same, adamw, _same),
     "ddp": Engine(_same, adamw, DistributedDataParallel),
+    "ddp-first": Engine(DistributedDataParallel, adamw, _same),
+    "ddp-around": Engine(_keep_wrapper, adamw, lambda model: _WRAPPERS.pop(model)),
     "fsdp2": Engine(sharded, adamw, _same),
     "fsdp1": Engine(
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
@@ -213,7 +221,7 @@ def train(
 
 def averages_all(engine: str) -> bool:
     """Return whether each rank gets all gradients, and so the inf of any rank's loss."""
-    return engine in ("ddp", "zero")
+    return engine.startswith("ddp") or engine == "zero"
 
 
 def plant(model: nn.Module) -> None:

@@ -38,11 +38,12 @@ class RankError(AssertionError):
 
     Attributes:
         errors: rank -> the traceback of what it raised, or what it was seen doing at the end.
+        results: rank -> what it returned, of the ranks that did.
     """
 
-    def __init__(self, errors: dict[int, str]) -> None:
+    def __init__(self, errors: dict[int, str], results: dict[int, Any]) -> None:
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in errors.items()))
-        self.errors = errors
+        self.errors, self.results = errors, results
 
 
 def run(
@@ -50,6 +51,8 @@ def run(
     *args: Any,
     size: int = 2,
     timeout: float = TIMEOUT,
+    collective_timeout: float | None = None,
+    backend: str = "gloo",
     **options: Any,
 ) -> list[Any]:
     """Return what ``function(*args, **options)`` returns on each rank, in the order of the ranks.
@@ -58,7 +61,9 @@ def run(
         function: found by its module and name, in which ``torch.distributed`` is initialized.
         args, options: to be pickled, as are the results.
         size: how many ranks.
-        timeout: seconds for all of it, and for each collective.
+        timeout: seconds for all of it.
+        collective_timeout: seconds for each collective; None: as many.
+        backend: of the process group.
 
     Raises:
         RankError: a rank raised, died, or is not done in time.
@@ -71,7 +76,7 @@ def run(
         try:
             for rank in range(size):
                 here, there = context.Pipe(duplex=False)
-                place = (there, call, rank, size, folder, timeout)
+                place = (there, call, rank, size, folder, collective_timeout or timeout, backend)
                 process = context.Process(target=_be_rank, args=place, daemon=True)
                 process.start()
                 there.close()
@@ -95,21 +100,23 @@ def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[A
             assert isinstance(end, Connection)
             rank = waiting.pop(end)
             try:
-                error, results[rank] = pickle.loads(end.recv_bytes())
+                error, result = pickle.loads(end.recv_bytes())
             except EOFError:
-                error = "died without a word"
-            if error is not None:
+                error, result = "died without a word", None
+            if error is None:
+                results[rank] = result
+            else:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + GRACE)
     for rank in waiting.values():
         errors[rank] = f"was not done in time; it was here:\n{_stack_of(folder, rank)}"
     if errors:
-        raise RankError(dict(sorted(errors.items())))
+        raise RankError(dict(sorted(errors.items())), results)
     return [results[rank] for rank in range(len(ends))]
 
 
 def _be_rank(
-    end: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float
+    end: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     import torch
 
@@ -120,7 +127,7 @@ def _be_rank(
     try:
         function, args, options = pickle.loads(call)
         torch.distributed.init_process_group(
-            "gloo",
+            backend,
             store=torch.distributed.FileStore(f"{folder}/store", size),
             rank=rank,
             world_size=size,

@@ -29,11 +29,14 @@ def prepare(engine: str, level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return chosen.after(model), optimizer
 
 
-def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Make the steps from the first one to the last."""
+def run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, alike: bool = False
+) -> None:
+    """Make the steps from the first one to the last; ``alike``: all ranks on the same rows."""
+    rank, size = (0, 1) if alike else (distributed.get_rank(), distributed.get_world_size())
     for step in range(first, last):
         optimizer.zero_grad()
-        inputs, targets = training.rows(step, distributed.get_rank(), distributed.get_world_size())
+        inputs, targets = training.rows(step, rank, size)
         loss = (model(inputs).float() - targets).square().mean()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
@@ -45,7 +48,13 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {"model": model_state, "optimizer": optimizer_state, "amp": amp.state_dict()}
 
 
-def _load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save a training; all ranks come here."""
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+
+
+def load_state(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load what `save_state` saved into an initialized model and its optimizer."""
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
@@ -57,10 +66,12 @@ def _load(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     amp.load_state_dict(state["amp"])
 
 
-def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all that the next step depends on, of what this rank holds."""
     own: Any = getattr(optimizer, "optim", optimizer)  # ZeRO keeps this rank's share there
-    states = [value for state in own.state.values() for value in state.values()]
+    params = [param for group in own.param_groups for param in group["params"]]
+    # a loaded state may have another order
+    states = [own.state[param][name] for param in params for name in sorted(own.state[param])]
     tensors = [*model.parameters(), *amp.master_params(optimizer), *states]
     scale = torch.tensor(list(amp.state_dict()["loss_scaler0"].values()), dtype=torch.float64)
     parts = [getattr(one, "_local_tensor", one) for one in tensors]
@@ -70,22 +81,23 @@ def _numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 def resume(engine: str, levels: tuple[str, ...], folder: str, is_async: bool) -> dict[str, bool]:
     """Return for each level whether a resumed training is to the bit the one that went on."""
     found = {}
+    alike = engine == "tensor"
     for level in levels:
         place = str(Path(folder, level))
         model, optimizer = prepare(engine, level)
-        run(model, optimizer, 0, 4)
+        run(model, optimizer, 0, 4, alike)
         if is_async:
             saving = dcp.async_save(_state(model, optimizer), checkpoint_id=place)
             saving.result()
         else:
-            dcp.save(_state(model, optimizer), checkpoint_id=place)
-        run(model, optimizer, 4, 7)
-        went_on = _numbers(model, optimizer)
+            save_state(place, model, optimizer)
+        run(model, optimizer, 4, 7, alike)
+        went_on = numbers(model, optimizer)
         amp.deactivate()
         model, optimizer = prepare(engine, level)
-        _load(place, model, optimizer)
-        run(model, optimizer, 4, 7)
-        resumed = _numbers(model, optimizer)
+        load_state(place, model, optimizer)
+        run(model, optimizer, 4, 7, alike)
+        resumed = numbers(model, optimizer)
         amp.deactivate()
         found[level] = len(resumed) == len(went_on) and all(map(torch.equal, resumed, went_on))
     return found
@@ -100,7 +112,7 @@ def save(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], dict[
     """
     model, optimizer = prepare(engine, level)
     run(model, optimizer, 0, 4)
-    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    save_state(folder, model, optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     return training.whole_params(model), {"model": model_state, "optimizer": optimizer_state}
@@ -113,31 +125,50 @@ def load(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], float
         The whole fp32 parameters as loaded, and the largest of them three steps later.
     """
     model, optimizer = prepare(engine, level)
-    _load(folder, model, optimizer)
+    load_state(folder, model, optimizer)
     loaded = training.whole_params(model)
     run(model, optimizer, 4, 7)
     return loaded, max(one.abs().max().item() for one in training.whole_params(model).values())
 
 
-def resume_zero(level: str) -> bool:
-    """Return whether a training by ZeRO resumes to the bit, from what `torch.save` would save."""
-    model, optimizer = prepare("zero", level)
+def resume_from_states(engine: str, level: str) -> bool:
+    """Return whether a training resumes to the bit from what `torch.save` would save.
+
+    Args:
+        engine: "zero", of which rank 0 saves the states of all, or "fsdp1".
+        level: "O0" ...
+    """
+    model, optimizer = prepare(engine, level)
+    inner = model.module if engine == "zero" else model
     run(model, optimizer, 0, 4)
-    optimizer.consolidate_state_dict()
+    if engine == "zero":
+        optimizer.consolidate_state_dict()
     saved: list[Any] = [None]
-    if distributed.get_rank() == 0:
-        states = model.module.state_dict(), optimizer.state_dict(), amp.state_dict()
+    if engine == "fsdp1" or distributed.get_rank() == 0:
+        states = inner.state_dict(), optimizer.state_dict(), amp.state_dict()
         saved = [copy.deepcopy(states)]  # as a file would have them: training goes on in theirs
-    distributed.broadcast_object_list(saved)
+    if engine == "zero":
+        distributed.broadcast_object_list(saved)
     run(model, optimizer, 4, 7)
-    went_on = _numbers(model, optimizer)
+    went_on = numbers(model, optimizer)
     amp.deactivate()
-    model, optimizer = prepare("zero", level)
+    model, optimizer = prepare(engine, level)
+    inner = model.module if engine == "zero" else model
     for load, state in zip(
-        (model.module.load_state_dict, optimizer.load_state_dict, amp.load_state_dict),
+        (inner.load_state_dict, optimizer.load_state_dict, amp.load_state_dict),
         saved[0],
         strict=True,
     ):
         load(state)
     run(model, optimizer, 4, 7)
-    return all(map(torch.equal, _numbers(model, optimizer), went_on))
+    return all(map(torch.equal, numbers(model, optimizer), went_on))
+
+
+def said_of_flat_parameters(level: str) -> str:
+    """Return what `get_state_dict` says of a model of FSDP1."""
+    model, optimizer = prepare("fsdp1", level)
+    try:
+        get_state_dict(model, optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

@@ -12,8 +12,8 @@ from test_engines import TOLERANCE
 LEVELS = ("O1", "O2", "O4", "O5")
 
 
-def assert_alike(found: list[Any], are_same_scales: bool) -> None:
-    for level in LEVELS:
+def assert_alike(found: list[Any], are_same_scales: bool, levels: tuple[str, ...] = LEVELS) -> None:
+    for level in levels:
         (params, scales, skipped), (alone, alone_scales, alone_skipped) = found[0][level]
         other, other_scales, other_skipped = found[1][level][0]
         assert scales == other_scales

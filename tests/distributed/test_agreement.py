@@ -5,7 +5,7 @@ import pytest
 import ranks
 import torch
 from support import nightly_but
-from test_engines import assert_ranks_agree
+from test_engines import PLANTS, assert_ranks_agree
 
 
 @pytest.mark.parametrize("failing", nightly_but([1], [0, 1, 2]))
@@ -27,6 +27,17 @@ def test_another_number_of_steps_is_told_of() -> None:
 
 def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all() -> None:
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("engine", nightly_but(["fsdp2"], ["ddp", "fsdp2", "sequence"]))
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
+def test_a_scale_that_a_device_moves_is_that_of_all_ranks(engine: str, level: str) -> None:
+    results = ranks.run(agreeing.behind_the_host, engine, level, 8, PLANTS)
+    assert_ranks_agree([ahead for ahead, _ in results], engine)
+    for ahead, waiting in results:
+        assert [step for step, skipped in enumerate(ahead.skipped) if skipped] == sorted(PLANTS)
+        assert ahead.scales == waiting.scales
+        assert all(map(torch.equal, ahead.computed, waiting.computed))
 
 
 @pytest.mark.slow

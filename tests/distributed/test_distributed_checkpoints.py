@@ -12,7 +12,7 @@ LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 @pytest.mark.parametrize("is_async", nightly_but([False], [False, True]))
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", nightly_but(["ddp", "fsdp2"], ["ddp", "fsdp2", "tensor"]))
 def test_a_resumed_training_is_to_the_bit_the_one_that_went_on(
     engine: str, is_async: bool, tmp_path: Path
 ) -> None:
@@ -39,6 +39,17 @@ def test_another_number_of_ranks_goes_on(level: str, tmp_path: Path) -> None:
     assert full["optimizer"]["state"]["0.weight"]["exp_avg"].shape == params["0.weight"].shape
 
 
-@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2", "O5"]))
-def test_zero_saves_the_masters_of_all_ranks_with_the_optimizer(level: str) -> None:
-    assert ranks.run(resuming.resume_zero, level) == [True, True]
+CASES = [(engine, level) for engine in ("zero", "fsdp1") for level in ("O1", "O2", "O3", "O5")]
+
+
+@pytest.mark.parametrize("case", nightly_but([("zero", "O2"), ("fsdp1", "O2")], CASES))
+def test_masters_that_no_model_has_are_saved_with_the_optimizer(case: tuple[str, str]) -> None:
+    assert ranks.run(resuming.resume_from_states, *case) == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_flat_parameters_are_refused(level: str) -> None:
+    for said in ranks.run(resuming.said_of_flat_parameters, level):
+        assert "got a FullyShardedDataParallel model" in said
+        assert "or shard by fully_shard(model)" in said

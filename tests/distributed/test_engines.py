@@ -28,7 +28,7 @@ def assert_ranks_agree(results: list[Trained], engine: str) -> None:
         assert other.skipped == first.skipped
         assert other.losses == first.losses
         assert str(other.norms) == str(first.norms)  # after an inf they are NaN
-        if engine in ("ddp", "zero"):  # the others hold parts
+        if training.averages_all(engine):  # the others hold parts
             assert all(map(torch.equal, other.computed, first.computed))
         if engine != "zero":  # of which each rank knows the fp32 values of its share
             assert all(torch.equal(other.params[name], first.params[name]) for name in first.params)
@@ -54,20 +54,28 @@ ENGINES = ("ddp", "fsdp2", "fsdp1", "zero", "tensor", "sequence")
 @pytest.mark.parametrize(
     "engine", nightly_but([one for one in ENGINES if one != "tensor"], ENGINES)
 )
-def test_ranks_train_what_one_process_trains(engine: str, size: int, clipped: bool) -> None:
+def test_ranks_train_what_one_process_trains(
+    engine: str, size: int, clipped: bool, levels: tuple[str, ...] = LEVELS
+) -> None:
     found = ranks.run(
         training.train_and_compare,
         engine,
-        LEVELS,
+        levels,
         8,
         PLANTS,
         max_norm=0.5 if clipped else None,
         size=size,
     )
-    for level in LEVELS:
+    for level in levels:
         assert_ranks_agree([one[level][0] for one in found], engine)
         assert any(found[0][level][0].skipped) == (level in training.SCALED)
         assert_trained_alike(*found[0][level], level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_levels_without_masters(engine: str) -> None:
+    test_ranks_train_what_one_process_trains(engine, 2, True, ("O0", "O3"))
 
 
 @pytest.mark.slow

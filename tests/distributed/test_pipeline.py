@@ -9,27 +9,53 @@ from typing import Any
 import piping
 import pytest
 import ranks
+from rank_training import Trained
 from support import nightly_but
 from test_engines import LEVELS, assert_trained_alike
 
 
 @pytest.mark.parametrize("clipped", nightly_but([True], [True, False]))
 @pytest.mark.parametrize("schedule", nightly_but(["1F1B"], ["GPipe", "1F1B", "interleaved"]))
-def test_stages_train_what_one_process_trains(schedule: str, clipped: bool) -> None:
-    first, last = ranks.run(piping.train_and_compare, schedule, LEVELS, 8, 0.5 if clipped else None)
+def test_stages_train_what_one_process_trains(
+    schedule: str, clipped: bool, levels: tuple[str, ...] = LEVELS
+) -> None:
+    found = ranks.run(piping.train_and_compare, schedule, levels, 8, 0.5 if clipped else None)
+    for level in levels:
+        assert_alike([one[level][0] for one in found], found[0][level][1], level)
+
+
+@pytest.mark.slow
+def test_levels_without_masters() -> None:
+    test_stages_train_what_one_process_trains("1F1B", True, ("O0", "O3"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "interleaved"])
+def test_stages_that_fsdp2_shards(schedule: str) -> None:
+    found = ranks.run(piping.train_and_compare, schedule, LEVELS, 8, 0.5, 2, size=4)
     for level in LEVELS:
-        (stage, alone), (last_stage, _) = first[level], last[level]
-        assert stage.scales == last_stage.scales
-        assert stage.skipped == last_stage.skipped
-        assert str(stage.norms) == str(last_stage.norms)
-        whole: dict[str, Any] = {**stage.params, **last_stage.params}
-        losses = [
-            known if skipped else loss  # of a micro-batch that overflows it is inf
-            for known, loss, skipped in zip(
-                alone.losses, last_stage.losses, alone.skipped, strict=True
-            )
-        ]
-        assert_trained_alike(last_stage._replace(params=whole, losses=losses), alone, level)
+        alone = found[0][level][1]
+        # each replica of the last stage knows the losses of its half of the rows
+        halves = zip(found[2][level][0].losses, found[3][level][0].losses, strict=True)
+        losses = [sum(pair) / 2 for pair in halves]
+        first, last = found[0][level][0], found[3][level][0]._replace(losses=losses)
+        assert_alike([first, found[1][level][0], found[2][level][0], last], alone, level)
+
+
+def assert_alike(results: list[Trained], alone: Trained, level: str) -> None:
+    """Compare ranks with each other, and what the last one knows with one process."""
+    last = results[-1]
+    whole: dict[str, Any] = {}
+    for one in results:
+        assert one.scales == last.scales
+        assert one.skipped == last.skipped
+        assert str(one.norms) == str(last.norms)
+        whole.update(one.params)
+    losses = [
+        known if skipped else loss  # of a micro-batch that overflows it is inf
+        for known, loss, skipped in zip(alone.losses, last.losses, alone.skipped, strict=True)
+    ]
+    assert_trained_alike(last._replace(params=whole, losses=losses), alone, level)
 
 
 def test_stages_that_decide_alone_are_warned() -> None:

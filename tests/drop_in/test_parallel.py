@@ -264,9 +264,36 @@ def accumulate_scaled(rank: int, level: str) -> Any:
     return grads
 
 
+def overflow_while_averaging_is_off(rank: int, way: str) -> Any:
+    from amp_patch import amp
+
+    model = Scaled(1.0)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    wrapped = parallel().DistributedDataParallel(model)
+    with wrapped.no_sync() if way == "no_sync" else contextlib.nullcontext():
+        if way == "disable_allreduce":
+            wrapped.disable_allreduce()
+        loss = wrapped(float("inf") if rank == 1 else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    wrapped.enable_allreduce()
+    with amp.scale_loss(wrapped(1.0), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    found = amp.step_was_skipped(optimizer), amp.loss_scale()
+    amp.deactivate()
+    return found
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_scaled_gradients_gather_with_delay_unscale(pair: Pair, level: str) -> None:
     assert pair.run(accumulate_scaled, level) == [[12.0], [12.0]]
+
+
+@pytest.mark.parametrize("way", ["no_sync", "disable_allreduce"])
+def test_no_process_decides_by_what_it_alone_has(pair: Pair, way: str) -> None:
+    assert pair.run(overflow_while_averaging_is_off, way) == [(True, 2.0**15)] * 2
 
 
 def forwards_and_backwards(rank: int) -> Any:
@@ -493,12 +520,13 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_wrapped_model_is_refused_by_initialize(
+def test_a_wrapped_model_is_not_stored_in_half(
     apex: ModuleType, amp: ModuleType, alone: None
 ) -> None:
     wrapped = apex.parallel.DistributedDataParallel(network())
-    with pytest.raises(RuntimeError, match="only be applied to the model AFTER"):
-        amp.initialize(wrapped)
+    for model in (wrapped, wrapped.module):
+        with pytest.raises(RuntimeError, match="only be applied to the model AFTER"):
+            amp.initialize(model, opt_level="O2")
 
 
 def test_without_a_process_group_there_is_no_wrapper(apex: ModuleType) -> None:

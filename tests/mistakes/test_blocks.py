@@ -315,7 +315,7 @@ def test_mistakes_of_initialize_are_refused(amp: ModuleType, level: str) -> None
     for mistake, words in (
         (lambda: amp.initialize(model, optimizer, opt_level=level), "initialize"),
         (lambda: amp.initialize(*make(), opt_level=level.lower()), "a lower-case letter o"),
-        (lambda: amp.initialize(nn.DataParallel(make()[0]), opt_level=level), "AFTER the model"),
+        (lambda: amp.initialize(nn.DataParallel(make()[0]), opt_level="O2"), "AFTER the model"),
         (lambda: one_pass(amp, model, late), "got an optimizer that amp.initialize"),
         (lambda: one_pass(amp, twin, copied), "got an optimizer that amp.initialize"),
     ):

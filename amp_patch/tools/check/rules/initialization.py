@@ -57,13 +57,13 @@ def opt_level(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 
 @rule(
     "initialize-after-wrapping",
-    "initialize gets a model that is wrapped for several GPUs already",
+    "initialize gets a model that is wrapped for several GPUs, and stores its parameters in half",
     "call amp.initialize first, then wrap the model that it returns",
 )
 def initialize_after_wrapping(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A model in DistributedDataParallel or DataParallel."""
+    """A model in DistributedDataParallel or DataParallel, at O2, O3 or O5."""
     for one in _all(trace):
-        if any(_is_parallel(model) for model in one.models):
+        if one.is_at("O2", "O3", "O5") and any(_is_parallel(model) for model in one.models):
             yield one.call.node, "amp.initialize of a model in a parallel wrapper"
 
 

@@ -1,6 +1,7 @@
 """apex's data-parallel wrapper and `Reducer`: which gradients are summed over processes, and when.
 
-Knows no loss scale and no optimizer: gradients are summed as they are, scaled or not.
+Knows no loss scale and no optimizer: gradients are summed as they are, scaled or not. The session
+is told of each wrapper, for nothing may be decided by gradients that it has not summed yet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_leaves
+
+from amp_patch.session import session
 
 from .flat_calls import (
     apply_flat_dist_call,
@@ -111,6 +114,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             averaging, self.message_size, self.delay_allreduce, self.retain_allreduce_buffers
         )
         self._reduction.follow(self._trained())
+        session.guard.unsynced.follow([self])
 
     def _trained(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]

@@ -1,0 +1,106 @@
+"""A rank that fails in the middle of a step: the others get an error, and keep whole steps.
+
+After a restart a training goes on from its last checkpoint, with the losses that it would have had.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import failing
+import pytest
+import ranks
+import torch
+from failing import Seen
+from support import nightly_but
+
+RUNS = [
+    (engine, level, part)
+    for engine in ("ddp", "fsdp2", "zero", "tensor")
+    for level in ("O1", "O2", "O5")
+    for part in ("forward", "backward", "block", "clip", "step")
+    # in its step each rank changes its share first, and then gets those of the others
+    if (engine, part) != ("zero", "step")
+]
+
+
+def assert_survived(seen: Seen) -> None:
+    """The error comes in the step that fails, or in the next one where it had all it needs."""
+    assert seen.error is not None
+    assert failing.FAILS_IN <= seen.steps <= failing.FAILS_IN + 1
+    assert seen.is_whole
+
+
+@pytest.mark.parametrize("run", nightly_but([("fsdp2", "O2", "block")], RUNS), ids="-".join)
+def test_a_rank_that_dies_is_an_error_on_the_others(run: tuple[str, str, str]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ranks.RankError) as caught:
+        ranks.run(failing.survive, *run, failing.die)
+    assert caught.value.errors == {1: "died without a word"}
+    assert_survived(caught.value.results[0])
+    assert time.monotonic() - begin < ranks.TIMEOUT / 2
+
+
+@pytest.mark.parametrize("run", nightly_but([("ddp", "O1", "backward")], RUNS), ids="-".join)
+def test_a_rank_that_raises_is_an_error_on_the_others(run: tuple[str, str, str]) -> None:
+    with pytest.raises(ranks.RankError) as caught:
+        ranks.run(failing.survive, *run, failing.run_out_of_memory)
+    assert list(caught.value.errors) == [1]
+    assert "OutOfMemoryError: a planted one" in caught.value.errors[1]
+    assert_survived(caught.value.results[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS[::7], ids="-".join)
+def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout(
+    run: tuple[str, str, str],
+) -> None:
+    waiting, stalled = ranks.run(
+        failing.survive, *run, failing.stall, collective_timeout=failing.STALLS / 3
+    )
+    assert "imed out" in str(waiting.error)
+    assert_survived(waiting)
+    assert stalled.error is not None  # it finds nobody when it comes back
+
+
+def assert_went_on(again: list[Any], whole: list[Any]) -> None:
+    first = failing.FAILS_IN // failing.SAVES_EVERY * failing.SAVES_EVERY
+    for (losses, numbers), (known, known_numbers) in zip(again, whole, strict=True):
+        assert losses == known[first:]
+        assert all(map(torch.equal, numbers, known_numbers))
+
+
+@pytest.mark.parametrize("engine", nightly_but(["fsdp2"], ["ddp", "fsdp2"]))
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2", "O5"]))
+def test_a_training_goes_on_from_its_last_checkpoint(
+    engine: str, level: str, tmp_path: Path
+) -> None:
+    whole = ranks.run(failing.go_on, engine, level, str(tmp_path / "whole"), False)
+    folder = str(tmp_path / "interrupted")
+    with pytest.raises(ranks.RankError):
+        ranks.run(failing.go_on, engine, level, folder, True)
+    assert_went_on(ranks.run(failing.go_on, engine, level, folder, False), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "level"), [("ddp", "O1"), ("fsdp2", "O2"), ("fsdp2", "O5")])
+def test_torchrun_restarts_a_training_from_its_last_checkpoint(
+    engine: str, level: str, tmp_path: Path
+) -> None:
+    whole = ranks.run(failing.go_on, engine, level, str(tmp_path / "whole"), False)
+    folder = tmp_path / "restarted"
+    folder.mkdir()
+    # more than one, for a new process group may miss a rank on a busy machine
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
+    done = subprocess.run(
+        [*torchrun, "--nproc_per_node=2", failing.__file__, engine, level, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert_went_on([torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], whole)

@@ -1,0 +1,69 @@
+"""Parallel wrappers around models before `amp.initialize`: right, or refused before any change."""
+
+from types import ModuleType
+
+import accumulating
+import pytest
+import rank_training as training
+import ranks
+import torch
+import wrapping
+from test_accumulation import assert_alike
+from test_engines import PLANTS, assert_ranks_agree, assert_trained_alike
+from torch import nn
+
+#: Levels that leave the parameters as they are.
+KEPT = ("O0", "O1", "O4")
+
+
+@pytest.mark.parametrize("engine", ["ddp-first", "ddp-around"])
+def test_a_wrapper_from_before_trains_where_parameters_stay(engine: str) -> None:
+    found = ranks.run(training.train_and_compare, engine, KEPT, 8, PLANTS, max_norm=0.5)
+    for level in KEPT:
+        assert_ranks_agree([one[level][0] for one in found], engine)
+        assert_trained_alike(*found[0][level], level)
+
+
+def test_gradients_of_a_wrapper_from_before_wait_for_the_others() -> None:
+    found = ranks.run(accumulating.train_all, "ddp-first", KEPT, delayed=False, synced=False)
+    assert_alike(found, are_same_scales=True, levels=KEPT)
+
+
+def test_a_wrapper_from_before_is_refused_where_parameters_change() -> None:
+    for said in ranks.run(wrapping.all_that_is_said, ("O2", "O3", "O5")):
+        for message in said:
+            assert "got a DistributedDataParallel around one whose parameters" in message
+            assert "then wrap what it returns" in message
+
+
+def trained(amp: ModuleType, level: str, when: str) -> list[torch.Tensor]:
+    """Return the parameters of a model that `nn.DataParallel` wraps "before", "after" or "never".
+
+    On one device: there it calls the model itself.
+    """
+    model: nn.Module = training.make_model()
+    optimizer = training.adamw(model.parameters())
+    model = nn.DataParallel(model) if when == "before" else model
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model = nn.DataParallel(model) if when == "after" else model
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, targets = training.rows(step, 0, 1)
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    found = [param.detach().clone() for param in model.parameters()]
+    amp.deactivate()
+    return found
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_data_parallel_trains_what_the_model_itself_does(amp: ModuleType, level: str) -> None:
+    expected = trained(amp, level, "never")
+    assert all(map(torch.equal, trained(amp, level, "after"), expected))
+    if level in KEPT:
+        assert all(map(torch.equal, trained(amp, level, "before"), expected))
+    else:
+        with pytest.raises(RuntimeError, match="got a DataParallel around one whose parameters"):
+            trained(amp, level, "before")
