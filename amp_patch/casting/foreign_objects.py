@@ -96,12 +96,12 @@ def cast_frame(frame: Any, dtype: torch.dtype, cast: Cast) -> Any:
 
 
 def promote_column(column: Any, dtype: torch.dtype) -> None:
-    """Let a column of DGL, some of whose rows are to be written, hold ``dtype``.
+    """Let a column of DGL, some of whose rows are to be written now, hold ``dtype``.
 
-    What a column says of itself does not follow its casts, and is what a write is compared with.
+    It is made anew in its place, for what it says of its dtype does not follow its casts, and is
+    what a write is compared with.
     """
-    column.data = column.data.to(dtype)
-    column.scheme = column.scheme._replace(dtype=dtype)
+    column.__init__(column.data.to(dtype))
 
 
 def _cast_pyg_data(data: Any, dtype: torch.dtype, cast: Cast) -> Any:

@@ -201,7 +201,9 @@ def _run_rows(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, An
     _, dtype = _dtypes(Rule("promote"), tensors)
     promote_column(column, dtype)
     # what says the dtype of the rows is left out: DGL finds it in them
-    given = [_cast(one, dtype) for one in given if not hasattr(one, "dtype") or isinstance(one, Tensor)]
+    given = [
+        _cast(one, dtype) for one in given if not hasattr(one, "dtype") or isinstance(one, Tensor)
+    ]
     return function(column, *given, **_cast(dict(kwargs), dtype))
 
 
