@@ -4,7 +4,7 @@ It must not know how a function is wrapped or where one is imported; `library_fu
 
 Each row names a function by its module and its name there (``Class.method`` for a method), and says
 how its floating arguments are cast, where half ones are computed in float32, and why. ``*.method``
-stands for that method of every class that the module has. The first word:
+stands for that method of every class that the module, or one inside of it, defines. The first word:
 
 - "half": to the level's half dtype at O1 and O4; elsewhere as "promote".
 - "promote": where dtypes are mixed, to the widest of them. In a model that is stored in half
