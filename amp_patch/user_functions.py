@@ -99,7 +99,8 @@ def register_library_function(
     Args:
         module: dotted name of the module that the function stands in, imported or not.
         name: the function's name there; ``Class.method`` for a method, ``*.method`` for that of
-            every class of the module. A name that the module has not is passed over.
+            every class that the module, or one inside of it, defines. A name that the module has
+            not is passed over.
         casts: "promote" to the widest dtype where they are mixed; "half" to the level's half dtype
             at O1 and O4, and "promote" elsewhere; "stored" to the model's dtype in a model that is
             stored in half precision (O2, O3, O5), results as well.

@@ -64,13 +64,44 @@ def _same_attributes(new: Any, old: Any) -> bool:
 def _cast_dgl_graph(graph: Any, dtype: torch.dtype, cast: Cast) -> Any:
     """Cast the columns of the frames: one that waits to be sliced or moved is cast after that."""
     new = graph.local_var()
-    changed = False
-    for frame in (*new._node_frames, *new._edge_frames):
-        for name, column in list(frame._columns.items()):
-            if column.dtype in FLOATS and column.dtype is not dtype:
-                frame._columns[name] = column.astype(dtype)
-                changed = True
-    return new if changed else graph
+    frames = (*new._node_frames, *new._edge_frames)
+    changed = [_cast_columns(frame, dtype) for frame in frames]
+    return new if any(changed) else graph
+
+
+def _cast_columns(frame: Any, dtype: torch.dtype) -> bool:
+    """Cast a frame of our own in place; tell whether anything was cast."""
+    columns = frame._columns
+    floats = {
+        name: column.astype(dtype)
+        for name, column in columns.items()
+        if column.dtype in FLOATS and column.dtype is not dtype
+    }
+    columns.update(floats)
+    return bool(floats)
+
+
+def cast_frame(frame: Any, dtype: torch.dtype, cast: Cast) -> Any:
+    """Return what DGL hands to a user's function: a frame, cast when it is read, or a dictionary.
+
+    Args:
+        frame: a frame of DGL, or anything that ``cast`` takes.
+        dtype: what floating features are cast to.
+        cast: casts a tensor, or a container of them, to ``dtype``.
+    """
+    if not hasattr(frame, "_columns"):
+        return cast(frame)
+    new = frame.clone()
+    return new if _cast_columns(new, dtype) else frame
+
+
+def promote_column(column: Any, dtype: torch.dtype) -> None:
+    """Let a column of DGL, some of whose rows are to be written now, hold ``dtype``.
+
+    It is made anew in its place, for what it says of its dtype does not follow its casts, and is
+    what a write is compared with.
+    """
+    column.__init__(column.data.to(dtype))
 
 
 def _cast_pyg_data(data: Any, dtype: torch.dtype, cast: Cast) -> Any:

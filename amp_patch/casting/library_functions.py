@@ -22,6 +22,7 @@ from amp_patch.patching import Patches, resolve_in, when_imported
 
 from . import library_rules
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype
+from .foreign_objects import cast_frame, promote_column
 from .half_saving import HalfSaving
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -29,6 +30,8 @@ from .nested import map_tensors
 Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored")
+#: For methods of DGL's objects, of which only `library_rules` knows.
+DGL_CASTS = ("frames", "rows")
 IN_FLOAT = ("never", "cpu", "always")
 
 
@@ -36,7 +39,7 @@ class Rule(NamedTuple):
     """How a function's floating arguments are cast, and where half ones are computed in float32.
 
     Attributes:
-        casts: one of `CASTS`.
+        casts: one of `CASTS` or `DGL_CASTS`.
         in_float: one of `IN_FLOAT`.
     """
 
@@ -109,16 +112,37 @@ class LibraryFunctions:
 
 
 def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rules with a star, as in ``"*.method"``, standing for each class of the module."""
-    classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-    starred = {path[1:]: rule for path, rule in rules.items() if path.startswith("*")}
-    found = {name + method: rule for method, rule in starred.items() for name in classes}
-    return {**found, **{path: rule for path, rule in rules.items() if not path.startswith("*")}}
+    """Return the rules with a star, as in ``"*.method"``, standing for classes of the module."""
+    found: dict[str, Rule] = {}
+    for path, rule in rules.items():
+        if path.startswith("*."):
+            names = _classes_with(module, path[2:])
+            found.update({f"{name}{path[1:]}": rule for name in names})
+    return {**found, **{path: rule for path, rule in rules.items() if not path.startswith("*.")}}
+
+
+def _classes_with(module: types.ModuleType, method: str) -> list[str]:
+    """Return the names of classes with such a method, less those that inherit another's of them.
+
+    Those that the module, or a package's modules, define: others are imported from elsewhere.
+    """
+    classes = {
+        kind: name
+        for name, kind in vars(module).items()
+        if isinstance(kind, type)
+        and f"{kind.__module__}.".startswith(f"{module.__name__}.")
+        and any(method in vars(base) for base in kind.__mro__)
+    }
+    return [
+        name
+        for kind, name in classes.items()
+        if method in vars(kind) or not any(base in classes for base in kind.__mro__[1:])
+    ]
 
 
 def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
-    run = _run_stored if rule.casts == "stored" else functools.partial(_run, rule)
+    run = _RUN.get(rule.casts) or functools.partial(_run, rule)
     out_at = _position_of_out(function)
 
     @functools.wraps(function)
@@ -156,6 +180,33 @@ def _run_stored(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, 
     return _cast(function(*args, **kwargs), dtype)
 
 
+def _run_frames(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call it in such a model with the features in DGL's frames in the model's dtype."""
+    dtype = mode.stored
+    if dtype is None or mode.region is not None:
+        return function(*args, **kwargs)
+
+    def cast(value: Any) -> Any:
+        return cast_frame(value, dtype, lambda inner: _cast(inner, dtype))
+
+    return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+
+def _run_rows(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call what writes rows of a column of DGL's, which then has the dtype of both."""
+    column, *given = args
+    tensors = [one for one in tensors_in((column.data, given, kwargs)) if _is_float(one)]
+    if not tensors:
+        return function(*args, **kwargs)
+    _, dtype = _dtypes(Rule("promote"), tensors)
+    promote_column(column, dtype)
+    # what says the dtype of the rows is left out: DGL finds it in them
+    given = [
+        _cast(one, dtype) for one in given if not hasattr(one, "dtype") or isinstance(one, Tensor)
+    ]
+    return function(column, *given, **_cast(dict(kwargs), dtype))
+
+
 def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     tensors = [one for one in tensors_in((args, kwargs)) if _is_float(one)]
     if not tensors:
@@ -183,6 +234,9 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     found = map_tensors(narrow, found)
     saving.settle()
     return found
+
+
+_RUN = {"stored": _run_stored, "frames": _run_frames, "rows": _run_rows}
 
 
 def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:

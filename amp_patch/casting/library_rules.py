@@ -4,12 +4,14 @@ It must not know how a function is wrapped or where one is imported; `library_fu
 
 Each row names a function by its module and its name there (``Class.method`` for a method), and says
 how its floating arguments are cast, where half ones are computed in float32, and why. ``*.method``
-stands for that method of every class that the module has. The first word:
+stands for that method of every class that the module, or one inside of it, defines. The first word:
 
 - "half": to the level's half dtype at O1 and O4; elsewhere as "promote".
 - "promote": where dtypes are mixed, to the widest of them. In a model that is stored in half
   precision (O2, O3, O5) the result has the model's dtype.
 - "stored": in such a model to its dtype, and its results too; elsewhere not at all.
+- "frames": as "stored", for what DGL makes of frames of features; those are cast when read.
+- "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
 
 The second word: "never", "cpu" (tensors on the CPU) or "always". Results come in the dtype that
 they would have had.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
+    "columns": "DGL refuses to write rows of one dtype to a column of another",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
     "matrix": "a matrix product, for which the CPU has no half kernel",
@@ -49,11 +52,28 @@ RULES = {
     "dgl.core": {
         "message_passing": ("stored", "never", "messages"),
     },
-    "dgl.nn.pytorch.conv": {
+    "dgl.frame": {
+        "Column.extend": ("rows", "never", "columns"),
+        "Column.update": ("rows", "never", "columns"),
+    },
+    "dgl.udf": {
+        "EdgeBatch.__init__": ("frames", "never", "layer"),
+        "NodeBatch.__init__": ("frames", "never", "layer"),
+    },
+    "dgl.nn.pytorch": {
         "*.__call__": ("stored", "never", "layer"),
     },
-    "torch_geometric.nn.conv.message_passing": {
-        "MessagePassing.__call__": ("stored", "never", "layer"),
+    "torch_geometric.nn": {
+        "*.__call__": ("stored", "never", "layer"),
+    },
+    "torch_geometric.nn.aggr.equilibrium": {
+        "*.__call__": ("stored", "never", "layer"),
+    },
+    "torch_geometric.nn.dense.diff_pool": {
+        "dense_diff_pool": ("stored", "never", "layer"),
+    },
+    "torch_geometric.nn.dense.mincut_pool": {
+        "dense_mincut_pool": ("stored", "never", "layer"),
     },
     "torch_geometric.utils._scatter": {
         "scatter": ("promote", "always", "hubs"),
@@ -66,9 +86,6 @@ RULES = {
     },
     "torch_geometric.utils._spmm": {
         "spmm": ("half", "cpu", "matrix"),
-    },
-    "torch_geometric.nn.aggr.base": {
-        "Aggregation.__call__": ("stored", "never", "messages"),
     },
     "torch_scatter.scatter": {
         "scatter_sum": ("promote", "always", "hubs"),

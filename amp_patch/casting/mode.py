@@ -76,7 +76,8 @@ class CastMode(threading.local):
         region_dtype: half dtype of a region in the running model's forward, None outside.
         stored: half dtype that the running model is stored in (O2, O3, O5), else None.
         in_checkpoint: True inside a checkpointed function (its first run is under no_grad).
-        models: models whose forward runs, innermost last, with the mode around them.
+        models: models whose forward runs, innermost last, with the mode around them. A tuple:
+            torch.compile lets a checkpointed function set attributes, and append to no list.
         modules: modules whose forward runs in a region by a rule, innermost last, each with how
             many entries ``around`` has had with it.
         around: the modes around the blocks (regions, ``disable_casts``) that are open.
@@ -91,7 +92,7 @@ class CastMode(threading.local):
         self.region_dtype: torch.dtype | None = None
         self.stored: torch.dtype | None = None
         self.in_checkpoint = False
-        self.models: list[tuple[int, Dtype, Dtype, Dtype]] = []
+        self.models: tuple[tuple[int, Dtype, Dtype, Dtype], ...] = ()
         self.modules: list[tuple[int, int]] = []
         self.around: list[Saved] = []
         self.autocasts: list[tuple[int, Saved]] = []
@@ -128,7 +129,7 @@ class CastMode(threading.local):
         stored: torch.dtype | None = None,
     ) -> None:
         """A model's forward begins: its level decides, unless casts are off around it."""
-        self.models.append((key, self.level, self.region_dtype, self.stored))
+        self.models = (*self.models, (key, self.level, self.region_dtype, self.stored))
         self.level = level
         self.region_dtype = region_dtype
         self.stored = stored
@@ -137,7 +138,8 @@ class CastMode(threading.local):
     def leave_model(self, key: int) -> None:
         """A model's forward ended or raised; without effect if it never began."""
         if self.models and self.models[-1][0] == key:
-            _, self.level, self.region_dtype, self.stored = self.models.pop()
+            *before, (_, self.level, self.region_dtype, self.stored) = self.models
+            self.models = tuple(before)
             self.dtype = OFF if self.off else self.level
 
     def leave_models_but(self, running: Collection[int]) -> None:

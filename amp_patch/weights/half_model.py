@@ -85,6 +85,7 @@ class ForwardCasts:
             around != key  # else `leave` would take this model's end for the outer call's
             and (mode.level or process.dtype) is self.level
             and (mode.region_dtype or process.region_dtype) is self.region_dtype
+            and mode.stored is self._stored
         )
 
     @property

@@ -41,6 +41,19 @@ class Layer:
     def __call__(self, x):
         seen.append(x.dtype)
         return x + 1.0
+
+class Heir(Layer):
+    pass
+
+class Own(Layer):
+    def __call__(self, x):
+        return super().__call__(x)
+
+class NotCalled:
+    pass
+
+from collections import Counter
+from torch.nn import Linear
 """
 USER = """
 from made_up_library.ops import multiply
@@ -147,6 +160,23 @@ def test_a_method_of_each_class_by_a_star(amp: ModuleType, library: str) -> None
     assert ops.Layer()(torch.ones(1)).dtype is F32
     amp.deactivate()
     assert vars(ops.Layer)["__call__"] is own
+
+
+def test_a_star_stands_for_the_modules_own_classes_that_have_the_method(
+    amp: ModuleType, library: str
+) -> None:
+    """One that inherits another's is served by that one's; what is imported is not the module's."""
+    ops = imported(f"{library}.ops")
+    before = {kind: vars(kind).get("__call__") for kind in (ops.Heir, ops.NotCalled)}
+    of_torch, of_python = vars(nn.Linear).copy(), vars(ops.Counter).copy()
+    amp.register_library_function(f"{library}.ops", "*.__call__", casts="stored")
+    called = amp.initialize(Calls(lambda x, held: ops.Heir()(held)), opt_level="O5", verbosity=0)
+    called(torch.ones(2, 4), HELD)
+    assert ops.seen == [BF16]
+    for kind in (ops.Layer, ops.Own):
+        assert hasattr(vars(kind)["__call__"], "__wrapped__")
+    assert {kind: vars(kind).get("__call__") for kind in before} == before
+    assert (vars(nn.Linear), vars(ops.Counter)) == (of_torch, of_python)
 
 
 def test_a_name_that_a_version_has_not_is_passed_over(amp: ModuleType, library: str) -> None:

@@ -136,7 +136,7 @@ def test_each_thread_has_its_own_mode() -> None:
     thread.start()
     thread.join()
     # the same keys everywhere: torch.compile guards on them
-    assert seen == [((None, False, None), None, None, []), keys]
+    assert seen == [((None, False, None), None, None, ()), keys]
     assert not mode.in_checkpoint
 
 

@@ -212,6 +212,16 @@ def test_query_key_and_value_share_a_cast_and_its_gradient(amp: ModuleType, opt_
     assert counter.casts == 1 + 6  # of the activation's gradient, and of those of the weights
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("to_layout", [Tensor.to_sparse_csr, Tensor.to_sparse])
+def test_a_sparse_matrix_has_no_address_and_is_cast_anew(
+    to_layout: Callable[[Tensor], Tensor],
+) -> None:
+    matrix = to_layout(torch.eye(2))
+    for _ in range(2):
+        assert torch.equal(shared_cast(matrix, HALF).to_dense(), torch.eye(2, dtype=HALF))
+
+
 def test_a_users_function_gets_a_cast_of_its_own(amp: ModuleType) -> None:
     seen: list[Tensor] = []
 

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
+from amp_patch.casting.library_functions import Rule, wrap
+
 # Compiling takes long. O1 and O4 share their code, as do O2 and O3, which the others' tests run.
 LEVELS = nightly_but(("O1", "O2", "O5"), ("O0", "O1", "O2", "O3", "O4", "O5"))
 BACKENDS = nightly_but(("aot_eager",), ("eager", "aot_eager"))
@@ -382,6 +384,37 @@ def test_a_checkpoint_around_a_whole_model(amp, opt_level, backend):
     for _ in range(2):
         expected = step(plain, plain, X, amp, plain_optimizer)
         assert_same(step(forward, model, X, amp, optimizer), expected, exact=False)
+
+
+LIBRARY = wrap(torch.mul, Rule("promote", "cpu"))
+
+
+class OfALibrary(nn.Module):
+    """A library's function between two layers, with a float32 tensor that is no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.after(LIBRARY(self.before(x), X[:, :1]))
+
+
+@pytest.mark.parametrize("opt_level", nightly_but(("O2",), ("O1", "O2", "O3", "O4", "O5")))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_library_function_in_a_model_that_is_called_in_a_compiled_function(
+    amp, opt_level, recompute
+):
+    """It gives the model's dtype inside of the model, and float32 after it."""
+    model = start(amp, opt_level, OfALibrary())
+
+    def whole(x):
+        y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+        return y, LIBRARY(y.float(), H[:, :1])
+
+    got = compiled(whole)(X)
+    assert_same(got, whole(X))
+    assert got[1].dtype is torch.float32
 
 
 class Nested(nn.Module):

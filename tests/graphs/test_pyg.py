@@ -31,6 +31,8 @@ ATTRIBUTES = torch.randn(EDGES, 5, generator=_generator)
 TYPES = torch.arange(EDGES) % 3
 CSR = torch.sparse_coo_tensor(EDGE_INDEX.flip(0), WEIGHTS, (NODES, NODES)).coalesce()
 
+ADJACENCY = utils.to_dense_adj(EDGE_INDEX, max_num_nodes=NODES)
+
 
 def csr() -> Tensor:
     return CSR.to_sparse_csr()
@@ -70,6 +72,21 @@ class Pooled(nn.Module):
         graphs = torch.arange(NODES) % 4
         hidden = self.conv(x, edges, WEIGHTS)
         return hidden + self.own(self.pool(hidden, graphs))[graphs]
+
+
+class Dense(nn.Module):
+    """Layers for dense adjacency, which meet one in float32 that is no input of the model."""
+
+    def __init__(self, width: int, to: int) -> None:
+        super().__init__()
+        self.conv, self.assign = pyg.DenseSAGEConv(width, to), nn.Linear(to, 3)
+        self.after = nn.Linear(to, to)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        hidden = self.conv(x, ADJACENCY)
+        groups = self.assign(hidden)
+        pooled, *_ = pyg.dense_diff_pool(hidden, ADJACENCY, groups)
+        return (hidden + self.after(groups.softmax(-1) @ pooled)).squeeze(0)
 
 
 class ToHetero(nn.Module):
@@ -160,6 +177,7 @@ LAYERS: dict[str, tuple[Layer, Any]] = {
     "global_max_pool": (Layer(lambda i, o: Pooled(i, o, pyg.global_max_pool), plain), None),
     "global_add_pool": (Layer(lambda i, o: Pooled(i, o, pyg.global_add_pool), plain), None),
     "to_hetero": (Layer(ToHetero, plain), None),
+    "dense layers": (Layer(Dense, plain), None),
 }
 ORDINARY = {
     ("GCNConv, weights", "O2"),
@@ -170,6 +188,7 @@ ORDINARY = {
     ("RGCNConv", "O5"),
     ("global_mean_pool", "O4"),
     ("to_hetero", "O2"),
+    ("dense layers", "O2"),
 }
 EVERY = [(name, level) for name in LAYERS for level in LEVELS]
 
