@@ -154,6 +154,20 @@ def test_what_is_found_when_the_budget_is_over_is_written(tmp_path: Path) -> Non
     assert "the budget was used up" in out.read_text()
 
 
+def test_without_o0_and_without_a_result_no_file_is_written(tmp_path: Path, monkeypatch) -> None:
+    def metric(self, setting):
+        raise trials.OutOfBudget
+
+    monkeypatch.setattr(trials.ScriptTrials, "metric", metric)
+    out = tmp_path / "rules.toml"
+    options = ["--levels", "O1,O2", "--budget", "1", "--out", str(out)]
+    code, output = tuned(*options, "--", write_script(tmp_path))
+    assert code == 1
+    assert "no setting of O1 and O2 is known to keep the metric" in output
+    assert "the budget was used up" in output
+    assert not out.exists()
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_script_that_fails_in_fp32_is_told_of(tmp_path: Path) -> None:
     path, out = tmp_path / "train.py", tmp_path / "rules.toml"

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -21,6 +22,9 @@ ALL = "O0,O1,O2,O3,O4,O5"
 BUDGET = "the budget was used up"
 INTERRUPTED = "it was interrupted"
 UNVERIFIED = "Not verified by a run: {}."
+NOTHING = (
+    "{} was not written: no setting of {} is known to keep the metric, and --levels leaves O0 out{}"
+)
 
 
 @options.script_command()
@@ -84,6 +88,8 @@ def command(
             click.echo("Interrupted, before fp32 was measured: nothing was found.", err=True)
             raise click.exceptions.Exit(interrupted)
         found = search.result()
+        if found is None:
+            _end_with_nothing(out, levels, ended, interrupted)
         if search.progress is not None and search.progress <= search.tolerance:
             click.echo(explanation.STANDSTILL.format(search.progress))
         out.write_text(explanation.text(call, search, found, ended), encoding="utf-8")
@@ -110,6 +116,15 @@ def _run(search: Search) -> tuple[str | None, int]:
     except TooFar as error:
         raise click.ClickException(str(error)) from error
     return None, 0
+
+
+def _end_with_nothing(
+    out: Path, levels: Sequence[str], ended: str | None, interrupted: int
+) -> NoReturn:
+    """Say that there is nothing to write, and end the command."""
+    why = "" if ended is None else f"; the search was not finished: {ended}"
+    click.echo(NOTHING.format(out, " and ".join(levels), why), err=True)
+    raise click.exceptions.Exit(interrupted or 1)
 
 
 def _verified(trials: ScriptTrials, search: Search, out: Path) -> tuple[str, int]:
