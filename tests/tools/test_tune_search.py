@@ -177,7 +177,7 @@ def test_without_o0_among_the_levels_the_best_of_them_wins() -> None:
 
 @pytest.mark.parametrize("budget", [0, 3, float("inf")])
 def test_fp32_is_no_result_where_it_does_not_compete(budget: float) -> None:
-    played = Played({level: 1.0 for level in LEVELS}, {"O1": None, "O2": None}, budget=budget)
+    played = Played(dict.fromkeys(LEVELS, 1.0), {"O1": None, "O2": None}, budget=budget)
     search = Search(played, ["O1", "O2"], 0.01)
     with contextlib.suppress(OutOfBudget):
         search.run()

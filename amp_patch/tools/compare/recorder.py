@@ -27,6 +27,7 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 
 from .functions import FunctionWatch
@@ -62,6 +63,7 @@ class Recorder(StepObserver):
         self._skip = {(optimizer, step) for optimizer, step in skipped}
         self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str] | None]
         self._names, self._named = weakref.WeakKeyDictionary(), -1
+        self._numbers = OptimizerNumbers()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
         self._optimizers = weakref.WeakKeyDictionary()
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -215,7 +217,9 @@ class Recorder(StepObserver):
 
     def _count_of(self, optimizer: Optimizer) -> list[int]:
         """Return ``[number of the optimizer, number of its next step]``, the latter to be moved."""
-        return self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = [self._numbers.of(optimizer), 0]
+        return self._optimizers[optimizer]
 
     def _place(self) -> tuple[int, str] | None:
         """Return the model and the path of the innermost module that runs."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 
 
@@ -67,7 +68,7 @@ class Losses(_Recorder):
 
     def __init__(self, lines: child.Lines, steps: int | None) -> None:
         super().__init__(lines, steps)
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._numbers = OptimizerNumbers()
         self._waiting: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._waiting = weakref.WeakKeyDictionary()
 
@@ -79,7 +80,7 @@ class Losses(_Recorder):
             self._waiting.setdefault(optimizer, []).append(loss.detach().mean())
 
     def _line(self, optimizer: Optimizer, skip: Skip) -> dict[str, Any]:
-        number = self._optimizers.setdefault(optimizer, len(self._optimizers))
+        number = self._numbers.of(optimizer)
         values = [float(loss) for loss in self._waiting.pop(optimizer, [])]
         loss = sum(values) / len(values) if values else None
         return {"optimizer": number, "loss": loss, "skipped": skip.was_skipped}
