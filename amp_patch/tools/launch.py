@@ -7,6 +7,7 @@ is the tools' own. Imports no torch: the script's process does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -20,10 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from amp_patch.apex.process import environment_of_run
 
 from .crash import crash_reason
+from .early_notice import NAME as NOTE
 from .errors import BadArguments
+from .untrained import EARLY
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
 GRACE = 5.0
@@ -120,7 +125,7 @@ class ScriptRun:
         command: of `python_command`.
         tool: ``"module:function"``; the function is called with ``amp_patch.session``, when the
             script has imported it, and finds ``options`` by `child.options`.
-        options: what JSON can hold.
+        options: what JSON can hold; "out" is the folder that the tool writes to.
         log: gets what the script prints.
         opt_level: takes the place of the script's own; None leaves it.
         environment: variables added to this process's.
@@ -135,6 +140,7 @@ class ScriptRun:
         opt_level: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._note = Path(options["out"], NOTE)
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
         self.log = log
         with log.open("wb") as output:
@@ -163,6 +169,13 @@ class ScriptRun:
     def code(self) -> int | None:
         """The exit code; None while it runs; below 0, the signal that ended it."""
         return self._process.poll()
+
+    def begins_without_amp(self) -> bool:
+        """Return True once, when the script has made steps and not begun to use amp."""
+        with contextlib.suppress(FileNotFoundError):
+            self._note.unlink()
+            return True
+        return False
 
     def wait(self, seconds: float) -> int | None:
         """Return the exit code, or None if it still runs after that time."""
@@ -212,6 +225,12 @@ def _groups_below(process: int) -> set[int]:
     return groups
 
 
+@functools.cache
+def say(line: str) -> None:
+    """Print a line on the error stream, once in this process."""
+    click.echo(line, err=True)
+
+
 def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
     """Wait for a script to end, and return why it failed; None where it did not.
 
@@ -222,6 +241,8 @@ def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
     end = None if timeout is None else time.monotonic() + timeout
     with run:
         while run.wait(PAUSE) is None:
+            if run.begins_without_amp():
+                say(EARLY)
             if end is not None and time.monotonic() > end:
                 return f"took longer than {timeout:.0f} s"
     return crash_reason(run.code, run.log) if run.code else None

@@ -11,7 +11,6 @@ from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
-
 #: An optimizer rests that steps less often than another by more than this: a critic may take five
 #: steps for one of the generator.
 PATIENCE = 10

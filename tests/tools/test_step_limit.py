@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support import scaled_backward
@@ -24,15 +26,17 @@ def steps_until_the_end(amp, limit: str, cycle: list[int]) -> list[int]:
     amp.initialize(networks, optimizers, opt_level="O1", verbosity=0)
     made = [0, 0]
     detach = session.observers.attach(LIMITS[limit]())
-    with pytest.raises(SystemExit):
-        for turn in range(100):
-            one = cycle[turn % len(cycle)]
+    try:
+        for one in itertools.islice(itertools.cycle(cycle), 100):
             loss = networks[one](torch.randn(2, 2)).float().mean()
             scaled_backward(amp, loss, optimizers[one])
             made[one] += 1
             optimizers[one].step()
-    detach()
-    return made
+    except SystemExit:
+        return made
+    finally:
+        detach()
+    pytest.fail("the script was not ended")
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -187,6 +187,15 @@ def test_skipped_steps_are_marked_at_their_scale(axes) -> None:
     assert [list(line.get_xydata().ravel()) for line in marked] == [[3, 1024, 4, 1024]]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_is_shown_once_beside_what_runs(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with live.view_for(console, Settings(["x.py"])) as view:
+        view.note("not yet")
+        view.note("not yet")
+    assert console.file.getvalue().count("not yet") == 1
+
+
 def test_long_curves_are_thinned_to_what_a_plot_shows() -> None:
     curve = series.losses(made_run("O0", [float(i) for i in range(50_000)]))
     thin = series.thinned(series.smoothed(curve))
