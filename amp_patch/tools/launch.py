@@ -25,9 +25,12 @@ import click
 
 from amp_patch.apex.process import environment_of_run
 
+from .attach import OPTIONS as OPTIONS
+from .attach import TOOL as TOOL
 from .crash import crash_reason
 from .early_notice import NAME as NOTE
 from .errors import BadArguments
+from .process import Start, start_process
 from .untrained import EARLY
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
@@ -36,10 +39,6 @@ GRACE = 5.0
 PAUSE = 0.2
 #: What ends a command, and the script with it.
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
-#: Names what is called in the script's process, as "module:function", when it imports amp_patch.
-TOOL = "AMP_PATCH_TOOL"
-#: JSON that this function finds there.
-OPTIONS = "AMP_PATCH_TOOL_OPTIONS"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -129,6 +128,7 @@ class ScriptRun:
         log: gets what the script prints.
         opt_level: takes the place of the script's own; None leaves it.
         environment: variables added to this process's.
+        start: see `start_process`.
     """
 
     def __init__(
@@ -139,20 +139,13 @@ class ScriptRun:
         log: Path,
         opt_level: str | None = None,
         environment: Mapping[str, str] | None = None,
+        start: Start = start_process,
     ) -> None:
         self._note = Path(options["out"], NOTE)
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
         self.log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                list(command),
-                env={**environment_of_run(os.environ, opt_level, force=True), **added},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C reaches this process only, which ends the script in its own time.
-                start_new_session=True,
-            )
+        whole = {**environment_of_run(os.environ, opt_level, force=True), **added}
+        self._process = start(command, whole, log)
 
     def __enter__(self) -> ScriptRun:
         return self

@@ -13,6 +13,7 @@ import click
 from amp_patch.tools import options
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.launch import exit_code_of, python_command, temporary_folder
+from amp_patch.tools.warm import WarmPython
 
 from . import explanation
 from .search import Search, TooFar
@@ -79,9 +80,9 @@ def command(
     pattern = _pattern(metric)
     options.writable_folder(out.absolute().parent)
     call = f"amp-patch tune{_given(metric, tolerance, levels, steps)} -- {shlex.join(script)}"
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, WarmPython({"PYTHONHASHSEED": "0"}) as warm:
         seconds = None if budget is None else 60 * budget
-        trials = ScriptTrials(Script(words, steps, pattern, seed), folder, seconds)
+        trials = ScriptTrials(Script(words, steps, pattern, seed), folder, seconds, warm)
         search = Search(trials, levels, tolerance, click.echo)
         ended, interrupted = _run(search)
         if interrupted and search.reference.failure:

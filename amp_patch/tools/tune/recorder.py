@@ -31,8 +31,14 @@ def start(module: ModuleType) -> None:
     observers.attach(StepLimit(options["steps"] or 0, at_end=lambda: None))
 
 
+#: Steps and seconds after which the time of a step is known.
+TIMED_STEPS, TIMED_SECONDS = 50, 20.0
+
+
 class Clock(StepObserver):
-    """Notes when each step ended, on the device as well.
+    """Notes when each step ended, on the device as well; ends the script when that is enough.
+
+    Ranks that train together do not end so, for each would do it by its own clock.
 
     Args:
         lines: gets a line for each step.
@@ -40,12 +46,18 @@ class Clock(StepObserver):
 
     def __init__(self, lines: child.Lines) -> None:
         self._lines = lines
+        self._moments: list[float] = []
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """See `StepObserver`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self._lines.write({"time": time.perf_counter()})
+        now = time.perf_counter()
+        self._lines.write({"time": now})
+        self._moments.append(now)
+        is_enough = len(self._moments) >= TIMED_STEPS and now - self._moments[0] >= TIMED_SECONDS
+        if is_enough and child.is_alone():
+            raise SystemExit(0)
 
 
 class Losses(StepObserver):
