@@ -50,11 +50,11 @@ def become(job: dict[str, Any]) -> None:
 def run(command: list[str]) -> None:
     """Run ``script.py ARGS`` or ``-m module ARGS`` as Python would."""
     if command[0] == "-m":
-        sys.argv = command[1:]
+        sys.argv[:] = command[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = command
+        sys.argv[:] = command
         sys.path.insert(0, str(Path(command[0]).resolve().parent))
         runpy.run_path(command[0], run_name="__main__")
 

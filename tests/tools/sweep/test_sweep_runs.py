@@ -206,7 +206,7 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"", 3, "exit code 3, and nothing was printed"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
-        (b"E" * 500 + b"\n", 1, "E" * 197 + "..."),
+        (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_crash_is_one_plain_line(
