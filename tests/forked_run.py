@@ -29,6 +29,7 @@ class ForkedRun:
         log: Path,
         opt_level: str | None = None,
         environment: Mapping[str, str] | None = None,
+        start: object = None,
     ) -> None:
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
         env = {**environment_of_run(os.environ, opt_level, force=True), **added}

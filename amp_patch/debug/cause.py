@@ -47,6 +47,8 @@ class Cause:
             arguments of the module and its own parameters.
         counts: by the path of a module, how many values were near the limits of float16.
         note: further words.
+        is_static: whether the loss scale never moves.
+        zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
     """
 
     where: Where
@@ -66,6 +68,8 @@ class Cause:
     weights: tuple[Range, ...] = ()
     counts: Mapping[str, Counts] = field(default_factory=dict, compare=False)
     note: str = ""
+    is_static: bool = False
+    zero_eps: float | None = None
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -107,11 +111,7 @@ class Cause:
     def advice(self) -> str:
         """Return what mends it, in a sentence or two."""
         if self.is_loss_scale:
-            return (
-                f"It is only the loss scale: a scale of {self.fits:g} is no overflow. A dynamic "
-                f"scale comes there by itself, with {self._skips()} skipped at the start. To "
-                f"start lower, call amp.initialize(..., max_loss_scale={self.fits:g})."
-            )
+            return _of_loss_scale(self)
         return _ADVICE[self.where](self)
 
     def to_json(self) -> dict[str, Any]:
@@ -145,9 +145,22 @@ class Cause:
         of = f"the cast to {self.dtype}" if self.operator == "cast" else f"`{self.operator}`"
         return f"the backward of {of} returned {kinds}"
 
-    def _skips(self) -> str:
-        count = round(math.log2(self.scale / (self.fits or 1.0)))
-        return f"{count} step{'s' if count != 1 else ''}"
+
+def _of_loss_scale(cause: Cause) -> str:
+    fits = cause.fits or 1.0
+    fact = f"It is only the loss scale: a scale of {fits:g} is no overflow."
+    if cause.is_static:
+        return (
+            f"{fact} Yours is static, so every step that it is too high for is skipped. Call "
+            f"amp.initialize(..., loss_scale={fits:g}), or give loss_scale='dynamic', which comes "
+            "there by itself."
+        )
+    count = round(math.log2(cause.scale / fits))
+    steps = f"{count} step{'s' * (count != 1)}"
+    return (
+        f"{fact} A dynamic scale comes there by itself, with {steps} skipped at the start. "
+        f"To start lower, call amp.initialize(..., max_loss_scale={fits:g})."
+    )
 
 
 def _region(module: str) -> str:
@@ -188,6 +201,12 @@ def _of_operator(cause: Cause) -> str:
 
 
 def _of_weight(cause: Cause) -> str:
+    if cause.zero_eps is not None:
+        return (
+            f"A step before wrote it: the optimizer's eps={cause.zero_eps:g} is 0 in "
+            f"{cause.dtype}, in which this level steps, so it divides by 0. Give the optimizer "
+            "eps=1e-4, or take O2 or O5, which step in float32."
+        )
     if cause.result is not None and "NaN" not in cause.result.kinds:
         if cause.level in ("O1", "O4"):
             return f"It is too large for float16: {_region(cause.module)}, or take O4."
@@ -196,7 +215,10 @@ def _of_weight(cause: Cause) -> str:
 
 
 def _of_input(cause: Cause) -> str:
-    return "Look at what makes it: the data, or what the script computes before the model."
+    return (
+        "Look at what makes it: the data, or what the script computes before the model, such as "
+        "another model whose weights hold NaN."
+    )
 
 
 def _of_loss(cause: Cause) -> str:

@@ -12,19 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_patch.session import session
 
 from .op_table import table
-from .places import in_backward
+from .phases import Phase, Phases
+from .trace import tracer
 
-Phase = Literal["forward", "backward", "step"]
 #: What is cast.
 Kind = Literal["weight", "activation", "gradient"]
 
@@ -38,7 +34,8 @@ class OpStats:
     Attributes:
         calls: by phase ("forward", "backward", "step"), operator ("addmm") and dtype ("float16":
             that of the first floating tensor that it returned; "other" where it returned none).
-            A step is all that ``optimizer.step()`` and the unscaling of gradients run.
+            A step is all that ``optimizer.step()`` runs, and what amp does for it: it unscales
+            and checks gradients, and counts inf and NaN after an overflow.
         casts: tensors that were cast, by kind ("weight", "activation", "gradient"), dtype before
             and dtype after. To round masters into half weights is a cast of weights.
         bulk_casts: how many launches cast many of these tensors at once.
@@ -118,37 +115,30 @@ class Counting(TorchDispatchMode):
     def __init__(self, stats: OpStats) -> None:
         super().__init__()
         self._stats = stats
-        self._in_step = False
+        self._phases = Phases(self._stepping)
         self._weights: set[int] = set()
         self._casts: set[int] = set()
         self._fresh: set[int] = set()
         self._unread: set[tuple[int, int]] = set()  # several casts may share a storage
         self._is_stale = True
 
-    @contextlib.contextmanager
-    def of_steps(self) -> Iterator[None]:
-        """Know inside the block when an optimizer steps."""
-        hooks = (
-            register_optimizer_step_pre_hook(lambda *_: self._set_in_step(True)),
-            register_optimizer_step_post_hook(lambda *_: self._set_in_step(False)),
-        )
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def of_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Know inside the block when an optimizer steps, and when amp works on its gradients."""
+        return self._phases.followed()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if tracer.is_looking:  # the operators of a step that is run again to be looked at
+            return func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
         inputs = _floating((args, kwargs))
         if self._is_stale:
             self._look_up()
         result = func(*args, **kwargs)
         outputs = _floating(result)
-        phase = self._phase(name)
+        phase = self._phases.of(name)
         dtype = _name_of(outputs[0].dtype) if outputs else "other"
         if name == _BULK:
             dtype = _name_of(args[0][0].dtype)
@@ -165,16 +155,9 @@ class Counting(TorchDispatchMode):
         """There are other models now."""
         self._is_stale = True
 
-    def _set_in_step(self, value: bool) -> None:
-        self._in_step = value
-        self._stats.steps += value
+    def _stepping(self, begins: bool) -> None:
+        self._stats.steps += begins
         self._is_stale = True
-
-    def _phase(self, name: str) -> Phase:
-        if self._in_step or name.startswith("_amp_"):
-            return "step"
-        # A checkpoint computes its forward again there, with grad.
-        return "backward" if in_backward() and not torch.is_grad_enabled() else "forward"
 
     def _count_cast(
         self, name: str, inputs: list[Tensor], outputs: list[Tensor], phase: Phase

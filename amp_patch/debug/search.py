@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch.session import session
@@ -118,7 +119,25 @@ def _in_model(
         inputs=origin.inputs,
         weights=origin.weights,
         counts=near_limits(one.watched.counts),
+        zero_eps=_zero_eps(one.model, origin) if origin.source == "weight" else None,
     )
+
+
+def _zero_eps(model: nn.Module, origin: Origin) -> float | None:
+    """Return the eps of the optimizer that steps a half weight, if it is 0 in the weight's dtype.
+
+    1e-8, the usual one of Adam, is: such a step divides by 0 (O3).
+    """
+    params = dict(model.get_submodule(origin.place.module).named_parameters(recurse=False))
+    param = params.get(origin.place.operator or origin.result.name)
+    if param is None:  # a buffer
+        return None
+    for optimizer in session.optimizers.steps:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if isinstance(eps, float) and any(one is param for one in group["params"]):
+                return eps if eps and not torch.tensor(eps, dtype=param.dtype) else None
+    return None
 
 
 def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mend | None:

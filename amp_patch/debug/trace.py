@@ -10,7 +10,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ class Tracer(StepObserver):
         """See `StepObserver`."""
         self.overflows += 1
         try:
-            cause = self._find()
+            cause = replace(self._find(), is_static=not session.scalers[scaler_id].rule.dynamic)
         except Exception as error:
             # To trace must not end a training that goes on without.
             cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")
@@ -158,7 +158,7 @@ class Tracer(StepObserver):
                 one.backward(call.grads[last.number])
                 label = session.models.label_of(one.model)
                 for name, counts in near_limits(one.watched.counts).items():
-                    found.counts[f"{label}: {name}" if label else name] = counts
+                    found.counts[": ".join(filter(None, (label, name)))] = counts
         return found
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:

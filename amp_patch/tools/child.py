@@ -74,6 +74,14 @@ def rank() -> int:
     return distributed.get_rank() if is_on else int(os.environ.get("RANK", "0"))
 
 
+def is_alone() -> bool:
+    """Return whether no other process trains with this one, which would wait for it."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size() == 1
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
 class Lines:
     """A file of JSON, one object a line, that can be read while it is written.
 

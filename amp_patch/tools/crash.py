@@ -10,7 +10,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 # Launchers put the rank in front: "[rank0]: ValueError: ..."
 _ERROR = re.compile(r"^(?:\[[^\]]*\]:?\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
-_MOST = 200
+#: An error of amp_patch ends with the call that mends it, which must not be cut off.
+_MOST = 600
 
 
 def crash_reason(code: int, log: Path) -> str:

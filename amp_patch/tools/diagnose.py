@@ -71,9 +71,10 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         script: the words that start it.
     """
     steps, overflows = found["steps"], found["overflows"]
-    hidden = found["hidden"]
+    hidden, overflowed = found["hidden"], found["overflowed_steps"]
     if overflows:
-        lines = [f"{overflows} of {steps} steps overflowed."]
+        passes = f", in {overflows} backward passes" if overflows != overflowed else ""
+        lines = [f"{overflowed} of {steps} steps overflowed{passes}."]
     else:
         lines = [f"{'No gradient' if hidden else 'Nothing'} overflowed in {steps} steps."]
     for cause in found["causes"]:

@@ -31,7 +31,7 @@ class DiagnoseRecorder(StepObserver):
 
     def __init__(self, out: str, steps: int) -> None:
         self._lines = child.Lines(out, "found")
-        self._overflows = 0
+        self._overflows = self._steps = self._overflowed = self._known = 0
         self._causes: list[dict[str, Any]] = []
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
@@ -46,7 +46,10 @@ class DiagnoseRecorder(StepObserver):
         atexit.register(self._write)
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
-        """Keep what is looked at if this was the last step."""
+        """Count, and keep what is looked at if this was the last step."""
+        before, self._known = self._known, self._overflows + tracer.overflows
+        self._overflowed += self._known > before
+        self._steps += 1
         self._last[optimizer] = tracer.last_pass()
 
     def leaving(self) -> None:
@@ -85,9 +88,10 @@ class DiagnoseRecorder(StepObserver):
             self._write_found()
 
     def _write_found(self) -> None:
-        found: dict[str, Any] = {"steps": self.limit.steps, "overflows": self._overflows}
-        found |= {"causes": self._causes, "near_limits": self._near_limits}
-        self._lines.write({**found, "hidden": list(self._hidden.values())})
+        found: dict[str, Any] = {"steps": self._steps, "overflowed_steps": self._overflowed}
+        found |= {"overflows": self._overflows, "causes": self._causes}
+        found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
+        self._lines.write(found)
 
 
 def start(module: ModuleType) -> None:

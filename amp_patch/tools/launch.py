@@ -7,6 +7,7 @@ is the tools' own. Imports no torch: the script's process does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -20,10 +21,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from amp_patch.apex.process import environment_of_run
 
+from .attach import OPTIONS as OPTIONS
+from .attach import TOOL as TOOL
 from .crash import crash_reason
+from .early_notice import NAME as NOTE
 from .errors import BadArguments
+from .process import Start, start_process
+from .untrained import EARLY
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
 GRACE = 5.0
@@ -31,10 +39,6 @@ GRACE = 5.0
 PAUSE = 0.2
 #: What ends a command, and the script with it.
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
-#: Names what is called in the script's process, as "module:function", when it imports amp_patch.
-TOOL = "AMP_PATCH_TOOL"
-#: JSON that this function finds there.
-OPTIONS = "AMP_PATCH_TOOL_OPTIONS"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -120,10 +124,11 @@ class ScriptRun:
         command: of `python_command`.
         tool: ``"module:function"``; the function is called with ``amp_patch.session``, when the
             script has imported it, and finds ``options`` by `child.options`.
-        options: what JSON can hold.
+        options: what JSON can hold; "out" is the folder that the tool writes to.
         log: gets what the script prints.
         opt_level: takes the place of the script's own; None leaves it.
         environment: variables added to this process's.
+        start: see `start_process`.
     """
 
     def __init__(
@@ -134,19 +139,13 @@ class ScriptRun:
         log: Path,
         opt_level: str | None = None,
         environment: Mapping[str, str] | None = None,
+        start: Start = start_process,
     ) -> None:
+        self._note = Path(options["out"], NOTE)
         added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
         self.log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                list(command),
-                env={**environment_of_run(os.environ, opt_level, force=True), **added},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C reaches this process only, which ends the script in its own time.
-                start_new_session=True,
-            )
+        whole = {**environment_of_run(os.environ, opt_level, force=True), **added}
+        self._process = start(command, whole, log)
 
     def __enter__(self) -> ScriptRun:
         return self
@@ -163,6 +162,13 @@ class ScriptRun:
     def code(self) -> int | None:
         """The exit code; None while it runs; below 0, the signal that ended it."""
         return self._process.poll()
+
+    def begins_without_amp(self) -> bool:
+        """Return True once, when the script has made steps and not begun to use amp."""
+        with contextlib.suppress(FileNotFoundError):
+            self._note.unlink()
+            return True
+        return False
 
     def wait(self, seconds: float) -> int | None:
         """Return the exit code, or None if it still runs after that time."""
@@ -212,6 +218,12 @@ def _groups_below(process: int) -> set[int]:
     return groups
 
 
+@functools.cache
+def say(line: str) -> None:
+    """Print a line on the error stream, once in this process."""
+    click.echo(line, err=True)
+
+
 def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
     """Wait for a script to end, and return why it failed; None where it did not.
 
@@ -222,6 +234,8 @@ def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
     end = None if timeout is None else time.monotonic() + timeout
     with run:
         while run.wait(PAUSE) is None:
+            if run.begins_without_amp():
+                say(EARLY)
             if end is not None and time.monotonic() > end:
                 return f"took longer than {timeout:.0f} s"
     return crash_reason(run.code, run.log) if run.code else None

@@ -11,6 +11,10 @@ from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
+#: An optimizer rests that steps less often than another by more than this: a critic may take five
+#: steps for one of the generator.
+PATIENCE = 10
+
 
 class StepLimit(StepObserver):
     """Counts steps, skipped ones included, and ends the script after a number of them.
@@ -34,9 +38,18 @@ class StepLimit(StepObserver):
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """See `StepObserver`."""
         self._counts[id(optimizer)] += 1
-        if not self._limit or self.steps < self._limit:
-            return
-        all_there = min(self._counts[id(one)] for one in session.optimizers.steps) >= self._limit
-        if all_there or self.steps > self._limit:
+        if self._limit and is_enough(self._counts, self._limit):
             self._at_end()
             raise SystemExit(0)
+
+
+def is_enough(counts: Counter[int], limit: int) -> bool:
+    """Return whether every optimizer has its steps, but for those that rest.
+
+    Args:
+        counts: the steps of the session's optimizers, by their ids.
+        limit: how many each is to have.
+    """
+    return max(counts.values(), default=0) > limit + PATIENCE or all(
+        counts[id(one)] >= limit for one in session.optimizers.steps
+    )

@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .early_notice import STEPS
 from .errors import BadArguments
 from .recorded import read_lines
 
@@ -26,6 +27,11 @@ REASONS = {
 MEND = (
     "call model, optimizer = amp.initialize(model, optimizer), and before optimizer.step() "
     "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
+)
+#: What is said while a script runs that may never use amp.
+EARLY = (
+    f"{STEPS} optimizer steps were made, and the script has not called amp.initialize. If it never "
+    f"does, there is nothing to see: end this by Ctrl-C, and {MEND}."
 )
 #: Packages that are sure not to use amp by themselves, with those of Python.
 _HARMLESS = {"PIL", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "torch", "torchaudio"}

@@ -138,6 +138,26 @@ def test_a_checkpoint_computes_forward_again(amp) -> None:
     assert stats.calls["backward", "addmm", "float16"] == 0
 
 
+@pytest.mark.parametrize(("level", "traced"), [("O1", False), ("O2", False), ("O1", True)])
+def test_what_an_overflow_is_looked_at_with_is_no_forward(amp, level: str, traced: bool) -> None:
+    found = []
+    looked_at = {"addmm"} if traced else None  # what is traced is copied, which is counted
+    for factor in (1.0, torch.inf):
+        options = {"trace_overflow": traced, "loss_scale": 128.0}
+        model, optimizer = prepared(amp, model_of_layers(), level, **options)
+        model(torch.zeros(4, WIDTH))  # the casts of the weights
+        with amp.debug.op_stats() as stats:
+            loss = model(torch.randn(4, WIDTH)).float().square().mean() * factor
+            scaled_backward(amp, loss, optimizer)
+            optimizer.step()
+            str(amp.overflow_report())
+        assert bool(amp.overflow_report()) == (factor == torch.inf)
+        forward = {key[1:]: n for key, n in stats.calls.items() if key[0] == "forward"}
+        found.append({key: n for key, n in forward.items() if key[0] in (looked_at or key)})
+        amp.deactivate()
+    assert found[0] == found[1]
+
+
 def test_statistics_are_a_table_and_json(amp) -> None:
     stats, _, _ = counted(amp, "O1")
     found = json.loads(json.dumps(stats.to_json()))

@@ -116,6 +116,8 @@ def test_the_loss_scale_is_told_from_the_model(amp, level: str) -> None:
     cause = the_cause(amp)
     assert cause.is_loss_scale
     assert "only the loss scale" in cause.advice()
+    own_way = "skipped at the start" if level != "O3" else f"loss_scale={cause.fits:g}), or give"
+    assert own_way in cause.advice()
     # the scale that is said to fit fits, and twice that does not, from the same weights
     amp.deactivate()
     for factor, overflows in ((1.0, False), (2.0, True)):
@@ -343,6 +345,19 @@ def test_a_weight_beyond_float16_is_named(amp, level: str) -> None:
     cause = the_cause(amp)
     assert (cause.where, cause.module, cause.operator) == ("weight", "1.0", "weight")
     assert ("float_region" in cause.advice()) == (level == "O1")
+
+
+def test_an_eps_that_is_0_in_float16_is_named(amp) -> None:
+    model = around(nn.Tanh())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    options = {"opt_level": "O3", "trace_overflow": True, "verbosity": 0}
+    with pytest.warns(UserWarning, match="eps=1e-08, which is 0"):
+        model, optimizer = amp.initialize(model, optimizer, **options)
+    for _ in range(2):
+        train(amp, model, optimizer, lambda outputs: square(outputs) * 0.0)
+    cause = the_cause(amp)
+    assert (cause.where, cause.zero_eps) == ("weight", 1e-8)
+    assert "eps=1e-08 is 0 in float16" in cause.advice()
 
 
 def test_an_input_beyond_float16_is_told_from_an_operator_that_overflows(amp) -> None:

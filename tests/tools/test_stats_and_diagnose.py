@@ -89,7 +89,7 @@ def test_the_lines_for_a_rules_file_mend_what_overflowed(monkeypatch: pytest.Mon
 
 def test_a_launcher_gets_the_rules_by_the_environment() -> None:
     cause = {"count": 1, "text": "x", "rule": {"1:blocks.2": "float"}}
-    found = {"steps": 4, "overflows": 1, "causes": [cause], "near_limits": {}, "hidden": []}
+    found = a_report(overflows=1, overflowed_steps=1, causes=[cause])
     text = diagnose.report(found, ["torchrun", "--nproc_per_node", "2", "train.py"])
     assert '  "1:blocks.2" = "float"\n' in text
     assert "and AMP_PATCH_RULES=rules.toml torchrun --nproc_per_node 2 train.py" in text
@@ -182,10 +182,45 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: list[str]) -> None:
     assert result.output.count("\n") == 1
 
 
+def a_report(**found: Any) -> dict[str, Any]:
+    nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
+    return {**nothing, "near_limits": {}, "hidden": [], **found}
+
+
+def test_steps_of_several_losses_are_told_from_their_overflows() -> None:
+    text = diagnose.report(a_report(overflows=5, overflowed_steps=3), ["x"])
+    assert text.startswith("3 of 4 steps overflowed, in 5 backward passes.")
+
+
+GAN = """
+    import torch
+    from torch import nn
+    from amp_patch import amp
+
+    torch.manual_seed(0)
+    networks = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in networks]
+    networks, optimizers = amp.initialize(networks, optimizers, opt_level="O1", loss_scale=8.0)
+    for step in range(5):
+        for network, optimizer in zip(networks, optimizers):
+            optimizer.zero_grad()
+            for factor in (1.0, torch.inf if optimizer is optimizers[0] else 1.0):
+                with amp.scale_loss(network(torch.randn(2, 4)).mean() * factor, optimizer) as loss:
+                    loss.backward()
+            optimizer.step()
+"""
+
+
+def test_steps_of_all_networks_are_counted() -> None:
+    Path("gan.py").write_text(textwrap.dedent(GAN))
+    result = CliRunner().invoke(main, ["diagnose", "--steps", "3", "--", "gan.py"])
+    assert result.exit_code == 0, result.output
+    assert "3 of 6 steps overflowed." in result.output
+
+
 def test_values_near_the_limits_are_told() -> None:
     counts = {"values": 100, "large": 3, "grads": 50, "flushed": 2, "subnormal": 1, "beyond": 0}
-    found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {"a.b": counts}, "hidden": []}
-    text = diagnose.report(found, ["train.py"])
+    text = diagnose.report(a_report(near_limits={"a.b": counts}), ["train.py"])
     assert "`a.b`: 3 of 100 values above 32752, 2 of 50 gradients flushed to zero" in text
     assert "comes up in float32, too" not in text
 
@@ -193,9 +228,7 @@ def test_values_near_the_limits_are_told() -> None:
 def test_many_modules_near_the_limits_are_counted() -> None:
     counts = dict.fromkeys(("values", "large", "grads", "flushed", "subnormal", "beyond"), 1)
     near = {f"blocks.{number}": counts for number in range(30)}
-    text = diagnose.report(
-        {"steps": 4, "overflows": 0, "causes": [], "near_limits": near, "hidden": []}, ["x"]
-    )
+    text = diagnose.report(a_report(near_limits=near), ["x"])
     assert "`blocks.9`" in text
     assert "`blocks.10`" not in text
     assert "and 20 modules with fewer" in text
@@ -204,8 +237,7 @@ def test_many_modules_near_the_limits_are_counted() -> None:
 
 def test_inf_that_no_gradient_shows_is_told_with_its_operator_and_the_rule() -> None:
     hidden = {"text": "Net: `a.b`: `mul` returned inf", "rule": {"a.b": "float"}}
-    found = {"steps": 4, "overflows": 0, "causes": [], "near_limits": {}, "hidden": [hidden]}
-    text = diagnose.report(found, ["x"])
+    text = diagnose.report(a_report(hidden=[hidden]), ["x"])
     assert "No gradient overflowed in 4 steps." in text
     assert "Net: `a.b`: `mul` returned inf" in text
     assert '"a.b" = "float"' in text
@@ -213,10 +245,7 @@ def test_inf_that_no_gradient_shows_is_told_with_its_operator_and_the_rule() -> 
 
 
 def test_of_several_processes_the_one_that_overflows_is_told(monkeypatch) -> None:
-    found = [
-        {"steps": 4, "overflows": number, "causes": [], "near_limits": {}, "hidden": []}
-        for number in (0, 3, 1)
-    ]
+    found = [a_report(overflows=number, overflowed_steps=number) for number in (0, 3, 1)]
     monkeypatch.setattr(diagnose, "observe", lambda *_: Observed(found, ""))
     result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
     assert result.exit_code == 0, result.output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from amp_patch.levels import OPT_LEVELS
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import runs
 from amp_patch.tools.launch import python_command
-from amp_patch.tools.tune import command, trials
+from amp_patch.tools.tune import command, recorder, trials
 from amp_patch.tools.tune.outcome import (
     Outcome,
     outcome_of_losses,
@@ -26,6 +28,7 @@ from amp_patch.tools.tune.outcome import (
     progress,
 )
 from amp_patch.tools.tune.setting import Setting
+from amp_patch.tools.warm import WarmPython
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 SETTINGS = st.builds(
@@ -154,6 +157,20 @@ def test_what_is_found_when_the_budget_is_over_is_written(tmp_path: Path) -> Non
     assert "the budget was used up" in out.read_text()
 
 
+def test_without_o0_and_without_a_result_no_file_is_written(tmp_path: Path, monkeypatch) -> None:
+    def metric(self, setting):
+        raise trials.OutOfBudget
+
+    monkeypatch.setattr(trials.ScriptTrials, "metric", metric)
+    out = tmp_path / "rules.toml"
+    options = ["--levels", "O1,O2", "--budget", "1", "--out", str(out)]
+    code, output = tuned(*options, "--", write_script(tmp_path))
+    assert code == 1
+    assert "no setting of O1 and O2 is known to keep the metric" in output
+    assert "the budget was used up" in output
+    assert not out.exists()
+
+
 @pytest.mark.usefixtures("forked")
 def test_a_script_that_fails_in_fp32_is_told_of(tmp_path: Path) -> None:
     path, out = tmp_path / "train.py", tmp_path / "rules.toml"
@@ -187,6 +204,40 @@ def test_a_file_that_a_run_fails_with_is_told_with_the_error(tmp_path: Path, mon
     code, output = tuned(*options, "--", write_script(tmp_path))
     assert code == 1
     assert "A run with it failed: OSError: no disk." in output
+
+
+@pytest.mark.parametrize("warm_loss", [1.0, 1.1])
+def test_warm_runs_are_taken_where_they_repeat_the_first_one(
+    tmp_path: Path, monkeypatch, warm_loss: float
+) -> None:
+    started = []
+
+    def metric(self, setting):
+        started.append("warm" if self._warm and self._first else "cold")
+        return Outcome((warm_loss if started[-1] == "warm" else 1.0,))
+
+    monkeypatch.setattr(trials.ScriptTrials, "_metric", metric)
+    script = trials.Script(["x.py"], None)
+    runner = trials.ScriptTrials(script, tmp_path, None, WarmPython({}))
+    assert [runner.metric(Setting("O0")).values for _ in range(3)] == [(1.0,)] * 3
+    runner.verify(tmp_path)
+    repeats = warm_loss == 1.0
+    assert started == (["cold", *["warm"] * 2] if repeats else ["cold", "warm", *["cold"] * 2]) + [
+        "cold"
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "ends"), [("1", True), ("2", False)])
+def test_a_timed_run_ends_when_its_time_is_known(monkeypatch, ranks: str, ends: bool) -> None:
+    monkeypatch.setattr(recorder, "TIMED_STEPS", 3)
+    monkeypatch.setattr(recorder, "TIMED_SECONDS", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    lines: list[object] = []
+    clock = recorder.Clock(types.SimpleNamespace(write=lines.append))
+    with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
+        for _ in range(5):
+            clock.stepped(None, None)
+    assert len(lines) == (3 if ends else 5)
 
 
 def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path, monkeypatch) -> None:

@@ -6,6 +6,7 @@ step takes, how noisy its time is.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,6 +173,15 @@ def test_without_o0_among_the_levels_the_best_of_them_wins() -> None:
     found = searched(played, ("O1", "O2")).result()
     assert found.setting == Setting("O1", floats=("blocks.2.proj",))
     assert "Without this line" in found.reasons["blocks.2.proj"][-1]
+
+
+@pytest.mark.parametrize("budget", [0, 3, float("inf")])
+def test_fp32_is_no_result_where_it_does_not_compete(budget: float) -> None:
+    played = Played(dict.fromkeys(LEVELS, 1.0), {"O1": None, "O2": None}, budget=budget)
+    search = Search(played, ["O1", "O2"], 0.01)
+    with contextlib.suppress(OutOfBudget):
+        search.run()
+    assert search.result() is None
 
 
 def test_rules_of_functions_are_kept_where_they_gain() -> None:

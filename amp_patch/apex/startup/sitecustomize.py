@@ -38,9 +38,8 @@ def _install() -> None:
     force = os.environ.get("AMP_PATCH_FORCE") == "1"
     importlib.import_module("amp_patch.apex").install(force=force)
     importlib.import_module("amp_patch.apex.unused").watch()
-    tool = os.environ.get("AMP_PATCH_TOOL")
-    if tool:
-        importlib.import_module("wrapt").register_post_import_hook(tool, "amp_patch.session")
+    if os.environ.get("AMP_PATCH_TOOL"):
+        importlib.import_module("amp_patch.tools.attach").attach()
     if os.environ.get("AMP_PATCH_REPORT"):
         importlib.import_module("amp_patch.tools.run_report").start()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,9 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
+from amp_patch.tools.step_limit import is_enough
 
 from .functions import FunctionWatch
 from .samples import sample
@@ -52,7 +55,7 @@ class Recorder(StepObserver):
 
     Args:
         session: of this process.
-        steps: ends the script after so many that were made; None lets it end by itself.
+        steps: ends the script when each optimizer has made so many; None lets it end by itself.
         skipped: ``[optimizer, step]``, counted from 0, of the steps to skip: a level whose loss
             scale was too high at first has not made them, and the reference is to follow it.
     """
@@ -62,6 +65,7 @@ class Recorder(StepObserver):
         self._skip = {(optimizer, step) for optimizer, step in skipped}
         self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str] | None]
         self._names, self._named = weakref.WeakKeyDictionary(), -1
+        self._optimizer_numbers, self._made = OptimizerNumbers(), Counter[int]()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
         self._optimizers = weakref.WeakKeyDictionary()
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -112,11 +116,13 @@ class Recorder(StepObserver):
         count = self._count_of(optimizer)
         if skip.was_skipped:
             self._skipped.append(list(count))
+        self._made[id(optimizer)] += not skip.was_skipped
         count[1] += 1
         self._step += 1
         self._counts.clear()
-        made = self._step - len(self._skipped)
-        if self._steps is not None and (made >= self._steps or self._step >= self._steps + SKIPS):
+        if self._steps is not None and (
+            is_enough(self._made, self._steps) or count[1] >= self._steps + SKIPS
+        ):
             raise SystemExit(0)
 
     def save(self, folder: Path) -> None:
@@ -215,7 +221,9 @@ class Recorder(StepObserver):
 
     def _count_of(self, optimizer: Optimizer) -> list[int]:
         """Return ``[number of the optimizer, number of its next step]``, the latter to be moved."""
-        return self._optimizers.setdefault(optimizer, [len(self._optimizers), 0])
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = [self._optimizer_numbers.of(optimizer), 0]
+        return self._optimizers[optimizer]
 
     def _place(self) -> tuple[int, str] | None:
         """Return the model and the path of the innermost module that runs."""

@@ -10,7 +10,7 @@ from plotly import graph_objects
 from . import series, wording
 from .comparison import Comparison, Row, Spread
 from .outcomes import Run
-from .verdicts import REFERENCE
+from .verdicts import OK, REFERENCE
 
 _FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 14}
 
@@ -76,8 +76,9 @@ def _speed(comparison: Comparison) -> Any:
             bars.append((row, None, row.verdict.short))
             continue
         rates = Spread(1 / seconds.high, 1 / seconds.middle, 1 / seconds.low)
-        factor = row.speed_up
-        bars.append((row, rates, wording.times(factor.middle) if factor else ""))
+        text = wording.times(row.speed_up.middle) if row.speed_up else ""
+        text += f" ({row.verdict.kind})" if row.verdict.kind != OK else ""
+        bars.append((row, rates, text.strip()))
     return _bars("steps per second", bars)
 
 

@@ -32,11 +32,25 @@ def view_for(console: Console, settings: Settings) -> Lines | LiveTable:
     return LiveTable(console, settings) if console.is_terminal else Lines(console, settings)
 
 
-class Lines:
+class Notes:
+    """Lines about runs, each printed once, whatever else is shown."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._noted = console, set[str]()
+
+    def note(self, line: str) -> None:
+        """See `runs.View`."""
+        if line not in self._noted:
+            self._console.print(line, highlight=False, markup=False)
+        self._noted.add(line)
+
+
+class Lines(Notes):
     """A line when a run begins, one when it ends, and one now and then between."""
 
     def __init__(self, console: Console, settings: Settings) -> None:
-        self._console, self._count, self._number = console, len(settings.runs), 0
+        super().__init__(console)
+        self._count, self._number = len(settings.runs), 0
         self._spoken, self._has_begun, self._last = 0.0, False, ""
 
     def __enter__(self) -> Lines:
@@ -74,11 +88,12 @@ class Lines:
         self._last = line
 
 
-class LiveTable:
+class LiveTable(Notes):
     """A row for each level that changes while it runs."""
 
     def __init__(self, console: Console, settings: Settings) -> None:
-        self._settings, self._console = settings, console
+        super().__init__(console)
+        self._settings = settings
         self._states = dict.fromkeys(settings.levels, "waits")
         self._steps: dict[str, Sequence[Step]] = {level: [] for level in settings.levels}
         self._live = Live(self._table(), console=console, refresh_per_second=4, transient=True)

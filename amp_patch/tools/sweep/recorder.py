@@ -14,12 +14,11 @@ import os
 import platform
 import time
 import types
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_patch.patching import Patches
@@ -27,6 +26,7 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 
 from .memory import LivingTensors, peak_on_device, peak_rss
 from .steps import NAME, Step
@@ -53,7 +53,8 @@ class Recorder(StepObserver):
     """Writes a line for each round of the optimizers.
 
     The round is over when an optimizer that has stepped in it steps again: the networks of a GAN
-    step once each. Losses belong to the round of the step that follows them.
+    step once each. It is over as well when `amp.initialize` is called, for a training that begins
+    where another has ended. Losses belong to the round of the step that follows them.
 
     Args:
         session: asked for the names of parameters.
@@ -63,7 +64,7 @@ class Recorder(StepObserver):
 
     def __init__(self, session: Any, lines: child.Lines, most: int | None) -> None:
         self._session, self._lines, self._most = session, lines, most
-        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._numbers = OptimizerNumbers()
         self._heard = _Heard()
         self._round = Step()
         self._stepped: set[int] = set()
@@ -71,6 +72,11 @@ class Recorder(StepObserver):
         self._counting: tuple[int, LivingTensors] | None = None
         self._has_counted = self._is_over = self._has_ended = False
         self._since, self._aside_seconds = time.perf_counter(), 0.0
+
+    def prepared(self, models: Sequence[nn.Module]) -> None:
+        """A second training begins in the same script: its steps belong to no earlier round."""
+        if self._stepped:
+            self._close()
 
     def scaled(
         self,
@@ -81,7 +87,7 @@ class Recorder(StepObserver):
     ) -> None:
         """Keep the loss until the step's end: to read it would wait for the device."""
         with self._aside():
-            key = (scaler_id, *sorted(map(self._number_of, optimizers)))
+            key = (scaler_id, *sorted(map(self._numbers.of, optimizers)))
             self._heard.losses.setdefault(key, []).append(_held(loss))
             self._heard.scales[scaler_id] = _held(scale) if isinstance(scale, Tensor) else scale
 
@@ -111,7 +117,7 @@ class Recorder(StepObserver):
             return  # the step is made when the graph is replayed, and Python does not hear of that
         _wait_for_device()
         seconds = time.perf_counter() - self._since - self._aside_seconds
-        number = self._number_of(optimizer)
+        number = self._numbers.of(optimizer)
         counted, tensors = self._end_counting(number)
         self._session.settle()
         if number in self._stepped:
@@ -171,9 +177,6 @@ class Recorder(StepObserver):
             atexit.register(self.end)  # before the file is closed, which was registered just now
         self._written += 1
         self._lines.write(self._round.as_line())
-
-    def _number_of(self, optimizer: Optimizer) -> int:
-        return self._numbers.setdefault(optimizer, len(self._numbers))
 
     def _begin_counting(self, number: int, step: Step) -> None:
         """Count tensors until this optimizer steps again, once, after a step that was made.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amp_patch.tools.launch import ScriptRun, exit_code_of, filled
+from amp_patch.tools.untrained import EARLY
 
 from .outcomes import INTERRUPTED, NO_STEPS, TIMED_OUT, Outcome, Run, outcome_of
 from .settings import Settings
@@ -30,6 +31,9 @@ class View(Protocol):
 
     def goes_on(self, run: Run, recording: Recording | None) -> None:
         """It has recorded so much by now."""
+
+    def note(self, line: str) -> None:
+        """Something is to be said of it while it runs; the same once only."""
 
     def ended(self, run: Run) -> None:
         """A run has ended; also told of those that are kept from an earlier sweep."""
@@ -106,6 +110,8 @@ class Runner:
         while (code := script.wait(PAUSE)) is None:
             recording = first_rank(recordings.read())
             self.view.goes_on(run, recording)
+            if script.begins_without_amp():
+                self.view.note(EARLY)
             now = time.monotonic()
             if recording is not None and recording.done:
                 leaves = min(leaves, now + LEAVE)

@@ -87,10 +87,13 @@ def as_markdown(comparison: Comparison) -> str:
 
 def remarks(comparison: Comparison) -> list[str]:
     """Return what is to be said of levels, and of the figures."""
-    lines = []
+    alike: dict[str, list[str]] = {}
     for row in comparison.rows:
         if row.verdict.reason:
-            lines.append(f"{row.level}: {row.verdict.short}: {row.verdict.reason}.")
+            words = f"{row.verdict.short}: {row.verdict.reason.rstrip('.')}."
+            alike.setdefault(words, []).append(row.level)
+    lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
+    for row in comparison.rows:
         if row.culprits:
             lines.append(
                 f"{row.level}: inf or NaN was in the gradients of {wording.culprits(row)}."

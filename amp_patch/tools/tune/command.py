@@ -6,12 +6,14 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from amp_patch.tools import options
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.launch import exit_code_of, python_command, temporary_folder
+from amp_patch.tools.warm import WarmPython
 
 from . import explanation
 from .search import Search, TooFar
@@ -21,6 +23,9 @@ ALL = "O0,O1,O2,O3,O4,O5"
 BUDGET = "the budget was used up"
 INTERRUPTED = "it was interrupted"
 UNVERIFIED = "Not verified by a run: {}."
+NOTHING = (
+    "{} was not written: no setting of {} is known to keep the metric, and --levels leaves O0 out{}"
+)
 
 
 @options.script_command()
@@ -75,15 +80,17 @@ def command(
     pattern = _pattern(metric)
     options.writable_folder(out.absolute().parent)
     call = f"amp-patch tune{_given(metric, tolerance, levels, steps)} -- {shlex.join(script)}"
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, WarmPython({"PYTHONHASHSEED": "0"}) as warm:
         seconds = None if budget is None else 60 * budget
-        trials = ScriptTrials(Script(words, steps, pattern, seed), folder, seconds)
+        trials = ScriptTrials(Script(words, steps, pattern, seed), folder, seconds, warm)
         search = Search(trials, levels, tolerance, click.echo)
         ended, interrupted = _run(search)
         if interrupted and search.reference.failure:
             click.echo("Interrupted, before fp32 was measured: nothing was found.", err=True)
             raise click.exceptions.Exit(interrupted)
         found = search.result()
+        if found is None:
+            _end_with_nothing(out, levels, ended, interrupted)
         if search.progress is not None and search.progress <= search.tolerance:
             click.echo(explanation.STANDSTILL.format(search.progress))
         out.write_text(explanation.text(call, search, found, ended), encoding="utf-8")
@@ -110,6 +117,15 @@ def _run(search: Search) -> tuple[str | None, int]:
     except TooFar as error:
         raise click.ClickException(str(error)) from error
     return None, 0
+
+
+def _end_with_nothing(
+    out: Path, levels: Sequence[str], ended: str | None, interrupted: int
+) -> NoReturn:
+    """Say that there is nothing to write, and end the command."""
+    why = "" if ended is None else f"; the search was not finished: {ended}"
+    click.echo(NOTHING.format(out, " and ".join(levels), why), err=True)
+    raise click.exceptions.Exit(interrupted or 1)
 
 
 def _verified(trials: ScriptTrials, search: Search, out: Path) -> tuple[str, int]:

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from torch.optim import Optimizer
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
+from amp_patch.tools.step_limit import StepLimit
 
 
 def start(module: ModuleType) -> None:
@@ -23,51 +24,52 @@ def start(module: ModuleType) -> None:
     options = child.begin(module)
     child.seed_everything(options["seed"])
     lines = child.Lines(options["out"], "steps")
-    if options["timed"]:
-        module.session.observers.attach(Clock(lines, options["steps"]))
-    else:
+    if not options["timed"]:
         SameRandomNumbers().__enter__()
-        module.session.observers.attach(Losses(lines, options["steps"]))
+    observers = module.session.observers
+    observers.attach(Clock(lines) if options["timed"] else Losses(lines))
+    observers.attach(StepLimit(options["steps"] or 0, at_end=lambda: None))
 
 
-class _Recorder(StepObserver):
-    """Counts steps, and ends the script after enough of them.
+#: Steps and seconds after which the time of a step is known.
+TIMED_STEPS, TIMED_SECONDS = 50, 20.0
+
+
+class Clock(StepObserver):
+    """Notes when each step ended, on the device as well; ends the script when that is enough.
+
+    Ranks that train together do not end so, for each would do it by its own clock.
 
     Args:
-        lines: gets one for each step.
-        steps: None lets the script end by itself.
+        lines: gets a line for each step.
     """
 
-    def __init__(self, lines: child.Lines, steps: int | None) -> None:
-        self._lines, self._steps = lines, steps
-        self._count = 0
+    def __init__(self, lines: child.Lines) -> None:
+        self._lines = lines
+        self._moments: list[float] = []
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
-        """Write what is known of the step."""
-        self._lines.write(self._line(optimizer, skip))
-        self._count += 1
-        if self._steps is not None and self._count >= self._steps:
-            raise SystemExit(0)
-
-    def _line(self, optimizer: Optimizer, skip: Skip) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class Clock(_Recorder):
-    """Notes when each step ended, on the device as well."""
-
-    def _line(self, optimizer: Optimizer, skip: Skip) -> dict[str, Any]:
+        """See `StepObserver`."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        return {"time": time.perf_counter()}
+        now = time.perf_counter()
+        self._lines.write({"time": now})
+        self._moments.append(now)
+        is_enough = len(self._moments) >= TIMED_STEPS and now - self._moments[0] >= TIMED_SECONDS
+        if is_enough and child.is_alone():
+            raise SystemExit(0)
 
 
-class Losses(_Recorder):
-    """Notes the loss of each step, a mean where several were scaled, and whether it was skipped."""
+class Losses(StepObserver):
+    """Notes the loss of each step, a mean where several were scaled, and whether it was skipped.
 
-    def __init__(self, lines: child.Lines, steps: int | None) -> None:
-        super().__init__(lines, steps)
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+    Args:
+        lines: gets a line for each step.
+    """
+
+    def __init__(self, lines: child.Lines) -> None:
+        self._lines = lines
+        self._numbers = OptimizerNumbers()
         self._waiting: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._waiting = weakref.WeakKeyDictionary()
 
@@ -78,8 +80,9 @@ class Losses(_Recorder):
         for optimizer in optimizers:
             self._waiting.setdefault(optimizer, []).append(loss.detach().mean())
 
-    def _line(self, optimizer: Optimizer, skip: Skip) -> dict[str, Any]:
-        number = self._optimizers.setdefault(optimizer, len(self._optimizers))
+    def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
+        """See `StepObserver`."""
+        number = self._numbers.of(optimizer)
         values = [float(loss) for loss in self._waiting.pop(optimizer, [])]
         loss = sum(values) / len(values) if values else None
-        return {"optimizer": number, "loss": loss, "skipped": skip.was_skipped}
+        self._lines.write({"optimizer": number, "loss": loss, "skipped": skip.was_skipped})

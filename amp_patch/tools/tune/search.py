@@ -117,9 +117,14 @@ class Search:
         if "O0" in self._levels:
             self._let_fp32_compete()
 
-    def result(self) -> Found:
-        """Return the best so far, for a search that has ended or was ended."""
+    def result(self) -> Found | None:
+        """Return the best so far, for a search that has ended or was ended.
+
+        None where nothing is known to keep the metric, and fp32 does not compete.
+        """
         found = self.best or self._tentative
+        if found is None and "O0" not in self._levels:
+            return None
         if found is None:
             found = Found(FP32, self.reference, self.seconds.get("O0", 0.0))
             found.reasons[LEVEL] = [

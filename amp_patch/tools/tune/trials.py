@@ -16,7 +16,9 @@ from amp_patch.tools import untrained
 from amp_patch.tools.compare import runs
 from amp_patch.tools.compare.comparison import Comparison, compare
 from amp_patch.tools.launch import ScriptRun, filled, run_to_end
+from amp_patch.tools.process import start_process
 from amp_patch.tools.recorded import read_lines
+from amp_patch.tools.warm import WarmPython
 
 from .outcome import Outcome, outcome_of_losses, outcome_of_output, over_ranks, progress
 from .setting import Setting
@@ -57,12 +59,17 @@ class ScriptTrials:
         script: what is run.
         folder: for files of the runs; there is one.
         budget: seconds from now; None for no end.
+        warm: starts the runs but the first and the last, where these are the same so.
     """
 
-    def __init__(self, script: Script, folder: Path, budget: float | None) -> None:
+    def __init__(
+        self, script: Script, folder: Path, budget: float | None, warm: WarmPython | None = None
+    ) -> None:
+        self._warm = warm
+        self._first: tuple[Setting | Path, Outcome] | None = None
         self._script, self._folder = script, folder
         self._end = None if budget is None else time.monotonic() + budget
-        self._count = 0
+        self._count, self._has_compared = 0, False
         self._longest: float | None = None
         self._keeps_a_run = True
         self._steps: list[dict[str, Any]] = []
@@ -75,6 +82,17 @@ class ScriptTrials:
         Raises:
             OutOfBudget: the time was over before the run was.
         """
+        outcome = self._metric(setting)
+        if self._first is None:
+            self._first = setting, outcome
+        elif self._warm is not None and not self._has_compared:
+            self._has_compared = True
+            if self._first != (setting, outcome):
+                self._warm = None  # whatever the reason, a script that does not repeat among them
+                outcome = self._metric(setting)
+        return outcome
+
+    def _metric(self, setting: Setting | Path) -> Outcome:
         folder, error = self._run(setting, timed=False)
         self._steps = over_ranks([read_lines(path) for path in _paths(folder)])
         if self._script.metric is None:
@@ -104,7 +122,7 @@ class ScriptTrials:
         Raises:
             OutOfBudget: the time was over before the run was.
         """
-        self._keeps_a_run = False
+        self._keeps_a_run, self._warm = False, None
         return self.metric(rules)
 
     def errors(self, setting: Setting, steps: int) -> Comparison | None:
@@ -151,7 +169,9 @@ class ScriptTrials:
         timeout, begin = self._timeout(), time.monotonic()
         # The level is the file's, also where one was forced upon this process.
         command = filled(self._script.command, _level_of(setting), folder.name)
-        run = ScriptRun(command, RECORDER, options, folder / "log.txt", "", environment)
+        start = self._warm.start if self._warm and self._first else start_process
+        log = folder / "log.txt"
+        run = ScriptRun(command, RECORDER, options, log, "", environment, start)
         error = run_to_end(run, timeout)
         self._left()
         if error is None and self._longest is None:

@@ -99,6 +99,15 @@ def test_the_networks_of_a_gan_make_one_step_together(amp, start: Start, tmp_pat
     assert [step.loss for step in steps] == pytest.approx([sum(losses) for losses in seen])
 
 
+def test_trainings_that_follow_each_other_share_no_step(amp, start: Start, tmp_path: Path) -> None:
+    recorder = start()
+    seen, pairs = [], []
+    for _ in range(2):
+        pairs.append(prepared(amp, "O1"))
+        seen += [train_step(amp, *pairs[-1]) for _ in range(3)]
+    assert [step.losses for step in recorded(recorder, tmp_path).steps] == seen
+
+
 def test_a_network_that_steps_more_often_closes_the_round(
     amp, start: Start, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_patch.tools import launch
+from amp_patch.tools import launch, untrained
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.sweep import files, outcomes, runs
 from amp_patch.tools.sweep.comparison import compared
@@ -48,6 +48,9 @@ class Watcher:
     def goes_on(self, run: Run, recording: Recording | None) -> None:
         if recording is not None and len(recording.steps) == 4:
             self._act(run)
+
+    def note(self, line: str) -> None:
+        self.told.append(line)
 
     def ended(self, run: Run) -> None:
         self.told.append(run.outcome.kind)
@@ -127,6 +130,13 @@ def test_a_script_that_does_not_train_is_run_at_one_level_only(tmp_path: Path) -
     assert not one.interrupted
 
 
+def test_a_script_that_has_not_begun_with_amp_is_told_of_while_it_runs(tmp_path: Path) -> None:
+    view = Watcher()
+    noted = "open(os.path.join(options['out'], 'without-amp'), 'w').close(); time.sleep(0.3)"
+    runner(tmp_path, noted, view).run()
+    assert view.told == ["O0 1", untrained.EARLY, "finished"]
+
+
 def test_words_of_the_script_name_the_level_and_the_run(tmp_path: Path) -> None:
     one = runner(tmp_path, "print(sys.argv[1:])", levels=["O0", "O4"], repeat=2)
     one.command = [*one.command, "--out={run}", "x/{level}.pt", "{other}"]
@@ -196,7 +206,7 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"", 3, "exit code 3, and nothing was printed"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
-        (b"E" * 500 + b"\n", 1, "E" * 197 + "..."),
+        (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_crash_is_one_plain_line(

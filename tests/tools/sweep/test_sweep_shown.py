@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -22,6 +23,7 @@ from amp_patch.tools.sweep.comparison import compared
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.settings import Settings
 from amp_patch.tools.sweep.steps import Recording
+from amp_patch.tools.sweep.verdicts import Verdict
 
 DOCS = Path(__file__).parents[3] / "docs" / "sweep.md"
 ESCAPE = "\x1b"
@@ -67,6 +69,15 @@ def test_what_went_wrong_is_said_below_the_table() -> None:
     assert "O5: timed out: it was stopped after 9 s." in text
     assert "O1: inf or NaN was in the gradients of fc.weight." in text
     assert "Recommended: O1. O1 is 2.00 times as fast as O0" in text
+
+
+def test_levels_that_failed_alike_are_one_line() -> None:
+    comparison = eventful_comparison()
+    crashed = Verdict("crashed", "TypeError: LBFGS is refused. Take SGD.")
+    rows = [dataclasses.replace(row, verdict=crashed) for row in comparison.rows]
+    lines = tables.remarks(dataclasses.replace(comparison, rows=rows))
+    assert lines[0] == "O0, O1, O2, O3, O4, O5: crashed: TypeError: LBFGS is refused. Take SGD."
+    assert sum("crashed" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("color", [True, False])
@@ -185,6 +196,22 @@ def test_skipped_steps_are_marked_at_their_scale(axes) -> None:
     plots.draw_scale(axes, [eventful()[1]])
     marked = [line for line in axes.lines if line.get_marker() == "v"]
     assert [list(line.get_xydata().ravel()) for line in marked] == [[3, 1024, 4, 1024]]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_is_shown_once_beside_what_runs(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with live.view_for(console, Settings(["x.py"])) as view:
+        view.note("not yet")
+        view.note("not yet")
+    assert console.file.getvalue().count("not yet") == 1
+
+
+def test_the_report_says_beside_a_speed_that_the_level_does_not_train() -> None:
+    shown = figures.figures(eventful_comparison(), eventful(), 0.05)["speed"][1]
+    texts = " ".join(str(text) for text in re.findall(r"\d\.\d\dx \(\w+\)", shown.to_json()))
+    assert "(diverged)" in texts
+    assert "(deviates)" in texts
 
 
 def test_long_curves_are_thinned_to_what_a_plot_shows() -> None:
