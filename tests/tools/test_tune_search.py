@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -40,6 +40,7 @@ class Played:
         noise: the largest share by which a time is off.
         order: the modules as the comparison orders them; else as they are.
         budget: trials until `OutOfBudget`.
+        overflows: what the comparison says of them.
     """
 
     times: dict[str, float]
@@ -49,6 +50,7 @@ class Played:
     noise: float = 0.0
     order: Sequence[str] = MODULES
     budget: float = float("inf")
+    overflows: Sequence[Mapping[str, object]] = ()
     trials: int = 0
     chance: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -64,7 +66,7 @@ class Played:
         self._count()
         errors = [ModuleError(module, 1, 1, 0.1, 0.0, 1.0) for module in self.order]
         functions = {"blocks": {name: [1, 10] for name in self.gains}}
-        return Comparison(setting.level, errors, [], [], [], functions)
+        return Comparison(setting.level, errors, [], [], [], functions, self.overflows)
 
     def progress(self) -> float | None:
         return 0.5
@@ -145,9 +147,10 @@ def test_a_set_that_works_is_kept_while_a_smaller_one_is_looked_for() -> None:
         search = Search(Played(times, culprits, budget=budget), ("O1",), 0.01)
         with pytest.raises(OutOfBudget):
             search.run()
-        found.append(len(search.result().setting.floats))
+        result = search.result()
+        found.append(None if result is None else len(result.setting.floats))
     sizes = list(dict.fromkeys(found))
-    assert sizes[0] == 0  # fp32: nothing is found yet
+    assert sizes[0] is None  # nothing is found yet
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert len(sizes) > 3
 
@@ -182,6 +185,15 @@ def test_fp32_is_no_result_where_it_does_not_compete(budget: float) -> None:
     with contextlib.suppress(OutOfBudget):
         search.run()
     assert search.result() is None
+
+
+def test_what_no_module_mends_is_told_with_the_weight_that_is_not_finite() -> None:
+    overflow = {"where": "weight", "module": "a", "title": "`a`: its weight holds inf", "fits": 1.0}
+    played = Played(dict.fromkeys(LEVELS, 1.0), {"O3": None}, overflows=[overflow])
+    said: list[str] = []
+    Search(played, ["O0", "O3"], 0.01, said.append).run()
+    (line,) = [one for one in said if one.startswith("O3 is out")]
+    assert line.endswith("also with every module in fp32; `a`: its weight holds inf")
 
 
 def test_rules_of_functions_are_kept_where_they_gain() -> None:

@@ -48,11 +48,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPyth
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1), ("os.kill(os.getpid(), 9)", -9)]
+    ("ending", "code", "is_module"),
+    [
+        ("sys.exit(3)", 3, False),
+        ("1 / 0", 1, False),
+        ("os.kill(os.getpid(), 9)", -9, False),
+        ("", 0, True),
+    ],
 )
-@pytest.mark.parametrize("is_module", [False, True])
 def test_a_script_does_the_same(
-    server: WarmPython, tmp_path: Path, is_module: bool, ending: str, code: int
+    server: WarmPython, tmp_path: Path, ending: str, code: int, is_module: bool
 ) -> None:
     folder = tmp_path / "project"
     folder.mkdir()

@@ -61,8 +61,8 @@ def command(context: click.Context, /, **given: Any) -> None:
     round: give each run a folder of its own for what it writes.
 
     \b
-    amp-patch sweep --out results -- train.py --epochs 1 --save checkpoints/{run}
-    amp-patch sweep --levels O0,O1,O4 --steps 200 --repeat 3 -- -m project.train
+    amp-patch sweep --out results -- train.py --save out/{run}
+    amp-patch sweep --steps 200 --repeat 3 -- -m package.train
     amp-patch sweep --resume results
     """
     refuse_without_extra()

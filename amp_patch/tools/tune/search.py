@@ -225,7 +225,7 @@ class Search:
         mending = smallest_set(suspects, works)
         if mending is None:
             found = self._mended_by_functions(level, errors)
-            self.rejected[level] = f"{before}, also with every module in fp32"
+            self._reject(level, f"{before}, also with every module in fp32{_stored(errors)}")
             return found
         return self._timed(kept[tuple(sorted(mending))], errors, before)
 
@@ -325,6 +325,12 @@ def _reason(module: str, errors: Comparison) -> str:
             )
     one = next(one for one in errors.worst() if one.module == module)
     return f"Error {one.error:.2g} at {errors.level}; {one.came_with:.2g} came with its inputs."
+
+
+def _stored(errors: Comparison) -> str:
+    """Return what is wrong with the weights themselves, which no module's precision mends."""
+    titles = [one["title"] for one in errors.overflows if one["where"] == "weight"]
+    return f"; {titles[0]}" if titles else ""
 
 
 def _these(modules: Sequence[str]) -> str:
