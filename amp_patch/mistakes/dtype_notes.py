@@ -124,7 +124,7 @@ def _mend(place: _Place, message: str) -> str:
             "-1e9, or take opt_level 'O5' or 'O1'."
         )
     if re.search(r"\bdouble\b", message, re.IGNORECASE):
-        return "A float64 tensor is never cast: pass x.float(), also of what NumPy made."
+        return _mend_of_float64(place)
     strays = _strays(place)
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
         return _mend_of_a_cast(set(strays.values()))
@@ -181,9 +181,16 @@ def _strays(place: _Place) -> dict[str, str]:
     return found
 
 
+def _mend_of_float64(place: _Place) -> str:
+    if all(param.dtype is torch.float64 for param in place.model.parameters()):
+        return _mend_of_a_cast({"float64"})
+    return "A float64 tensor is never cast: pass x.float(), also of what NumPy made."
+
+
 def _mend_of_a_cast(stored: set[str]) -> str:
     """Return what mends a model of which all weights have another dtype than the level's."""
-    call = {"float32": "float", "float16": "half"}.get(min(stored), "bfloat16")
+    calls = {"float32": "float", "float16": "half", "float64": "double"}
+    call = calls.get(min(stored), "bfloat16")
     mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
     return (
         f"All its weights are {min(stored)}, as model.{call}() leaves them: leave that call out"

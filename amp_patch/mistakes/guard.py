@@ -28,6 +28,7 @@ from . import (
     conversions,
     early_wrapping,
     grad_scaler,
+    hooks,
     late_sharding,
 )
 from .averages import HalfCopies
@@ -80,10 +81,14 @@ class Guard:
             **checkpoints.replacements(self._optimizers),
             **late_sharding.replacements(self._optimizers, self._store),
             **conversions.replacements(lambda: self._models.levels),
+            **hooks.replacements(self._scaled_models),
             **self.backwards.replacements(),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }
+
+    def _scaled_models(self) -> list[nn.Module]:
+        return list(self._models.levels) if self._optimizers.scale_losses else []
 
     def look_at(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], level: OptLevel
@@ -107,6 +112,7 @@ class Guard:
         """
         self.unsynced.follow([*models, *self._wrappers])
         self._wrappers = []
+        hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
         if halves and not self._explains:

@@ -152,8 +152,11 @@ class BackwardPass:
         self._refuse_another()
         self._received = self._share("master") if self._open else []
         found = [Found(*one.receive(pairs, self._scale)) for one, pairs in self._received]
+        # Another optimizer may have received the same half gradients.
+        for one, pairs in self._open:
+            one.gradients.show(pairs, self._scale)
         for one, _ in self._received:
-            one.gradients.put_unwritten_back()
+            one.gradients.finish()
         self._agree(found)
         skips = [one.skip for one in self._optimizers]
         self._pending = PendingCheck(self._scaling, found, skips)

@@ -30,14 +30,16 @@ from amp_patch.weights.lazy_gradients import (
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
+from .shown_gradients import WatchedBits, show
 
 
 class Gradients:
     """The gradients of one optimizer around one or more backward passes.
 
     ``drop_cleared`` and ``set_aside`` come before a backward. After it comes ``receive`` (unscale
-    what it wrote, add what was there) and ``put_unwritten_back``; or ``delay`` (leave it scaled for
-    the next backward to add to); or ``put_back`` (there was no such backward).
+    what it wrote, add what was there), ``show`` (let half gradients hold that, too) and ``finish``;
+    or ``delay`` (leave it scaled for the next backward to add to); or ``put_back`` (there was no
+    such backward).
 
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
@@ -53,6 +55,10 @@ class Gradients:
         self._aside: list[tuple[Tensor, Tensor]] = []
         # for each pass: half parameters, and the versions of the gradients that masters were given
         self._received: list[tuple[list[Tensor], list[int]]] = []
+        self._watched = WatchedBits()
+        # those of the last pass, until `finish`
+        self._written: list[Tensor] = []
+        self._has_added = False
         # the half gradients that a step has used, or will
         self._used: list[Tensor | TensorWeakRef] = []
         self._buffers = GradientBuffers(ParamPairs([], []))
@@ -68,7 +74,9 @@ class Gradients:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.scaled.scale is not None:
             return True
-        return not all(_untouched(*noted) for noted in self._received)
+        if not all(_untouched(*noted) for noted in self._received):
+            return True
+        return any(self._watched.written(params) for params, _ in self._received)
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -84,6 +92,7 @@ class Gradients:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
         self._aside.clear()
         self._received.clear()
+        self._watched.forget()
         self.scaled.forget()
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
@@ -128,7 +137,7 @@ class Gradients:
     def delay(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Leave what the backward wrote scaled."""
         if self.scaled.scale is None and not any(map(_has_grad, pairs.model)):
-            self.put_unwritten_back()  # it reached none of them
+            self.finish()  # it reached none of them
         else:
             self.scaled.begin(scale)
 
@@ -161,14 +170,53 @@ class Gradients:
             self._buffers = GradientBuffers(pairs)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
+        self._has_added = False
         check = self._take_in(pairs, grads, scale)
         if grads and not self._buffers.is_in_place:
+            self._written = pairs.model
             if not self._received:
                 self._used.clear()
-            self._received.append((pairs.model, list(map(_VERSION, grads))))
             self._used += self._buffers.references(grads)
         self.scaled.scale = None
         return check, self._buffers.params
+
+    def show(self, pairs: ParamPairs, scale: float | Tensor = 0.0) -> None:
+        """Let half gradients hold what their masters have.
+
+        Not those that a fused step is to unscale, which stay as the backward left them.
+
+        Args:
+            pairs: some of those that were received.
+            scale: of which they were unscaled; where it was 1 they may hold it already.
+        """
+        is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._has_added
+        if self._lazy is None and not self._buffers.is_in_place and not is_shown:
+            self._used += map(TensorWeakRef, show(pairs))
+
+    def show_again(self, pairs: ParamPairs) -> None:
+        """The masters' gradients were clipped."""
+        if self._received and self.scaled.scale is None:
+            self.show(pairs)
+            received = [param for params, _ in self._received for param in params]
+            params = [param for param in received if _has_grad(param)]
+            self._received.clear()
+            self._note(params)
+
+    def finish(self) -> None:
+        """End a pass: half gradients are as the script gets them, and those set aside are back."""
+        written, self._written = self._written, []
+        if written:
+            self._note(written)
+        for param, grad in self._aside:
+            if param.grad is None:
+                param.grad = grad
+        self._aside.clear()
+
+    def _note(self, params: list[Tensor]) -> None:
+        """Note the half gradients of these parameters, to tell what is written to them later."""
+        self._received.append((params, list(map(_GRAD_VERSION, params))))
+        if self._lazy is None:
+            self._watched.note(params)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
@@ -187,6 +235,7 @@ class Gradients:
         given = pairs.select(rows)
         if given.model and _are_none(given.master):
             self.receive(given, 1.0)
+            self.finish()
 
     def _take_in(self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         buffers, lazy = self._buffers, self._lazy
@@ -239,6 +288,7 @@ class Gradients:
                 master.grad = target
             elif earlier.is_sparse or target.is_sparse:  # no DTensor is
                 master.grad = _sum(earlier, target)
+                self._has_added = True
             else:
                 sums.append((local(earlier), local(target)))
                 master.grad = earlier
@@ -247,6 +297,7 @@ class Gradients:
         # What was not finite before was an overflow of that loss, and is none of this one's.
         were_finite = list(map(torch.isfinite, halves))
         if sums:
+            self._has_added = True
             kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
         found: dict[torch.device, Tensor] = {}
         for half, finite in zip(halves, were_finite, strict=True):
@@ -254,19 +305,13 @@ class Gradients:
             found[half.device] = torch.maximum(flag, found.get(half.device, flag))
         return list(found.values())
 
-    def put_unwritten_back(self) -> None:
-        """Restore the gradients that were set aside for a backward that did not write to them."""
-        for param, grad in self._aside:
-            if param.grad is None:
-                param.grad = grad
-        self._aside.clear()
-
     def drop_cleared(self, pairs: ParamPairs) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too."""
         if self.are_delayed(pairs):
             return
         versions: dict[int, int] = {}
         cleared: list[Tensor] = []
+        written = {key for params, _ in self._received for key in self._watched.written(params)}
         for params, noted in self._received:
             versions.update(zip(map(id, params), noted, strict=True))
         for param, master in zip(*pairs, strict=True):
@@ -274,7 +319,7 @@ class Gradients:
             if (
                 param is master
                 or version is None
-                or (grad is not None and grad._version == version)
+                or (grad is not None and grad._version == version and id(param) not in written)
             ):
                 continue
             if grad is None or not kernels.values(grad).any():

@@ -226,6 +226,10 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
+    def note_clipped(self) -> None:
+        """The gradients that are stepped were clipped: those of half parameters follow."""
+        self.gradients.show_again(self.pairs())
+
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.
 
@@ -310,7 +314,7 @@ class OptimizerBackward:
         scale = self.gradients.scaled.scale
         if scale is not None and self.gradients.are_delayed(self.pairs()):
             overflow |= self.gradients.receive(self.pairs(), scale)[0].overflow
-            self.gradients.put_unwritten_back()
+            self.gradients.finish()
         if overflow:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None

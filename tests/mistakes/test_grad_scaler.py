@@ -236,6 +236,7 @@ def test_gradients_that_were_not_unscaled_are_refused(
         optimizer.step() if call == "step" else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_backward_that_raises_leaves_no_gradient_behind(amp: ModuleType, level: str) -> None:
     expected = trained_rightly(level)

@@ -172,7 +172,9 @@ class Run:
         state = self.optimizer.state_dict()
         return {
             "weights": list(self.model.parameters()),
-            "half gradients": [param.grad for param in self.model.parameters()],
+            # The values of half ones differ: a fused step leaves them as the backward did.
+            "have gradients": [param.grad is not None for param in self.model.parameters()],
+            "norm's gradients": [param.grad for param in self.model.norm.parameters()],
             "masters": [p for group in self.optimizer.param_groups for p in group["params"]],
             "state": [state["state"][key] for key in sorted(state["state"])],
             "skipped": self.amp.step_was_skipped(self.optimizer),

@@ -143,6 +143,7 @@ def test_an_error_in_the_step_leaves_the_model_equal_to_its_masters(amp: ModuleT
 # --- misuse ---
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_in_the_backward_of_a_scaled_loss_is_refused(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
