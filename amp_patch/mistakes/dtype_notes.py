@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -208,7 +209,8 @@ def explaining(
     """Return a ``sys.excepthook`` that adds notes to what ends a script, and then does the same.
 
     A model explains what its own call raises. `model.forward(x)`, and a layer that is called by
-    itself, pass its call by: a hook on every layer would cost each right step.
+    itself, pass its call by: a hook on every layer would cost each right step. A notebook shows
+    errors by itself, see `explaining_cells`.
 
     Args:
         excepthook: the present one.
@@ -221,3 +223,29 @@ def explaining(
         excepthook(kind, error, traceback)
 
     return hook
+
+
+def explaining_cells(
+    showtraceback: Callable[..., Any], levels: Mapping[nn.Module, OptLevel]
+) -> Callable[..., Any]:
+    """Return the same for what ends a notebook's cell.
+
+    Args:
+        showtraceback: of IPython's shell, called while the exception is handled.
+        levels: see `explain`.
+    """
+
+    @functools.wraps(showtraceback)
+    def show(exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
+        if error is not None:
+            explain(error, levels)
+        showtraceback(exc_tuple, *args, **kwargs)
+
+    return show
+
+
+def notebook() -> Any:
+    """Return IPython's shell, where this process is one's; else None."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()

@@ -33,7 +33,7 @@ from . import (
 )
 from .averages import HalfCopies
 from .backwards import Backwards
-from .dtype_notes import explain, explaining
+from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
 
@@ -119,6 +119,10 @@ class Guard:
             self._explains = True
             hook = explaining(sys.excepthook, self._models.levels)
             patches.replace(sys, "excepthook", hook)
+            shell = notebook()
+            if shell is not None:
+                show = explaining_cells(shell.showtraceback, self._models.levels)
+                patches.replace(shell, "showtraceback", show)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look before the step of any optimizer of torch.

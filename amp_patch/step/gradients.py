@@ -95,6 +95,19 @@ class Gradients:
         self._watched.forget()
         self.scaled.forget()
 
+    def are_used(self, pairs: ParamPairs) -> bool:
+        """Return whether only gradients are there that a step has used; waits for the device."""
+        waiting = self._lazy is not None and self._lazy.are_waiting
+        used = {id(one) for one in self._used_ones()}
+        left = [grad for param in pairs.model if id(grad := param.grad) in used]
+        if waiting or not left or any(map(_has_grad, pairs.master)):
+            return False
+        return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
+
+    def _used_ones(self) -> list[Tensor]:
+        used = (noted if isinstance(noted, Tensor) else noted() for noted in self._used)
+        return [grad for grad in used if grad is not None]
+
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
         waiting = self._lazy is not None and self._lazy.are_waiting
@@ -112,7 +125,8 @@ class Gradients:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master was given, for the case that
-        the backward fails. Scaled ones stay for the backward to add to, brought to the new scale if
+        the backward fails; masters are given what a backward outside of ``scale_loss`` left, too.
+        Scaled ones stay for the backward to add to, brought to the new scale if
         it moved.
         """
         if self.scaled.scale is not None:
@@ -121,6 +135,8 @@ class Gradients:
         self._aside.clear()
         if _are_none(pairs.model):
             return
+        if not self._received:
+            self.receive_unscaled(pairs)
         for param in pairs.model:
             grad = param.grad
             if grad is not None:
@@ -226,8 +242,7 @@ class Gradients:
         """
         if self._lazy is not None and self._lazy.are_waiting:
             return
-        used = [noted if isinstance(noted, Tensor) else noted() for noted in self._used]
-        not_new = {id(grad) for grad in (*used, None)}
+        not_new = {id(grad) for grad in (*self._used_ones(), None)}
         rows = [
             param is not master and id(stored_grad(param)) not in not_new
             for param, master in zip(*pairs, strict=True)
