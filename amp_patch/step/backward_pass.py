@@ -280,7 +280,8 @@ class BackwardPass:
         """Warn, once, of a backward that reached none of the parameters it is for."""
         if self._watched is None or not self._watched.has_run or any(p for _, p in found):
             return
-        if any(param.requires_grad for param in self._params()):
+        were_cleared = any(one.was_cleared for one in self._optimizers)
+        if not were_cleared and any(param.requires_grad for param in self._params()):
             warn_once(
                 "the backward() of a scaled loss must reach parameters of its optimizers; got "
                 "one that wrote none of their gradients, so that they train nothing. Compute "

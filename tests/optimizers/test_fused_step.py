@@ -408,6 +408,7 @@ def test_an_optimizer_is_copied_while_gradients_wait(amp: ModuleType, copied: An
     assert not amp.step_was_skipped(run.optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 def test_a_sparse_gradient_is_stepped_as_ever(amp: ModuleType, plain_steps: list[str]) -> None:
     weights = []
     for fused in (True, False):
@@ -473,6 +474,7 @@ def test_hooks_see_gradients_before_and_weights_after(amp: ModuleType) -> None:
     assert not torch.equal(published, old)
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("built", ["before", "after"])
 def test_a_scheduler_counts_the_steps(amp: ModuleType, built: str) -> None:
     model = nn.Linear(4, 4)

@@ -109,6 +109,7 @@ def test_a_skipped_step_returns_none_and_runs_no_step_hook(amp: ModuleType) -> N
     assert calls == []
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 def test_masters_gradients_go_with_the_step(amp: ModuleType) -> None:
     model, optimizer = prepared(amp)
     for factor in (1.0, INF):
