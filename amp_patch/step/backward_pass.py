@@ -154,8 +154,8 @@ class BackwardPass:
         found = [Found(*one.receive(pairs, self._scale)) for one, pairs in self._received]
         self._tell_of_strays(found)
         # Another optimizer may have received the same half gradients.
-        for one, pairs in self._open:
-            one.gradients.show(pairs, self._scale)
+        for one, _ in self._received:
+            one.gradients.show(self._scale)
         for one, _ in self._received:
             one.gradients.finish()
         self._agree(found)

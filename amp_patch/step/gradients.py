@@ -30,7 +30,7 @@ from amp_patch.weights.lazy_gradients import (
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
-from .shown_gradients import WatchedBits, show
+from .shown_gradients import WatchedBits, copy_into, show
 
 
 class Gradients:
@@ -56,8 +56,9 @@ class Gradients:
         # for each pass: half parameters, and the versions of the gradients that masters were given
         self._received: list[tuple[list[Tensor], list[int]]] = []
         self._watched = WatchedBits()
-        # those of the last pass, until `finish`
-        self._written: list[Tensor] = []
+        # of the last pass, until `show` and `finish`
+        self._written: ParamPairs | None = None
+        self._unscaled: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._has_added = False
         # the half gradients that a step has used, or will
         self._used: list[Tensor | TensorWeakRef] = []
@@ -189,40 +190,44 @@ class Gradients:
         self._has_added = False
         check = self._take_in(pairs, grads, scale)
         if grads and not self._buffers.is_in_place:
-            self._written = pairs.model
+            self._written = pairs
+            self._unscaled = grads, check.grads
             if not self._received:
                 self._used.clear()
             self._used += self._buffers.references(grads)
         self.scaled.scale = None
         return check, self._buffers.params
 
-    def show(self, pairs: ParamPairs, scale: float | Tensor = 0.0) -> None:
-        """Let half gradients hold what their masters have.
+    def show(self, scale: float | Tensor) -> None:
+        """Let half gradients hold what their masters have received.
 
         Not those that a fused step is to unscale, which stay as the backward left them.
 
         Args:
-            pairs: some of those that were received.
             scale: of which they were unscaled; where it was 1 they may hold it already.
         """
+        (halves, own), self._unscaled = self._unscaled, ([], [])
         is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._has_added
-        if self._lazy is None and not self._buffers.is_in_place and not is_shown:
-            self._used += map(TensorWeakRef, show(pairs))
+        if self._lazy is not None or self._written is None or is_shown:
+            return
+        if self._has_added or any(map(_IS_SPARSE, halves)):
+            self._used += map(TensorWeakRef, show(self._written))
+        else:
+            copy_into(*map(self._buffers.dense_of_masters, (halves, own)))
 
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""
-        if self._received and self.scaled.scale is None:
-            self.show(pairs)
+        if self._received and self.scaled.scale is None and self._lazy is None:
+            self._used += map(TensorWeakRef, show(pairs))
             received = [param for params, _ in self._received for param in params]
-            params = [param for param in received if _has_grad(param)]
             self._received.clear()
-            self._note(params)
+            self._note([param for param in received if _has_grad(param)])
 
     def finish(self) -> None:
         """End a pass: half gradients are as the script gets them, and those set aside are back."""
-        written, self._written = self._written, []
-        if written:
-            self._note(written)
+        written, self._written = self._written, None
+        if written is not None:
+            self._note(written.model)
         for param, grad in self._aside:
             if param.grad is None:
                 param.grad = grad

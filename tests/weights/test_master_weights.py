@@ -992,6 +992,7 @@ def test_a_group_that_torch_refuses_changes_nothing(amp: ModuleType, case: str) 
     assert torch.equal(copies(model)["1.weight"], expected["1.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_refused_group_leaves_what_another_optimizer_knows(amp: ModuleType, level: str) -> None:
     model = nn.Sequential(fine_linear(4, 4), fine_linear())
