@@ -66,7 +66,7 @@ class Guard:
         self._served = ServedScalers(optimizers, scaler, make_scaling, make_pass)
         self._half_steps = HalfSteps()
         self.unprepared = UnpreparedParams()
-        self.copies = HalfCopies(store)
+        self.copies = HalfCopies(store, lambda: models.levels)
         self.unsynced = Unsynced()
         self.backwards = Backwards()
         self._explains = False

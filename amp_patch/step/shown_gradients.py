@@ -68,8 +68,11 @@ class WatchedBits:
         if not self._sums:
             return set()
         now = _sums([param for param in params if id(param) in self._sums])
-        rows = [(key, total, self._sums[key]) for key, total in now.items()]
-        return {key for key, total, before in rows if not torch.equal(total, before)}
+        if not now:
+            return set()
+        device = next(iter(now.values())).device  # which is waited for once
+        moved = [(total - self._sums[key]).to(device) for key, total in now.items()]
+        return {key for key, by in zip(now, torch.stack(moved).tolist(), strict=True) if by}
 
     def forget(self) -> None:
         """The gradients were stepped or cleared."""
