@@ -217,7 +217,7 @@ class Gradients:
 
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""
-        if self._received and self.scaled.scale is None and self._lazy is None:
+        if self._received and self._lazy is None:
             self._used += map(TensorWeakRef, show(pairs))
             received = [param for params, _ in self._received for param in params]
             self._received.clear()
