@@ -8,7 +8,7 @@ fp32 values; no optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,10 +130,14 @@ class HalfCopies:
     """Copies of models in half that a script may be averaging in; false without any.
 
     Of each copy one parameter is watched.
+
+    Args:
+        store: the fp32 values.
+        models: returns the prepared models.
     """
 
-    def __init__(self, store: FP32Values) -> None:
-        self._store = store
+    def __init__(self, store: FP32Values, models: Callable[[], Iterable[nn.Module]]) -> None:
+        self._store, self._models = store, models
         self._watched: list[_Copy] = []
         # entries of a copy's state dict, which nothing reads, and the versions they had
         self._entries: list[tuple[Tensor, int]] = []
@@ -153,16 +157,23 @@ class HalfCopies:
         def deepcopy(param: nn.Parameter, memo: dict[Any, Any]) -> Any:
             is_known = id(param) in memo
             copied = original(param, memo)
-            if not is_known and param.dtype in HALVES and self._store.holds(param):
+            is_first = not is_known and param.dtype in HALVES and _NOTED not in memo
+            if is_first and self._is_prepared(param):
                 self._note(param, copied, memo)
             return copied
 
         return deepcopy
 
+    def _is_prepared(self, param: Tensor) -> bool:
+        """Return whether a half parameter is of a prepared model; at O3 it has no fp32 value."""
+        if self._store.holds(param):
+            return True
+        return any(param is one for model in self._models() for one in model.parameters())
+
     def _note(self, param: Tensor, copied: Tensor, memo: dict[Any, Any]) -> None:
         """Watch the first parameter of each copy of a module."""
-        is_first = memo.setdefault(_NOTED, copied) is copied
-        if is_first and any(isinstance(one, nn.Module) for one in list(memo.values())):
+        memo[_NOTED] = copied
+        if any(isinstance(one, nn.Module) for one in list(memo.values())):
             self._watched.append(_Copy(copied, param))
 
     def note_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
@@ -197,5 +208,5 @@ _ADVICE = (
     "an average of weights needs fp32, for small updates are rounded away in half precision; got "
     "writes to a copy of a model that amp.initialize() stored in half. Make the copy before "
     "amp.initialize(), and read amp.master_params(optimizer), or model.state_dict(), which hold "
-    "fp32 values; or use torch.optim.swa_utils.AveragedModel(model), which gets them."
+    "fp32 values at O2 and O5; or use torch.optim.swa_utils.AveragedModel(model), which gets them."
 )

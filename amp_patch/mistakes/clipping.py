@@ -14,6 +14,7 @@ import torch
 import torch.nn.utils.clip_grad
 from torch import Tensor
 
+from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
@@ -39,7 +40,11 @@ def _clipping(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(_stepped(optimizers, parameters, call), *args, **kwargs)
+        stepped, owners = _stepped(optimizers, parameters, call)
+        result = original(stepped, *args, **kwargs)
+        for owner in owners:
+            owner.note_clipped()
+        return result
 
     return clip
 
@@ -53,7 +58,7 @@ def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
         for step in list(optimizers.steps.values()):
             model, _ = step.backward.pairs()
             params = [param for param in model if id(param.grad) in wanted]
-            stepped = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
+            stepped, _ = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
             for param, one in zip(params, stepped, strict=True):
                 if one.grad is not None:
                     true[id(param.grad)] = one.grad
@@ -62,23 +67,27 @@ def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
     return get_total_norm
 
 
-def _stepped(optimizers: PreparedOptimizers, parameters: Any, call: str) -> Any:
-    """Return what is stepped for each parameter; its gradient is unscaled.
+def _stepped(
+    optimizers: PreparedOptimizers, parameters: Any, call: str
+) -> tuple[Any, list[OptimizerBackward]]:
+    """Return what is stepped for each parameter, with its gradient unscaled, and whose they are.
 
     Raises:
         RuntimeError: it is still scaled.
     """
     if not isinstance(parameters, Iterable):
-        return parameters
+        return parameters, []
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     wanted = set(map(id, given))
     masters: dict[int, Tensor] = {}
+    owners = []
     for step in list(optimizers.steps.values()):
         pairs = step.backward.pairs()
         if wanted.isdisjoint(map(id, pairs.model)) and wanted.isdisjoint(map(id, pairs.master)):
             continue
         step.backward.refuse_scaled(call)
+        owners.append(step.backward)
         masters.update(zip(map(id, pairs.model), pairs.master, strict=True))
     if not given:
-        return parameters  # of an empty generator torch warns
-    return [masters.get(id(param), param) for param in given]
+        return parameters, []  # of an empty generator torch warns
+    return [masters.get(id(param), param) for param in given], owners

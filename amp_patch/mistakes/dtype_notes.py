@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -124,7 +125,7 @@ def _mend(place: _Place, message: str) -> str:
             "-1e9, or take opt_level 'O5' or 'O1'."
         )
     if re.search(r"\bdouble\b", message, re.IGNORECASE):
-        return "A float64 tensor is never cast: pass x.float(), also of what NumPy made."
+        return _mend_of_float64(place)
     strays = _strays(place)
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
         return _mend_of_a_cast(set(strays.values()))
@@ -181,9 +182,16 @@ def _strays(place: _Place) -> dict[str, str]:
     return found
 
 
+def _mend_of_float64(place: _Place) -> str:
+    if all(param.dtype is torch.float64 for param in place.model.parameters()):
+        return _mend_of_a_cast({"float64"})
+    return "A float64 tensor is never cast: pass x.float(), also of what NumPy made."
+
+
 def _mend_of_a_cast(stored: set[str]) -> str:
     """Return what mends a model of which all weights have another dtype than the level's."""
-    call = {"float32": "float", "float16": "half"}.get(min(stored), "bfloat16")
+    calls = {"float32": "float", "float16": "half", "float64": "double"}
+    call = calls.get(min(stored), "bfloat16")
     mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
     return (
         f"All its weights are {min(stored)}, as model.{call}() leaves them: leave that call out"
@@ -201,7 +209,8 @@ def explaining(
     """Return a ``sys.excepthook`` that adds notes to what ends a script, and then does the same.
 
     A model explains what its own call raises. `model.forward(x)`, and a layer that is called by
-    itself, pass its call by: a hook on every layer would cost each right step.
+    itself, pass its call by: a hook on every layer would cost each right step. A notebook shows
+    errors by itself, see `explaining_cells`.
 
     Args:
         excepthook: the present one.
@@ -214,3 +223,29 @@ def explaining(
         excepthook(kind, error, traceback)
 
     return hook
+
+
+def explaining_cells(
+    showtraceback: Callable[..., Any], levels: Mapping[nn.Module, OptLevel]
+) -> Callable[..., Any]:
+    """Return the same for what ends a notebook's cell.
+
+    Args:
+        showtraceback: of IPython's shell, called while the exception is handled.
+        levels: see `explain`.
+    """
+
+    @functools.wraps(showtraceback)
+    def show(exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        error = sys.exc_info()[1] if exc_tuple is None else exc_tuple[1]
+        if error is not None:
+            explain(error, levels)
+        showtraceback(exc_tuple, *args, **kwargs)
+
+    return show
+
+
+def notebook() -> Any:
+    """Return IPython's shell, where this process is one's; else None."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()

@@ -21,12 +21,19 @@ from torch.optim import Optimizer
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
 from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.backward_pass import BackwardPass
 from amp_patch.step.loss_scaling import Found, LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.step.skip import Skip
+from amp_patch.warn_once import warn_once
 
+#: Options of `GradScaler`, which are `ScaleRule`'s, too.
+_DEFAULTS = {
+    name: getattr(ScaleRule(), name)
+    for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+}
 #: What makes the scaling of a pass for optimizers, and the pass itself.
 MakeScaling = Callable[[Sequence[OptimizerStep], torch.device], LossScaling]
 MakePass = Callable[[Sequence[OptimizerStep], LossScaling], BackwardPass]
@@ -245,6 +252,30 @@ class ServedScalers:
             self._optimizers.settle()
             self._scaler().load_state_dict(state_dict)
 
+    def adopt(self, options: Mapping[str, Any]) -> None:
+        """A `GradScaler` is used for the first time: our scaler takes over how it was made.
+
+        Where `amp.initialize` was told how to scale, that counts, and a warning says so.
+
+        Args:
+            options: init_scale, growth_factor, backoff_factor and growth_interval, where they are
+                not torch's defaults.
+        """
+        scaler = self._scaler()
+        if not options or (not scaler.rule.dynamic and scaler.rule.init_scale == 1.0):
+            return
+        if scaler.rule == ScaleRule() and scaler.unskipped == 0:
+            cap = max(scaler.rule.max_loss_scale, options.get("init_scale", 1.0))
+            scaler.rule = replace(scaler.rule, **options, max_loss_scale=cap)
+            scaler.scale = float(scaler.rule.init_scale)
+        elif any(getattr(scaler.rule, name) != value for name, value in options.items()):
+            given = ", ".join(f"{name}={value}" for name, value in options.items())
+            warn_once(
+                "the loss is scaled as amp.initialize() was told, which counts before a "
+                f"GradScaler; got GradScaler({given}). Give the one or the other: "
+                "amp.initialize(..., loss_scale=...), or GradScaler's own options."
+            )
+
     def option(self, name: str) -> Any:
         """Return ``growth_factor``, ``backoff_factor`` or ``growth_interval``."""
         return getattr(self._scaler().rule, name)
@@ -296,6 +327,12 @@ def replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
     }
 
 
+def _options_of(scaler: Any) -> dict[str, Any]:
+    """Return how a `GradScaler` was made, where that is not torch's default."""
+    given = {name: getattr(scaler, f"_{name}", default) for name, default in _DEFAULTS.items()}
+    return {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+
+
 def _serving(
     served: ServedScalers,
     used: weakref.WeakSet[Any],
@@ -312,7 +349,9 @@ def _serving(
                 return original(self, *args, **kwargs)
         if not served.serve:
             return original(self, *args, **kwargs)
-        used.add(self)
+        if self not in used:
+            used.add(self)
+            served.adopt(_options_of(self))
         return method(*args, **kwargs)
 
     return replacement

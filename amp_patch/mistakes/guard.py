@@ -28,11 +28,12 @@ from . import (
     conversions,
     early_wrapping,
     grad_scaler,
+    hooks,
     late_sharding,
 )
 from .averages import HalfCopies
 from .backwards import Backwards
-from .dtype_notes import explain, explaining
+from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
 
@@ -65,7 +66,7 @@ class Guard:
         self._served = ServedScalers(optimizers, scaler, make_scaling, make_pass)
         self._half_steps = HalfSteps()
         self.unprepared = UnpreparedParams()
-        self.copies = HalfCopies(store)
+        self.copies = HalfCopies(store, lambda: models.levels)
         self.unsynced = Unsynced()
         self.backwards = Backwards()
         self._explains = False
@@ -80,10 +81,14 @@ class Guard:
             **checkpoints.replacements(self._optimizers),
             **late_sharding.replacements(self._optimizers, self._store),
             **conversions.replacements(lambda: self._models.levels),
+            **hooks.replacements(self._scaled_models),
             **self.backwards.replacements(),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }
+
+    def _scaled_models(self) -> list[nn.Module]:
+        return list(self._models.levels) if self._optimizers.scale_losses else []
 
     def look_at(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], level: OptLevel
@@ -107,12 +112,17 @@ class Guard:
         """
         self.unsynced.follow([*models, *self._wrappers])
         self._wrappers = []
+        hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
         if halves and not self._explains:
             self._explains = True
             hook = explaining(sys.excepthook, self._models.levels)
             patches.replace(sys, "excepthook", hook)
+            shell = notebook()
+            if shell is not None:
+                show = explaining_cells(shell.showtraceback, self._models.levels)
+                patches.replace(shell, "showtraceback", show)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look before the step of any optimizer of torch.

@@ -16,7 +16,7 @@ from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
 from amp_patch.distributed.groups import has_others, without_repetition
 from amp_patch.distributed.unsynced import Unsynced
-from amp_patch.warn_once import warn
+from amp_patch.warn_once import warn, warn_once
 
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
@@ -152,8 +152,12 @@ class BackwardPass:
         self._refuse_another()
         self._received = self._share("master") if self._open else []
         found = [Found(*one.receive(pairs, self._scale)) for one, pairs in self._received]
+        self._tell_of_strays(found)
+        # Another optimizer may have received the same half gradients.
         for one, _ in self._received:
-            one.gradients.put_unwritten_back()
+            one.gradients.show(self._scale)
+        for one, _ in self._received:
+            one.gradients.finish()
         self._agree(found)
         skips = [one.skip for one in self._optimizers]
         self._pending = PendingCheck(self._scaling, found, skips)
@@ -271,6 +275,19 @@ class BackwardPass:
             return
         if any(one.gradients.wrote(pairs) for one, pairs in self._open):
             refuse_another_backward()
+
+    def _tell_of_strays(self, found: Sequence[Found]) -> None:
+        """Warn, once, of a backward that reached none of the parameters it is for."""
+        if self._watched is None or not self._watched.has_run or any(p for _, p in found):
+            return
+        were_cleared = any(one.was_cleared for one in self._optimizers)
+        if not were_cleared and any(param.requires_grad for param in self._params()):
+            warn_once(
+                "the backward() of a scaled loss must reach parameters of its optimizers; got "
+                "one that wrote none of their gradients, so that they train nothing. Compute "
+                "the loss with the model that amp.initialize() returned, not with a copy of "
+                "it, and pass the optimizer of that model to amp.scale_loss()."
+            )
 
     def _share(self, by: Literal["model", "master"]) -> list[tuple[OptimizerBackward, ParamPairs]]:
         """Return what each optimizer handles: of what two of them hold, the first one."""

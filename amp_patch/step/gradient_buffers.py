@@ -80,6 +80,11 @@ class GradientBuffers:
         """Return the entries of a column that belong to masters."""
         return list(compress(column, self._has_master))
 
+    def dense_of_masters(self, column: list[Tensor]) -> list[Tensor]:
+        """Return what this rank holds of the entries that belong to masters."""
+        column = self._local(column)
+        return column if all(self._has_master) else self.of_masters(column)
+
     def in_place(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries that belong to parameters stepped themselves."""
         return [entry for entry, has in zip(column, self._has_master, strict=True) if not has]

@@ -30,14 +30,16 @@ from amp_patch.weights.lazy_gradients import (
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
+from .shown_gradients import WatchedBits, copy_into, show
 
 
 class Gradients:
     """The gradients of one optimizer around one or more backward passes.
 
     ``drop_cleared`` and ``set_aside`` come before a backward. After it comes ``receive`` (unscale
-    what it wrote, add what was there) and ``put_unwritten_back``; or ``delay`` (leave it scaled for
-    the next backward to add to); or ``put_back`` (there was no such backward).
+    what it wrote, add what was there), ``show`` (let half gradients hold that, too) and ``finish``;
+    or ``delay`` (leave it scaled for the next backward to add to); or ``put_back`` (there was no
+    such backward).
 
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
@@ -53,6 +55,11 @@ class Gradients:
         self._aside: list[tuple[Tensor, Tensor]] = []
         # for each pass: half parameters, and the versions of the gradients that masters were given
         self._received: list[tuple[list[Tensor], list[int]]] = []
+        self._watched = WatchedBits()
+        # of the last pass, until `show` and `finish`
+        self._written: ParamPairs | None = None
+        self._unscaled: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._has_added = False
         # the half gradients that a step has used, or will
         self._used: list[Tensor | TensorWeakRef] = []
         self._buffers = GradientBuffers(ParamPairs([], []))
@@ -68,7 +75,9 @@ class Gradients:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.scaled.scale is not None:
             return True
-        return not all(_untouched(*noted) for noted in self._received)
+        if not all(_untouched(*noted) for noted in self._received):
+            return True
+        return any(self._watched.written(params) for params, _ in self._received)
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -84,7 +93,21 @@ class Gradients:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
         self._aside.clear()
         self._received.clear()
+        self._watched.forget()
         self.scaled.forget()
+
+    def are_used(self, pairs: ParamPairs) -> bool:
+        """Return whether only gradients are there that a step has used; waits for the device."""
+        waiting = self._lazy is not None and self._lazy.are_waiting
+        used = {id(one) for one in self._used_ones()}
+        left = [grad for param in pairs.model if id(grad := param.grad) in used]
+        if waiting or not left or any(map(_has_grad, pairs.master)):
+            return False
+        return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
+
+    def _used_ones(self) -> list[Tensor]:
+        used = (noted if isinstance(noted, Tensor) else noted() for noted in self._used)
+        return [grad for grad in used if grad is not None]
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -103,7 +126,8 @@ class Gradients:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master was given, for the case that
-        the backward fails. Scaled ones stay for the backward to add to, brought to the new scale if
+        the backward fails; masters are given what a backward outside of ``scale_loss`` left, too.
+        Scaled ones stay for the backward to add to, brought to the new scale if
         it moved.
         """
         if self.scaled.scale is not None:
@@ -112,6 +136,8 @@ class Gradients:
         self._aside.clear()
         if _are_none(pairs.model):
             return
+        if not self._received:
+            self.receive_unscaled(pairs)
         for param in pairs.model:
             grad = param.grad
             if grad is not None:
@@ -128,7 +154,7 @@ class Gradients:
     def delay(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Leave what the backward wrote scaled."""
         if self.scaled.scale is None and not any(map(_has_grad, pairs.model)):
-            self.put_unwritten_back()  # it reached none of them
+            self.finish()  # it reached none of them
         else:
             self.scaled.begin(scale)
 
@@ -161,14 +187,57 @@ class Gradients:
             self._buffers = GradientBuffers(pairs)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
+        self._has_added = False
         check = self._take_in(pairs, grads, scale)
         if grads and not self._buffers.is_in_place:
+            self._written = pairs
+            self._unscaled = grads, check.grads
             if not self._received:
                 self._used.clear()
-            self._received.append((pairs.model, list(map(_VERSION, grads))))
             self._used += self._buffers.references(grads)
         self.scaled.scale = None
         return check, self._buffers.params
+
+    def show(self, scale: float | Tensor) -> None:
+        """Let half gradients hold what their masters have received.
+
+        Not those that a fused step is to unscale, which stay as the backward left them.
+
+        Args:
+            scale: of which they were unscaled; where it was 1 they may hold it already.
+        """
+        (halves, own), self._unscaled = self._unscaled, ([], [])
+        is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._has_added
+        if self._lazy is not None or self._written is None or is_shown:
+            return
+        if self._has_added or any(map(_IS_SPARSE, halves)):
+            self._used += map(TensorWeakRef, show(self._written))
+        else:
+            copy_into(*map(self._buffers.dense_of_masters, (halves, own)))
+
+    def show_again(self, pairs: ParamPairs) -> None:
+        """The masters' gradients were clipped."""
+        if self._received and self._lazy is None:
+            self._used += map(TensorWeakRef, show(pairs))
+            received = [param for params, _ in self._received for param in params]
+            self._received.clear()
+            self._note([param for param in received if _has_grad(param)])
+
+    def finish(self) -> None:
+        """End a pass: half gradients are as the script gets them, and those set aside are back."""
+        written, self._written = self._written, None
+        if written is not None:
+            self._note(written.model)
+        for param, grad in self._aside:
+            if param.grad is None:
+                param.grad = grad
+        self._aside.clear()
+
+    def _note(self, params: list[Tensor]) -> None:
+        """Note the half gradients of these parameters, to tell what is written to them later."""
+        self._received.append((params, list(map(_GRAD_VERSION, params))))
+        if self._lazy is None:
+            self._watched.note(params)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
@@ -178,8 +247,7 @@ class Gradients:
         """
         if self._lazy is not None and self._lazy.are_waiting:
             return
-        used = [noted if isinstance(noted, Tensor) else noted() for noted in self._used]
-        not_new = {id(grad) for grad in (*used, None)}
+        not_new = {id(grad) for grad in (*self._used_ones(), None)}
         rows = [
             param is not master and id(stored_grad(param)) not in not_new
             for param, master in zip(*pairs, strict=True)
@@ -187,6 +255,7 @@ class Gradients:
         given = pairs.select(rows)
         if given.model and _are_none(given.master):
             self.receive(given, 1.0)
+            self.finish()
 
     def _take_in(self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         buffers, lazy = self._buffers, self._lazy
@@ -239,6 +308,7 @@ class Gradients:
                 master.grad = target
             elif earlier.is_sparse or target.is_sparse:  # no DTensor is
                 master.grad = _sum(earlier, target)
+                self._has_added = True
             else:
                 sums.append((local(earlier), local(target)))
                 master.grad = earlier
@@ -247,6 +317,7 @@ class Gradients:
         # What was not finite before was an overflow of that loss, and is none of this one's.
         were_finite = list(map(torch.isfinite, halves))
         if sums:
+            self._has_added = True
             kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
         found: dict[torch.device, Tensor] = {}
         for half, finite in zip(halves, were_finite, strict=True):
@@ -254,19 +325,13 @@ class Gradients:
             found[half.device] = torch.maximum(flag, found.get(half.device, flag))
         return list(found.values())
 
-    def put_unwritten_back(self) -> None:
-        """Restore the gradients that were set aside for a backward that did not write to them."""
-        for param, grad in self._aside:
-            if param.grad is None:
-                param.grad = grad
-        self._aside.clear()
-
     def drop_cleared(self, pairs: ParamPairs) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too."""
         if self.are_delayed(pairs):
             return
         versions: dict[int, int] = {}
         cleared: list[Tensor] = []
+        written = {key for params, _ in self._received for key in self._watched.written(params)}
         for params, noted in self._received:
             versions.update(zip(map(id, params), noted, strict=True))
         for param, master in zip(*pairs, strict=True):
@@ -274,7 +339,7 @@ class Gradients:
             if (
                 param is master
                 or version is None
-                or (grad is not None and grad._version == version)
+                or (grad is not None and grad._version == version and id(param) not in written)
             ):
                 continue
             if grad is None or not kernels.values(grad).any():

@@ -30,6 +30,9 @@ from .gradients import Gradients
 from .param_pairs import ParamPairs, Params
 from .skip import Skip, skips_by_flag
 
+#: How many first passes of an optimizer are watched for gradients that are left where they are.
+_WATCHED_PASSES = 16
+
 
 class OptimizerBackward:
     """The gradients that one optimizer is to step with, and whether it may.
@@ -69,6 +72,7 @@ class OptimizerBackward:
         self.passes = 0
         self.was_cleared = False
         self._passes_stepped = 0
+        self._had_used = False
         self._pairs = ParamPairs([], [])
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
@@ -139,6 +143,7 @@ class OptimizerBackward:
             unscale: ends the pass where unscaled gradients are asked for before.
         """
         self._foreign.drop_cleared()
+        self._had_used = self._has_used
         self.gradients.set_aside(pairs, scale)
         self.is_open, self._unscale = True, unscale
         self.was_cleared = False
@@ -149,12 +154,14 @@ class OptimizerBackward:
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
+        self._tell_of_added()
         self.gradients.delay(self.pairs(), scale)
         self._foreign.note_own_pass()
         self._close()
 
     def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
+        self._tell_of_added()
         try:
             return self.gradients.receive(pairs, scale)
         finally:
@@ -226,6 +233,10 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
+    def note_clipped(self) -> None:
+        """The gradients that are stepped were clipped: those of half parameters follow."""
+        self.gradients.show_again(self.pairs())
+
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.
 
@@ -282,8 +293,29 @@ class OptimizerBackward:
         if self.passes > self._passes_stepped:
             self.was_cleared = not self.is_open or self.gradients.wrote(self.pairs())
 
-    def tell_of_cleared(self) -> None:
-        """Warn, once, where a step has no gradients, for they were cleared behind their pass."""
+    @property
+    def _has_used(self) -> bool:
+        """True where gradients are left that a step has used, and masters have dropped them.
+
+        In the first passes: a script that leaves them does so at once.
+        """
+        may_be = self.masters is not None and 0 < self.passes == self._passes_stepped
+        return may_be and self.passes <= _WATCHED_PASSES and self.gradients.are_used(self.pairs())
+
+    def _tell_of_added(self) -> None:
+        """Warn, once, of a backward that plain PyTorch would have added to used gradients."""
+        if self._had_used and self.gradients.wrote(self.pairs()):
+            _warn_of_used("a scale_loss() block")
+        self._had_used = False
+
+    def tell_of_no_gradients(self) -> None:
+        """Warn, once, where a step has none, for they were cleared, or a step has used them."""
+        if self.was_cleared:
+            self._tell_of_cleared()
+        elif self._has_used:
+            _warn_of_used("an optimizer.step()")
+
+    def _tell_of_cleared(self) -> None:
         self.was_cleared = False
         if self.gradients.are_cleared(self.pairs()):
             warn_once(
@@ -310,8 +342,16 @@ class OptimizerBackward:
         scale = self.gradients.scaled.scale
         if scale is not None and self.gradients.are_delayed(self.pairs()):
             overflow |= self.gradients.receive(self.pairs(), scale)[0].overflow
-            self.gradients.put_unwritten_back()
+            self.gradients.finish()
         if overflow:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None
         self.skip.forget()
+
+
+def _warn_of_used(place: str) -> None:
+    warn_once(
+        "at a level with fp32 masters the gradients of a step are dropped with it, where plain "
+        f"PyTorch adds to them or steps them again; got {place} with those of the last step still "
+        "there. Call optimizer.zero_grad() in each step."
+    )

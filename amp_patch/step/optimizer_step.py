@@ -173,8 +173,7 @@ class OptimizerStep:
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
         if self.was_scaled is not None:
             self._look_for_scale(self.was_scaled)
-        if self.backward.was_cleared:
-            self.backward.tell_of_cleared()
+        self.backward.tell_of_no_gradients()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:

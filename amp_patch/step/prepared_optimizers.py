@@ -107,6 +107,11 @@ class PreparedOptimizers:
             for other in list(self.steps.values())
         )
 
+    @property
+    def scale_losses(self) -> bool:
+        """True where a loss may be multiplied by another number than 1."""
+        return any(one.rule.dynamic or one.scale != 1.0 for one in self._scalers)
+
     def originals_of(self, optimizers: Any) -> Any:
         """Return the optimizers that are set up in the place of what wraps or copies them.
 

@@ -462,6 +462,7 @@ def test_a_gradient_penalty_is_near_float64(amp, opt_level):
         torch.testing.assert_close(got.double(), want, rtol=1e-1, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 def test_hooks_of_modules_and_tensors_see_what_is_computed(o1):
     model = start(o1, model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     seen = {}

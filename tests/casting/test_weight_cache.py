@@ -351,6 +351,7 @@ def test_a_weight_used_later_than_the_others_is_refreshed_with_them(
     assert torch.equal(cache.cast(model.bias, HALF), model.bias.to(HALF))
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 def test_gradients_of_weights_come_as_soon_as_they_are_known(amp: ModuleType) -> None:
     """As under autocast; else all half gradients would live until the end of the backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

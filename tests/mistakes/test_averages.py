@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -98,8 +99,10 @@ def entries(averaged: nn.Module, model: nn.Module) -> None:
 UPDATES = [lerp, multiply_and_add, entries]
 
 
-@pytest.mark.parametrize("level", HALF)
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(
+    ("level", "update"),
+    [*itertools.product(HALF, UPDATES), ("O3", lerp), ("O3", multiply_and_add)],
+)
 def test_an_average_in_half_is_told_of_once(amp: ModuleType, level: str, update: Update) -> None:
     model, optimizer = prepared(amp, level)
     averaged = copy.deepcopy(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+import types
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from training import Net, make, prepared
 
+from amp_patch import amp as core
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.mistakes import dtype_notes
 
@@ -162,6 +164,15 @@ def test_the_model_in_another_half_dtype(amp: ModuleType, level: str, name: str)
 
 
 @pytest.mark.parametrize("level", HALF)
+def test_the_model_in_float64(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    with pytest.warns(UserWarning, match="double"):
+        model.double()
+    note = fail(lambda: model(X))
+    assert "as model.double() leaves them: leave that call out." in note
+
+
+@pytest.mark.parametrize("level", HALF)
 def test_inputs_in_float64(amp: ModuleType, level: str) -> None:
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level=level, verbosity=0)
     assert "A float64 tensor is never cast: pass x.float()" in fail(lambda: model(X.double()))
@@ -212,8 +223,6 @@ def test_what_shows_errors_is_as_before_after_deactivate(amp: ModuleType) -> Non
     prepared(amp, "O2")
     prepared(amp, "O5")
     assert sys.excepthook is not before
-    from amp_patch import amp as core
-
     core.deactivate()
     assert sys.excepthook is before
 
@@ -228,6 +237,35 @@ def test_a_script_that_ends_by_a_forward_called_directly_is_told(amp: ModuleType
     )
     hook(error.type, error.value, error.tb)
     assert len(shown) == 1
+
+
+class Shell:
+    """What IPython shows errors with."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def showtraceback(self, exc_tuple: Any = None, **options: Any) -> None:
+        error = (exc_tuple or sys.exc_info())[1]
+        self.shown += getattr(error, "__notes__", [])
+
+
+def test_a_cell_of_a_notebook_is_told(amp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = Shell()
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    model = amp.initialize(Masked("layer"), opt_level="O2", verbosity=0)
+    for given in (False, True):
+        try:
+            model.fc(X)
+        except RuntimeError as error:
+            if given:
+                shell.showtraceback((type(error), error, error.__traceback__), tb_offset=1)
+            else:
+                shell.showtraceback(running_compiled_code=True)
+    assert ["called by itself" in note for note in shell.shown] == [True, True]
+    core.deactivate()
+    assert "showtraceback" not in vars(shell)
 
 
 # --- conversions ---

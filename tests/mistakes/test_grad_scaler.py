@@ -236,6 +236,7 @@ def test_gradients_that_were_not_unscaled_are_refused(
         optimizer.step() if call == "step" else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_backward_that_raises_leaves_no_gradient_behind(amp: ModuleType, level: str) -> None:
     expected = trained_rightly(level)
@@ -292,3 +293,33 @@ def test_without_a_prepared_optimizer_it_is_torchs_own(amp: ModuleType) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 8.0
+
+
+OPTIONS = {"init_scale": 128.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O1", 2048.0), ("O2", 2048.0), ("O5", 1.0)])
+def test_how_it_was_made_is_how_it_scales(amp: ModuleType, level: str, scale: float) -> None:
+    model, optimizer = prepared(amp, level)
+    scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+    for inputs in batches():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, inputs)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == scale
+    assert_equal(weights(model), trained_rightly(level))
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_what_initialize_was_told_counts_before_it(amp: ModuleType, told: bool) -> None:
+    options = OPTIONS if told else {"init_scale": 64.0}
+    model, _ = prepared(amp, "O1", loss_scale=64.0)
+    scaler = torch.amp.GradScaler("cpu", **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            scaler.scale(loss_of(model, inputs))
+    assert [one.filename for one in caught] == [__file__] * told
+    assert all("got GradScaler(init_scale=128.0, growth" in str(one.message) for one in caught)
+    assert scaler.get_scale() == 64.0

@@ -417,6 +417,7 @@ def test_cleared_half_gradients_are_not_stepped(
     trial.step(True)
 
 
+@pytest.mark.filterwarnings(r"ignore:the backward\(\) of a scaled loss must")
 def test_another_optimizers_backward_leaves_waiting_gradients_alone(
     amp: ModuleType, on_gpu: Gpu
 ) -> None:

@@ -294,6 +294,7 @@ def _as_grad(grad: Tensor) -> Tensor:
     return holder
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("hold", HOLDS)
 def test_a_held_gradient_is_not_written_over_by_the_next_step(amp: ModuleType, hold: str) -> None:
     model, optimizer = prepared(amp, "O2")
@@ -417,6 +418,7 @@ def test_a_delayed_backward_that_does_not_reach_an_optimizer_leaves_its_gradient
     assert got[1] == [[1.0, 1.0]]
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_whose_gradients_the_user_drops_skips_no_step(
     amp: ModuleType, level: str

@@ -109,6 +109,7 @@ def test_a_skipped_step_returns_none_and_runs_no_step_hook(amp: ModuleType) -> N
     assert calls == []
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 def test_masters_gradients_go_with_the_step(amp: ModuleType) -> None:
     model, optimizer = prepared(amp)
     for factor in (1.0, INF):
@@ -143,6 +144,7 @@ def test_an_error_in_the_step_leaves_the_model_equal_to_its_masters(amp: ModuleT
 # --- misuse ---
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_in_the_backward_of_a_scaled_loss_is_refused(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)

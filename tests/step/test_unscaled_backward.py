@@ -55,6 +55,24 @@ def test_steps_without_scale_loss_train(amp, opt_level, fused_step):
     torch.testing.assert_close(stepped, expected, **tolerance)
 
 
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_one_before_the_block_adds_to_it(amp, opt_level, set_to_none):
+    model, optimizer = start(amp, opt_level, loss_scale=64.0)
+    expected = [param.float() for param in values(amp.master_params(optimizer))]
+    for _ in range(3):
+        gradients = gradients_of_a_copy(model)
+        expected = [p - 0.5 * (1 + 2) * g for p, g in zip(expected, gradients, strict=True)]
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(model)
+        with amp.scale_loss(2 * model(X).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    tolerance = {"O3": 2e-2, "O4": 2e-2, "O5": 2e-2}.get(opt_level, 1e-3)
+    stepped = [param.float() for param in values(amp.master_params(optimizer))]
+    torch.testing.assert_close(stepped, expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_two_backwards_add_up(amp, opt_level):
     model, optimizer = start(amp, opt_level)
@@ -76,6 +94,7 @@ def test_clipping_finds_the_gradients(amp, opt_level):
     torch.testing.assert_close(got, expected * 0.01 / (expected.norm() + 1e-6))
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("scaled_first", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_step_without_a_backward_uses_no_gradient_again(amp, opt_level, scaled_first):
@@ -134,6 +153,7 @@ def test_a_write_to_half_gradients_that_masters_have_received_is_told_once(amp, 
     assert "amp.clip_grad_norm_(optimizer, max_norm)" in str(caught[0].message)
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_part_that_was_cleared_makes_the_rest_no_new_gradients(amp, opt_level):
     model, optimizer = start(amp, opt_level, loss_scale=1024.0)
@@ -159,6 +179,7 @@ def test_zeros_that_the_optimizer_wrote_are_added_to(amp, opt_level):
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_large_gradients_that_were_used_are_known_and_not_kept_alive(amp, opt_level):
     model = nn.Sequential(nn.Linear(3, 3000), nn.Linear(3000, 2))

@@ -121,6 +121,7 @@ def test_a_network_that_steps_more_often_closes_the_round(
     assert lengths == [1, 2, 1, 2]
 
 
+@pytest.mark.filterwarnings("ignore:a hook of a")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_skipped_step_names_the_parameters(amp, start: Start, tmp_path: Path, level: str) -> None:
     recorder = start()

@@ -131,7 +131,7 @@ class AmpOptimizerState:
         """Unscale the gradients and tell the scaler of overflows; it does not move yet."""
         backward = self._step().backward
         check, _ = backward.receive(backward.pairs(), loss_scaler.loss_scale())
-        backward.gradients.put_unwritten_back()
+        backward.gradients.finish()
         loss_scaler.note(check)
 
 

@@ -1,0 +1,84 @@
+"""Hooks on tensors and modules: they get gradients that are multiplied by the loss scale.
+
+That is told where a script registers one, for only the script knows whether the hook depends on the
+scale (a clamp does, a mask does not). Knows no optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_patch.warn_once import warn_once
+
+_METHODS = {
+    "torch.Tensor.register_hook": "of a tensor (register_hook)",
+    "torch.Tensor.register_post_accumulate_grad_hook": (
+        "of a parameter (register_post_accumulate_grad_hook)"
+    ),
+    "torch.nn.modules.module.Module.register_full_backward_hook": (
+        "of a module (register_full_backward_hook)"
+    ),
+    "torch.nn.modules.module.Module.register_full_backward_pre_hook": (
+        "of a module (register_full_backward_pre_hook)"
+    ),
+}
+
+
+_Models = Callable[[], Iterable[nn.Module]]
+
+
+def replacements(scaled_models: _Models) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each method by its path, what makes its replacement.
+
+    Args:
+        scaled_models: returns the prepared models, if losses are multiplied by a scale.
+    """
+    return {
+        path: functools.partial(_telling, scaled_models, what) for path, what in _METHODS.items()
+    }
+
+
+def _telling(scaled_models: _Models, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def register(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Hooks that torch and amp_patch register themselves do not come from a script.
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if caller not in ("torch", "amp_patch", "apex") and _concerns(self, scaled_models()):
+            _tell(what)
+        return original(self, *args, **kwargs)
+
+    return register
+
+
+def _concerns(hooked: Any, models: Iterable[nn.Module]) -> bool:
+    """Return whether a module, parameter or result may be of one of these models."""
+    if isinstance(hooked, nn.Module):
+        return any(hooked is module for model in models for module in model.modules())
+    if hooked.is_leaf:
+        return any(hooked is param for model in models for param in model.parameters())
+    return any(True for _ in models)
+
+
+def tell_of_earlier(models: Iterable[nn.Module]) -> None:
+    """Warn of hooks that models which are prepared with a loss scale have already."""
+    modules = [module for model in models for module in model.modules()]
+    tensors: Iterable[Tensor] = chain.from_iterable(model.parameters() for model in models)
+    if any(tensor._backward_hooks for tensor in tensors):
+        _tell(_METHODS["torch.Tensor.register_hook"])
+    if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
+        _tell(_METHODS["torch.nn.modules.module.Module.register_full_backward_hook"])
+
+
+def _tell(what: str) -> None:
+    warn_once(
+        f"a hook {what} gets gradients that are multiplied by the loss scale; got one at a level "
+        "with a loss scale. Where what it does depends on their size (a clamp, a threshold, a "
+        "logged norm), divide by amp_patch.amp.loss_scale() in the hook and multiply what it "
+        "returns by it, or clip behind the block: amp.clip_grad_norm_(optimizer, max_norm)."
+    )

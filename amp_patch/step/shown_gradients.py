@@ -1,0 +1,93 @@
+"""Half gradients as a script reads them behind a block: true, though masters are what is stepped.
+
+Knows pairs of parameters and masters; no optimizer and no loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_patch.distributed.shards import local
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.weights.lazy_gradients import stored_grad
+
+from .param_pairs import ParamPairs
+
+#: How many of an optimizer's first passes are watched for writes by ``grad.data``. A script that
+#: makes them does so at once: to look at every pass would cost more than the copy.
+_WATCHED_PASSES = 16
+
+
+def copy_into(halves: list[Tensor], masters: list[Tensor]) -> None:
+    """Round the gradients of masters into those of their half parameters; all are dense."""
+    if halves:
+        with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
+            torch._foreach_copy_(halves, masters)
+
+
+def show(pairs: ParamPairs) -> list[Tensor]:
+    """Do the same with what masters have now, whatever their parameters have.
+
+    Returns:
+        Gradients that took the place of another: sparse ones, which cannot be written to.
+    """
+    halves: list[Tensor] = []
+    own: list[Tensor] = []
+    replaced: list[Tensor] = []
+    for param, master in zip(*pairs, strict=True):
+        half, grad = param.grad, stored_grad(master)
+        if param is master or half is None or grad is None:
+            continue
+        if half.is_sparse or grad.is_sparse:
+            param.grad = grad.to(half.dtype)
+            replaced.append(param.grad)
+        else:
+            halves.append(local(half))
+            own.append(local(grad))
+    copy_into(halves, own)
+    return replaced
+
+
+class WatchedBits:
+    """Finds writes to gradients by ``grad.data``, which move no version; for some passes."""
+
+    def __init__(self) -> None:
+        self._left = _WATCHED_PASSES
+        self._sums: dict[int, Tensor] = {}
+
+    def note(self, params: Sequence[Tensor]) -> None:
+        """These parameters have gradients as a pass leaves them."""
+        if self._left > 0:
+            self._sums.update(_sums(params))
+
+    def written(self, params: Sequence[Tensor]) -> set[int]:
+        """Return the ids of parameters to whose gradients somebody has written since."""
+        if not self._sums:
+            return set()
+        now = _sums([param for param in params if id(param) in self._sums])
+        if not now:
+            return set()
+        device = next(iter(now.values())).device  # which is waited for once
+        moved = [(total - self._sums[key]).to(device) for key, total in now.items()]
+        return {key for key, by in zip(now, torch.stack(moved).tolist(), strict=True) if by}
+
+    def forget(self) -> None:
+        """The gradients were stepped or cleared."""
+        if self._sums:
+            self._sums.clear()
+            self._left -= 1
+
+
+@torch.no_grad()
+def _sums(params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return, for each parameter with a dense gradient in half, the sum of its bits as integers."""
+    if not params or captures.are_made(params[0].device):
+        return {}
+    return {
+        id(param): local(param.grad).view(torch.int16).sum()
+        for param in params
+        if param.grad is not None and param.grad.itemsize == 2 and not param.grad.is_sparse
+    }

@@ -1,0 +1,72 @@
+"""A hook gets gradients that are multiplied by the loss scale: told where it is registered."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from training import batches, loss_of, make, prepared
+
+from amp_patch import amp as core
+
+LEVELS = ("O1", "O2", "O5")
+
+
+def clamp(grad: Any) -> Any:
+    return grad.clamp(-0.01, 0.01)
+
+
+REGISTER: dict[str, Callable[[Any], Any]] = {
+    "parameter": lambda model: model.first.weight.register_hook(clamp),
+    "after accumulation": lambda model: model.first.weight.register_post_accumulate_grad_hook(
+        lambda p: p.grad.clamp_(-1, 1) and 0
+    ),
+    "module": lambda model: model.first.register_full_backward_hook(lambda *_: None),
+    "output": lambda model: loss_of(model, next(batches())).register_hook(clamp),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("on", REGISTER)
+def test_it_is_told_once_where_there_is_a_scale(amp: ModuleType, level: str, on: str) -> None:
+    model, _ = prepared(amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            REGISTER[on](model)
+    assert len(caught) == (0 if level == "O5" else 1)
+    for one in caught:
+        assert "multiplied by the loss scale" in str(one.message)
+        assert one.filename == __file__
+
+
+@pytest.mark.parametrize("on", ["parameter", "module"])
+def test_one_from_before_initialize_is_told_there(amp: ModuleType, on: str) -> None:
+    model, optimizer = make()
+    REGISTER[on](model)
+    with pytest.warns(UserWarning, match="a hook of a"):
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+
+def test_what_the_warning_says_makes_the_hook_right(amp: ModuleType) -> None:
+    (exact, plain), (model, optimizer) = make(), prepared(amp, "O1")
+    exact.first.weight.register_hook(clamp)
+    with pytest.warns(UserWarning, match="in the hook and multiply what it returns"):
+        model.first.weight.register_hook(
+            lambda grad: clamp(grad / core.loss_scale()) * core.loss_scale()
+        )
+    for inputs in batches():
+        plain.zero_grad()
+        optimizer.zero_grad()
+        loss_of(exact, inputs).backward()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        plain.step()
+        optimizer.step()
+    torch.testing.assert_close(
+        list(model.parameters()), list(exact.parameters()), rtol=2e-3, atol=2e-3
+    )

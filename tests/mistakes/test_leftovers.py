@@ -1,0 +1,87 @@
+"""Gradients that are still there, or went elsewhere: told where plain PyTorch does otherwise."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import nn
+from training import LEVELS, batches, loss_of, prepared
+
+HAS_MASTERS = ("O2", "O5")
+
+
+def backward(amp: ModuleType, model: nn.Module, optimizer: Any, inputs: Any) -> None:
+    with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+@contextmanager
+def telling(message: str, count: int) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [message in str(one.message) for one in caught] == [True] * count
+    assert [one.filename for one in caught] == [__file__] * count
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mistake", ["no zero_grad", "two steps"])
+def test_gradients_of_the_last_step_are_told_of(amp: ModuleType, level: str, mistake: str) -> None:
+    model, optimizer = prepared(amp, level)
+    where = {"no zero_grad": "got a scale_loss() block", "two steps": "got an optimizer.step()"}
+    with telling(where[mistake], int(level in HAS_MASTERS)):
+        for inputs in batches():
+            if mistake == "two steps":
+                optimizer.zero_grad()
+            backward(amp, model, optimizer, inputs)
+            optimizer.step()
+            if mistake == "two steps":
+                optimizer.step()
+
+
+CLEARS = {
+    "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
+    "set_to_none=False": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model.zero_grad()": lambda model, optimizer: model.zero_grad(),
+    "p.grad = None": lambda model, _: [setattr(p, "grad", None) for p in model.parameters()],
+    "p.grad.zero_()": lambda model, _: [
+        p.grad is None or p.grad.zero_() for p in model.parameters()
+    ],
+    "p.grad.data.zero_()": lambda model, _: [
+        p.grad is None or p.grad.data.zero_() for p in model.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("level", HAS_MASTERS)
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_no_way_to_clear_them_is(amp: ModuleType, level: str, clear: str, passes: int) -> None:
+    model, optimizer = prepared(amp, level)
+    with telling("", 0):
+        for inputs in batches():
+            CLEARS[clear](model, optimizer)
+            for _ in range(passes):
+                backward(amp, model, optimizer, inputs)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("trained", ["copy", "frozen"])
+def test_a_loss_that_reaches_no_parameter_of_its_optimizer(
+    amp: ModuleType, level: str, trained: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    twin = copy.deepcopy(model)
+    if trained == "frozen":
+        model.requires_grad_(False)
+    with telling("must reach parameters of its optimizers", int(trained == "copy")):
+        for inputs in batches():
+            backward(amp, twin, optimizer, inputs)
+            optimizer.step()

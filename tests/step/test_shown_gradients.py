@@ -1,0 +1,167 @@
+"""Half gradients behind a block, read as in plain fp32; what is written to them is told."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import scaled_backward
+from torch import Tensor, nn
+
+LEVELS = ("O1", "O2", "O5")
+INPUTS = torch.randn(4, 16, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Pair:
+    """A model that amp prepares, and the same in fp32."""
+
+    def __init__(self, amp: ModuleType, level: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.amp = amp
+        self.plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.model: nn.Module = copy.deepcopy(self.plain)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.model, self.optimizer = amp.initialize(
+            self.model, optimizer, opt_level=level, verbosity=0, **options
+        )
+
+    def backward(self, inputs: Tensor, **options: Any) -> None:
+        self.plain(inputs).square().mean().backward()
+        loss = self.model(inputs).float().square().mean()
+        scaled_backward(self.amp, loss, self.optimizer, **options)
+
+    def assert_equal_gradients(self) -> None:
+        for param, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(param.grad.float(), other.grad, rtol=3e-2, atol=3e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("delays", [(False,), (False, False), (True, False), (False, True, False)])
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 1.0}], ids=["scaled", "1.0"])
+def test_they_are_true_behind_a_block(
+    amp: ModuleType, level: str, delays: tuple[bool, ...], options: dict[str, Any]
+) -> None:
+    pair = Pair(amp, level, **options)
+    for inputs, delay in zip(INPUTS, delays, strict=False):
+        pair.backward(inputs, delay_unscale=delay)
+    pair.assert_equal_gradients()
+
+
+CLIPS: dict[str, Callable[[Pair], Any]] = {
+    "model": lambda pair: nn.utils.clip_grad_norm_(pair.model.parameters(), 0.1),
+    "masters": lambda pair: nn.utils.clip_grad_norm_(pair.amp.master_params(pair.optimizer), 0.1),
+    "amp": lambda pair: pair.amp.clip_grad_norm_(pair.optimizer, 0.1),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_they_are_clipped_with_the_masters(amp: ModuleType, level: str, clip: str) -> None:
+    pair = Pair(amp, level)
+    pair.backward(INPUTS[0])
+    CLIPS[clip](pair)
+    nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+    pair.assert_equal_gradients()
+
+
+def test_a_clip_of_one_optimizer_leaves_scaled_gradients_of_another(amp: ModuleType) -> None:
+    pair = Pair(amp, "O2", loss_scale=64.0)
+    other = nn.Linear(4, 2)
+    second = torch.optim.SGD(other.parameters(), lr=0.5)
+    other, second = amp.initialize(other, second, opt_level="O2", loss_scale=64.0, verbosity=0)
+    pair.backward(INPUTS[0])
+    pair.backward(INPUTS[1], delay_unscale=True)
+    scaled_backward(amp, other(INPUTS[0]).float().square().mean(), second)
+    nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    pair.backward(INPUTS[2])
+    pair.assert_equal_gradients()
+
+
+def test_two_optimizers_that_share_a_parameter_both_receive_it(amp: ModuleType) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 2)
+    plain = copy.deepcopy(layer)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for _ in range(2)]
+    layer, optimizers = amp.initialize(layer, optimizers, opt_level="O2", verbosity=0)
+    plain(INPUTS[0]).square().mean().backward()
+    scaled_backward(amp, layer(INPUTS[0]).float().square().mean(), optimizers)
+    for one in optimizers:
+        for stepped, other in zip(amp.master_params(one), plain.parameters(), strict=True):
+            torch.testing.assert_close(stepped.grad, other.grad, rtol=2e-3, atol=1e-3)
+    for param, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.float(), other.grad, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_sparse_ones_are_true(amp: ModuleType, passes: int) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
+    table, optimizer = amp.initialize(
+        table, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0
+    )
+    for _ in range(passes):
+        scaled_backward(amp, table(torch.tensor([1, 1, 3])).float().sum(), optimizer)
+    expected = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0])[:, None].expand(5, 3) * passes
+    assert table.weight.grad.is_sparse
+    torch.testing.assert_close(table.weight.grad.float().to_dense(), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = table.weight.detach().clone()
+        optimizer.step()
+    torch.testing.assert_close(table.weight.float(), before - 0.5 * expected, rtol=2e-3, atol=1e-3)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "clamp": lambda param: param.grad.clamp_(-1e-3, 1e-3),
+    "data": lambda param: param.grad.data.clamp_(-1e-3, 1e-3),
+    "sign": lambda param: param.grad.data.neg_(),
+    "replaced": lambda param: setattr(param, "grad", param.grad / 2),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_them_is_told(amp: ModuleType, level: str, write: str) -> None:
+    pair = Pair(amp, level)
+    for _ in range(3):
+        pair.optimizer.zero_grad()
+        pair.backward(INPUTS[0])
+        pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.backward(INPUTS[0])
+    for param in pair.model.parameters():
+        WRITES[write](param)
+    with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+        pair.optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_writes_to_masters_and_steps_that_are_right_are_not_told(
+    amp: ModuleType, level: str
+) -> None:
+    pair = Pair(amp, level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(20):
+            pair.optimizer.zero_grad()
+            pair.backward(INPUTS[step % 4])
+            for master in amp.master_params(pair.optimizer):
+                master.grad.data.mul_(0.5)
+            pair.optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_clearing_by_data_clears_the_masters(amp: ModuleType, level: str) -> None:
+    pair = Pair(amp, level)
+    pair.backward(INPUTS[0])
+    before = [param.detach().clone() for param in pair.model.parameters()]
+    for param in pair.model.parameters():
+        param.grad.data.zero_()
+    pair.optimizer.step()
+    for param, old in zip(pair.model.parameters(), before, strict=True):
+        assert torch.equal(param, old)
