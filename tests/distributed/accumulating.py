@@ -84,10 +84,14 @@ def _without_sync(model: nn.Module, is_local: bool) -> Any:
 
 
 def train_all(engine: str, levels: tuple[str, ...], **options: Any) -> dict[str, Any]:
-    """Return for each level what the engine trains, and what one process trains with one scale."""
+    """Return for each level what the engine trains, and on rank 0 what one process trains.
+
+    With one scale for each step.
+    """
     found = {}
     for level in levels:
         infs = level in training.SCALED
-        alone = train("none", level, delayed=True, synced=True, infs=infs)
+        is_first = distributed.get_rank() == 0
+        alone = train("none", level, delayed=True, synced=True, infs=infs) if is_first else None
         found[level] = train(engine, level, infs=infs, **options), alone
     return found

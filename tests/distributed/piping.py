@@ -130,13 +130,16 @@ def train(
 
 def train_and_compare(
     schedule: str, levels: tuple[str, ...], steps: int, max_norm: float | None, replicas: int = 1
-) -> dict[str, tuple[Trained, Trained]]:
-    """Return for each level what the pipeline trains here, and what this process trains alone."""
+) -> dict[str, tuple[Trained, Trained | None]]:
+    """Return for each level what the pipeline trains here, and on rank 0 what that trains alone."""
     found = {}
     for level in levels:
         is_scaled = level in training.SCALED
         infs, options = (PLANTS, OPTIONS) if is_scaled else ({}, {})
-        alone = training.train("none", level, steps, infs, max_norm, **options)
+        is_first = distributed.get_rank() == 0
+        alone = (
+            training.train("none", level, steps, infs, max_norm, **options) if is_first else None
+        )
         found[level] = train(schedule, level, steps, max_norm, replicas), alone
     return found
 

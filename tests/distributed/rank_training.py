@@ -263,8 +263,8 @@ def _mean(loss: Tensor, size: int) -> float:
 
 def train_and_compare(
     engine: str, levels: Sequence[str], steps: int, plants: Mapping[int, int], **options: Any
-) -> dict[str, tuple[Trained, Trained]]:
-    """Return for each level what an engine trains here, and what this process trains alone.
+) -> dict[str, tuple[Trained, Trained | None]]:
+    """Return for each level what an engine trains here, and on rank 0 what that trains alone.
 
     bfloat16 needs no loss scale, so that nothing is skipped there: its trainings have no infs.
     """
@@ -272,7 +272,9 @@ def train_and_compare(
     for level in levels:
         infs = plants if level in SCALED else {}
         by_engine = train(engine, level, steps, infs, **options)
-        found[level] = by_engine, train("none", level, steps, infs, **options)
+        is_first = distributed.get_rank() == 0
+        alone = train("none", level, steps, infs, **options) if is_first else None
+        found[level] = by_engine, alone
     return found
 
 

@@ -54,8 +54,12 @@ ENGINES = ("ddp", "fsdp2", "fsdp1", "zero", "tensor", "sequence")
 @pytest.mark.parametrize(
     "engine", nightly_but([one for one in ENGINES if one != "tensor"], ENGINES)
 )
-def test_ranks_train_what_one_process_trains(
-    engine: str, size: int, clipped: bool, levels: tuple[str, ...] = LEVELS
+def test_ranks_train_what_one_process_trains(engine: str, size: int, clipped: bool) -> None:
+    assert_trains_as_one_process(engine, size, clipped, LEVELS)
+
+
+def assert_trains_as_one_process(
+    engine: str, size: int, clipped: bool, levels: tuple[str, ...]
 ) -> None:
     found = ranks.run(
         training.train_and_compare,
@@ -75,10 +79,10 @@ def test_ranks_train_what_one_process_trains(
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_levels_without_masters(engine: str) -> None:
-    test_ranks_train_what_one_process_trains(engine, 2, True, ("O0", "O3"))
+    assert_trains_as_one_process(engine, 2, True, ("O0", "O3"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipped", [True, False])
 def test_tensor_parallel_and_sharded_by_fsdp2(clipped: bool) -> None:
-    test_ranks_train_what_one_process_trains("tensor-fsdp2", 4, clipped)
+    assert_trains_as_one_process("tensor-fsdp2", 4, clipped, LEVELS)
