@@ -169,6 +169,7 @@ def train(
     steps: int,
     plants: Mapping[int, int] | None = None,
     max_norm: float | None = None,
+    shares: int = 1,
     **options: Any,
 ) -> Trained:
     """Train by an engine; "none" trains this process alone on the batches of all ranks.
@@ -179,6 +180,8 @@ def train(
         steps: how many.
         plants: step -> the rank that has an inf in what it holds of a gradient.
         max_norm: gradients are clipped to it.
+        shares: in how many backward passes one process takes the rows, so that it rounds as so many
+            ranks do which each have some of them.
         options: of `amp.initialize`.
     """
     chosen = ENGINES[engine]
@@ -196,20 +199,20 @@ def train(
     losses, held, skipped, norms = [], [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        inputs, targets = rows(step, rank // alike, size // alike)
-        loss = (model(inputs).float() - targets).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            planted = (plants or {}).get(step)
-            is_here = planted is not None and (is_alone or planted % size == rank)
-            if is_here and averages_all(engine):
-                scaled_loss = scaled_loss * float("inf")
-            scaled_loss.backward()
-            if is_here and not averages_all(engine):
-                plant(model)
+        planted = (plants or {}).get(step)
+        is_here = planted is not None and (is_alone or planted % size == rank)
+        loss = torch.zeros(())
+        for share in range(shares):
+            inputs, targets = rows(step, rank // alike + share, size // alike * shares)
+            part = (model(inputs).float() - targets).square().mean() / shares
+            is_last = share == shares - 1
+            with amp.scale_loss(part, optimizer, delay_unscale=not is_last) as scaled_loss:
+                _backward(scaled_loss, model, is_here and is_last, averages_all(engine))
+            loss += part.detach()
         if max_norm is not None:
             norms.append(amp.clip_grad_norm_(optimizer, max_norm).item())
         optimizer.step()
-        losses.append(_mean(loss.detach(), size))
+        losses.append(_mean(loss, size))
         held.append(amp.loss_scale())
         skipped.append(amp.step_was_skipped(optimizer))
     params = whole_params(model)
@@ -217,6 +220,13 @@ def train(
     state = [_part(value).clone() for one in optimizer.state.values() for value in one.values()]
     amp.deactivate()
     return Trained(params, computed, norms, losses, held, skipped, state)
+
+
+def _backward(scaled_loss: Tensor, model: nn.Module, overflows: bool, by_loss: bool) -> None:
+    """Run a backward that overflows, or does not: by the loss, or in a gradient it has written."""
+    (scaled_loss * float("inf") if overflows and by_loss else scaled_loss).backward()
+    if overflows and not by_loss:
+        plant(model)
 
 
 def averages_all(engine: str) -> bool:
@@ -266,14 +276,17 @@ def train_and_compare(
 ) -> dict[str, tuple[Trained, Trained | None]]:
     """Return for each level what an engine trains here, and on rank 0 what that trains alone.
 
+    Alone it takes the rows in as many parts as the ranks do.
+
     bfloat16 needs no loss scale, so that nothing is skipped there: its trainings have no infs.
     """
-    found = {}
+    size, found = distributed.get_world_size(), {}
+    shares = size // ENGINES[engine].in_tensor_parallel(size)
     for level in levels:
         infs = plants if level in SCALED else {}
         by_engine = train(engine, level, steps, infs, **options)
         is_first = distributed.get_rank() == 0
-        alone = train("none", level, steps, infs, **options) if is_first else None
+        alone = train("none", level, steps, infs, shares=shares, **options) if is_first else None
         found[level] = by_engine, alone
     return found
 

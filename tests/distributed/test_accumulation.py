@@ -7,7 +7,7 @@ import pytest
 import ranks
 import torch
 from support import nightly_but
-from test_engines import TOLERANCE
+from test_engines import tolerance
 
 LEVELS = ("O1", "O2", "O4", "O5")
 
@@ -22,8 +22,8 @@ def assert_alike(found: list[Any], are_same_scales: bool, levels: tuple[str, ...
         assert skipped == alone_skipped
         if are_same_scales:
             assert scales == alone_scales
-        assert (
-            max((a - b).abs().max() for a, b in zip(params, alone, strict=True)) < TOLERANCE[level]
+        assert max((a - b).abs().max() for a, b in zip(params, alone, strict=True)) < tolerance(
+            "ddp", level
         )
 
 

@@ -57,7 +57,7 @@ def assert_alike(results: list[Trained], alone: Trained, level: str) -> None:
         known if skipped else loss  # of a micro-batch that overflows it is inf
         for known, loss, skipped in zip(alone.losses, last.losses, alone.skipped, strict=True)
     ]
-    assert_trained_alike(last._replace(params=whole, losses=losses), alone, level)
+    assert_trained_alike(last._replace(params=whole, losses=losses), alone, "pipeline", level)
 
 
 def test_stages_that_decide_alone_are_warned() -> None:

@@ -21,7 +21,7 @@ def test_a_wrapper_from_before_trains_where_parameters_stay(engine: str) -> None
     found = ranks.run(training.train_and_compare, engine, KEPT, 8, PLANTS, max_norm=0.5)
     for level in KEPT:
         assert_ranks_agree([one[level][0] for one in found], engine)
-        assert_trained_alike(*found[0][level], level)
+        assert_trained_alike(*found[0][level], engine, level)
 
 
 def test_gradients_of_a_wrapper_from_before_wait_for_the_others() -> None:
