@@ -79,6 +79,26 @@ def is_flat(model: nn.Module) -> bool:
     return bool(_fsdp1_modules(model))
 
 
+def refuse_original_params(models: Iterable[nn.Module], level: str) -> None:
+    """Raise for FSDP1 with ``use_orig_params=True``, whose parameters are views of flat ones.
+
+    Args:
+        models: about to be stored in half.
+        level: its name.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for model in models:
+        if any(one._use_orig_params for one in _fsdp1_modules(model)):
+            raise RuntimeError(
+                f"opt_level {level} stores parameters in half, and those of a model in "
+                "FullyShardedDataParallel must be the flat ones; got use_orig_params=True, which "
+                "keeps float32 ones beneath. Call FullyShardedDataParallel(model, "
+                "use_orig_params=False), or fully_shard(model), or take opt_level O1 or O4."
+            )
+
+
 def _fsdp1_modules(model: nn.Module) -> list[Any]:
     kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
     if kind is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.distributed.engines import refuse_original_params
 from amp_patch.distributed.fully_sharded import (
     follow_parameters,
     refuse_mixed_groups,
@@ -147,11 +148,14 @@ class PreparedModels:
         return any(level.cast_model_type in HALVES for _, level in models)
 
     def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
-        """Raise for models that FSDP2 has sharded in a way that does not go with a level.
+        """Raise for models that are sharded in a way that does not go with a level.
 
         Raises:
-            RuntimeError: another half dtype, or two dtypes that are gathered together.
+            RuntimeError: another half dtype, or two dtypes that are gathered together; flat
+                parameters that others are views of.
         """
+        if level.cast_model_type in HALVES:
+            refuse_original_params(models, level.name)
         if level.casts_functions or level.cast_model_type in HALVES:
             half = level.half_dtype if level.casts_functions else level.cast_model_type
             assert half is not None

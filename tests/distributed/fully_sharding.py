@@ -56,6 +56,24 @@ def batch_norms(are_apart: bool) -> str | list[float]:
     return _losses(model, optimizer)
 
 
+def original_params(levels: tuple[str, ...]) -> list[str]:
+    """Return what is said of FSDP1 with ``use_orig_params=True``; "trains" where nothing is."""
+    found = []
+    for level in levels:
+        model = FullyShardedDataParallel(
+            training.make_model(), device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer = training.adamw(model.parameters())
+        try:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            losses = _losses(model, optimizer)
+            found.append("trains" if losses == sorted(losses, reverse=True) else str(losses))
+        except RuntimeError as error:
+            found.append(str(error))
+        amp.deactivate()
+    return found
+
+
 def fused() -> tuple[list[str], bool]:
     """Return the warnings of ``fused_step`` on sharded parameters, and whether it steps alike."""
     trained = []

@@ -132,12 +132,19 @@ def _keep_wrapper(model: nn.Module) -> nn.Module:
     return model
 
 
+def sharded_in_replicas(model: nn.Module) -> nn.Module:
+    """Shard over pairs of ranks by FSDP2; each pair has all."""
+    shape = distributed.get_world_size() // 2, 2
+    return sharded(model, init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")))
+
+
 ENGINES = {
     "none": Engine(_same, adamw, _same),
     "ddp": Engine(_same, adamw, DistributedDataParallel),
     "ddp-first": Engine(DistributedDataParallel, adamw, _same),
     "ddp-around": Engine(_keep_wrapper, adamw, lambda model: _WRAPPERS.pop(model)),
     "fsdp2": Engine(sharded, adamw, _same),
+    "fsdp2-replicas": Engine(sharded_in_replicas, adamw, _same),
     "fsdp1": Engine(
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
     ),
@@ -207,7 +214,7 @@ def train(
             part = (model(inputs).float() - targets).square().mean() / shares
             is_last = share == shares - 1
             with amp.scale_loss(part, optimizer, delay_unscale=not is_last) as scaled_loss:
-                _backward(scaled_loss, model, is_here and is_last, averages_all(engine))
+                _backward(scaled_loss, model, is_here and is_last, overflows_in_loss(engine))
             loss += part.detach()
         if max_norm is not None:
             norms.append(amp.clip_grad_norm_(optimizer, max_norm).item())
@@ -232,6 +239,11 @@ def _backward(scaled_loss: Tensor, model: nn.Module, overflows: bool, by_loss: b
 def averages_all(engine: str) -> bool:
     """Return whether each rank gets all gradients, and so the inf of any rank's loss."""
     return engine.startswith("ddp") or engine == "zero"
+
+
+def overflows_in_loss(engine: str) -> bool:
+    """Return whether an inf of a rank's loss is in some gradient of every rank."""
+    return averages_all(engine) or engine == "fsdp2-replicas"
 
 
 def plant(model: nn.Module) -> None:

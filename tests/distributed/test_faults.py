@@ -44,7 +44,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(run: tuple[str, str, str]) -
     assert time.monotonic() - begin < ranks.TIMEOUT / 2
 
 
-@pytest.mark.parametrize("run", nightly_but([("ddp", "O1", "backward")], RUNS), ids="-".join)
+@pytest.mark.parametrize("run", nightly_but([("ddp", "O1", "backward")], RUNS[1::5]), ids="-".join)
 def test_a_rank_that_raises_is_an_error_on_the_others(run: tuple[str, str, str]) -> None:
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(failing.survive, *run, failing.run_out_of_memory)

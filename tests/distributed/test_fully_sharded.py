@@ -43,6 +43,13 @@ def test_batch_norms_in_float32_are_gathered_by_themselves() -> None:
         assert losses[-1] < losses[0]
 
 
+def test_flat_parameters_that_others_are_views_of_stay_in_float32() -> None:
+    for keeps, stores in ranks.run(fully_sharding.original_params, ("O1", "O2")):
+        assert keeps == "trains"
+        assert "opt_level O2 stores parameters in half" in stores
+        assert "use_orig_params=False" in stores
+
+
 def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> None:
     for messages, are_equal in ranks.run(fully_sharding.fused):
         assert len(messages) == 1
