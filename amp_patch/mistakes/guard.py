@@ -35,6 +35,7 @@ from .averages import HalfCopies
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
+from .plain_averages import PlainAverages
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
 
 
@@ -49,6 +50,7 @@ class Guard:
     Attributes:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
         copies: of models in half; false without any.
+        plain_averages: kept by a script in tensors of its own; false where none is looked for.
         unsynced: models that may leave gradients on one rank; false without any.
         backwards: calls of ``backward`` around blocks.
     """
@@ -67,6 +69,7 @@ class Guard:
         self._half_steps = HalfSteps()
         self.unprepared = UnpreparedParams()
         self.copies = HalfCopies(store, lambda: models.levels)
+        self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
         self.backwards = Backwards()
         self._explains = False
@@ -112,6 +115,7 @@ class Guard:
         """
         self.unsynced.follow([*models, *self._wrappers])
         self._wrappers = []
+        self.plain_averages.follow(models)
         hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
@@ -135,6 +139,8 @@ class Guard:
         if self._optimizers.originals_of(optimizer) not in self._optimizers.steps:
             self.unprepared.refuse(optimizer, list(self._models.levels), self._optimizers)
             self._half_steps.refuse(optimizer, self._store, self._optimizers)
+        elif self.plain_averages:
+            self.plain_averages.look()
 
     def note_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """A state dict of a model in half was made; see `HalfCopies.note_state`."""

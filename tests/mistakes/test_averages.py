@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -148,3 +149,73 @@ def test_a_copy_that_only_follows_is_not_told_of(amp: ModuleType, level: str) ->
         assert core.loss_scale()
 
     train(amp, model, optimizer, follow)
+
+
+def shadow_in_place(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    for one, param in zip(average, params, strict=True):
+        one.mul_(DECAY).add_(param.data, alpha=1 - DECAY)
+    return average
+
+
+def shadow_made_anew(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    pairs = zip(average, params, strict=True)
+    return [(1 - DECAY) * param.data + DECAY * one for one, param in pairs]
+
+
+def stuck_in_half(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    for one, param in zip(average, params, strict=True):
+        one.lerp_(param.data, 1e-6)
+    return average
+
+
+def last_values(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+def first_values(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    return average
+
+
+def steps_with(
+    amp: ModuleType, level: str, update: Any, read: str = "model", skipped: int | None = None
+) -> list[Any]:
+    """Train 24 steps with what a script keeps beside a model; return the warnings of averages."""
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    params = list(model.parameters())
+    if read == "masters":
+        params = list(core.master_params(optimizer))
+    kept = [param.data.clone() for param in params]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, inputs in enumerate(itertools.islice(itertools.cycle(batches()), 24)):
+            inputs = inputs * math.inf if number == skipped else inputs
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            kept = update(params, kept)
+    return [one for one in caught if "average of weights" in str(one.message)]
+
+
+@pytest.mark.parametrize("level", [*HALF, "O3"])
+@pytest.mark.parametrize("update", [shadow_in_place, shadow_made_anew, stuck_in_half])
+def test_an_average_in_plain_tensors_is_told_of_once(
+    amp: ModuleType, level: str, update: Any
+) -> None:
+    caught = steps_with(amp, level, update)
+    assert [one.filename for one in caught] == [__file__]
+
+
+def test_a_skipped_step_is_no_reason_to_stop(amp: ModuleType) -> None:
+    assert len(steps_with(amp, "O2", shadow_in_place, skipped=17)) == 1
+
+
+@pytest.mark.parametrize("update", [last_values, first_values])
+def test_copies_of_values_are_no_averages(amp: ModuleType, update: Any) -> None:
+    assert not steps_with(amp, "O2", update)
+
+
+def test_an_average_of_masters_is_right(amp: ModuleType) -> None:
+    assert not steps_with(amp, "O2", shadow_in_place, "masters")
+    assert not steps_with(amp, "O1", shadow_in_place)

@@ -1,0 +1,129 @@
+"""An average of half weights that a script keeps in tensors of its own: ``shadow[name]`` of an EMA.
+
+Nothing that torch calls tells of one. So a parameter is compared with what else lives in its dtype
+and shape, once, some steps into a training; where nothing does, that was all. Knows models in half;
+no optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from amp_patch.casting.mode import HALVES
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.warn_once import warn_once
+
+#: Steps until the first look: an average has begun, and the loss scale has come down.
+_FIRST_LOOK = 16
+#: Looks, each after a step that changed the parameter, at all of which an average must have moved.
+_LOOKS = 3
+#: Steps in which these looks are made, or given up, for some are skipped, or too small to see.
+_MOST_STEPS = 16
+#: Elements up to which a parameter is compared, where a model has one so small.
+_SMALL = 1 << 16
+_ALIKE = ("layout", "dtype", "shape", "device")
+#: How far an average is from its parameter at most, in norms of the parameter.
+_NEAR = 0.5
+
+
+class _Followed:
+    """A parameter, and the tensors that seem to follow it."""
+
+    def __init__(self, param: Tensor) -> None:
+        self._param = TensorWeakRef(param)
+        self._earlier: list[Tensor] = []
+        self._seen: dict[int, int] = {}
+        self.looks = 0
+
+    @torch.no_grad()
+    def look(self, living: Callable[[], Iterable[Tensor]]) -> bool:
+        """Look once; return whether it is worth another look.
+
+        A tensor follows the parameter that is near it, none of its last values, and was written
+        to, or made, since the last look: a copy that a script keeps stays, or is such a value.
+        """
+        param = self._param()
+        if param is None or param.dtype not in HALVES or captures.are_made(param.device):
+            return False
+        if self._earlier and torch.equal(self._earlier[-1], param):
+            return True  # the step was skipped
+        self._earlier = [*self._earlier[-2:], param.detach().clone()]
+        near = [one for one in living() if self._is_near(one, param)]
+        moved = [one for one in near if self._seen.get(id(one)) != one._version]
+        self._seen = {id(one): one._version for one in near}
+        self.looks += 1
+        return bool(near if self.looks == 1 else moved)
+
+    def _is_near(self, tensor: Tensor, param: Tensor) -> bool:
+        if any(getattr(tensor, name) != getattr(param, name) for name in _ALIKE):
+            return False
+        if tensor is param or tensor is param.grad or tensor.data_ptr() == param.data_ptr():
+            return False
+        size = param.float().norm()
+        if not (tensor.float() - param.float()).norm() <= _NEAR * size:
+            return False
+        return not any(torch.equal(tensor, value) for value in self._earlier)
+
+
+class PlainAverages:
+    """Looks for averages of half parameters in plain tensors; false where it is done.
+
+    Of each model one parameter is followed.
+    """
+
+    def __init__(self) -> None:
+        self._followed: list[_Followed] = []
+        self._steps = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._followed)
+
+    def follow(self, models: Iterable[nn.Module]) -> None:
+        """Models were prepared."""
+        self._steps = 0
+        for model in models:
+            halves = [
+                one for one in model.parameters() if one.dtype in HALVES and one.requires_grad
+            ]
+            if halves:
+                self._followed.append(_Followed(min(halves, key=_order)))
+
+    def look(self) -> None:
+        """Warn where an average followed a parameter at each of the last looks.
+
+        Call it before each step.
+        """
+        self._steps += 1
+        if self._steps < _FIRST_LOOK:
+            return
+        living = functools.cache(lambda: list(_plain_tensors()))
+        is_last = self._steps >= _FIRST_LOOK + _MOST_STEPS
+        self._followed = [one for one in self._followed if one.look(living) and not is_last]
+        if [one for one in self._followed if one.looks > _LOOKS]:
+            self._followed.clear()
+            warn_once(
+                "an average of weights needs fp32, for small updates are rounded away in half "
+                "precision; got tensors in half that follow the parameters of a model that "
+                "amp.initialize() stored in half. Average amp.master_params(optimizer) in place of "
+                "model.parameters(), or use torch.optim.swa_utils.AveragedModel(model)."
+            )
+
+
+def _order(param: Tensor) -> tuple[bool, bool, int]:
+    """Sort a matrix before a bias, which may be 0, and a small one before a large one."""
+    return param.dim() < 2, param.numel() > _SMALL, param.numel()
+
+
+def _plain_tensors() -> Iterator[Tensor]:
+    """Yield the living tensors that are no parameters that train; without a loop of Python's."""
+    objects: list[Any] = gc.get_objects()
+    found = compress(objects, map({Tensor, nn.Parameter}.__contains__, map(type, objects)))
+    return (one for one in found if not one.requires_grad)
