@@ -119,7 +119,7 @@ def test_the_page_of_all_messages_is_not_the_first_that_a_search_finds(
     ("words", "title"),
     [
         ("AveragedModel", "save and resume"),
-        ("save the model of the optimizer", "save and resume"),
+        ("save the three states", "save and resume"),
         ("attention mask", "Common mistakes"),
         ("keep a layer in float32", "Rules and regions"),
     ],

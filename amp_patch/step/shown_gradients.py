@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.tensor_lists import alike
 from amp_patch.weights.lazy_gradients import stored_grad
 
 from .param_pairs import ParamPairs
@@ -23,9 +24,9 @@ _WATCHED_PASSES = 16
 
 def copy_into(halves: list[Tensor], masters: list[Tensor]) -> None:
     """Round the gradients of masters into those of their half parameters; all are dense."""
-    if halves:
-        with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
-            torch._foreach_copy_(halves, masters)
+    with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
+        for targets, sources in alike(halves, masters):
+            torch._foreach_copy_(targets, sources)
 
 
 def show(pairs: ParamPairs) -> list[Tensor]:

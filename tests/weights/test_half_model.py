@@ -509,7 +509,7 @@ def test_nested_models_restore_the_mode_also_when_one_raises(
 ) -> None:
     within = prepared(amp, Failing(fails == "inner"), inner)
     around = prepared(amp, Nest(within, fails == "outer"), outer)
-    before = (mode.save(), list(mode.models), mode.region_dtype)
+    before = (mode.save(), mode.models, mode.region_dtype)
     if fails is None:
         around(ones())
     else:
@@ -527,7 +527,7 @@ def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
     for register in ("register_forward_pre_hook", "register_forward_hook"):
         model = prepared(amp, nn.Linear(4, 3), "O1")
         handle = getattr(model, register)(fail)
-        before = (mode.save(), list(mode.models))
+        before = (mode.save(), mode.models)
         with pytest.raises(ArithmeticError, match="hook"):
             model(ones())
         assert (mode.save(), mode.models) == before
