@@ -15,7 +15,7 @@ import hypothesis
 import support
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal import common_utils
+from torch.testing._internal import common_methods_invocations, common_utils
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree
@@ -41,12 +41,9 @@ Call = Callable[..., Any]
 def operators() -> list[OpInfo]:
     """Return torch's database of operators.
 
-    It is no global here: its functions would be looked through in every test of the process. And
-    it takes seconds to import, which only the processes spend that come here.
+    It is no global here: its functions would be looked through in every test of the process.
     """
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    return op_db
+    return common_methods_invocations.op_db
 
 
 @dataclass
