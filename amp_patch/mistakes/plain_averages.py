@@ -29,17 +29,21 @@ _LOOKS = 3
 _MOST_STEPS = 16
 #: Elements up to which a parameter is compared, where a model has one so small.
 _SMALL = 1 << 16
-_ALIKE = ("layout", "dtype", "shape", "device")
+_ALIKE = ("dtype", "shape", "device")
 #: How far an average is from its parameter at most, in norms of the parameter.
 _NEAR = 0.5
 
 
 class _Followed:
-    """A parameter, and the tensors that seem to follow it."""
+    """A parameter, and the tensors that seem to follow it.
+
+    Attributes:
+        looks: how many there were.
+    """
 
     def __init__(self, param: Tensor) -> None:
         self._param = TensorWeakRef(param)
-        self._earlier: list[Tensor] = []
+        self._earlier: list[Tensor] = []  # in fp32, for another thread may look as well
         self._seen: dict[int, int] = {}
         self.looks = 0
 
@@ -53,9 +57,10 @@ class _Followed:
         param = self._param()
         if param is None or param.dtype not in HALVES or captures.are_made(param.device):
             return False
-        if self._earlier and torch.equal(self._earlier[-1], param):
-            return True  # the step was skipped
-        self._earlier = [*self._earlier[-2:], param.detach().clone()]
+        value = param.detach().float()
+        if self._earlier and torch.equal(self._earlier[-1], value):
+            return True  # the step was skipped, or too small
+        self._earlier = [*self._earlier[-2:], value]
         near = [one for one in living() if self._is_near(one, param)]
         moved = [one for one in near if self._seen.get(id(one)) != one._version]
         self._seen = {id(one): one._version for one in near}
@@ -65,12 +70,12 @@ class _Followed:
     def _is_near(self, tensor: Tensor, param: Tensor) -> bool:
         if any(getattr(tensor, name) != getattr(param, name) for name in _ALIKE):
             return False
-        if tensor is param or tensor is param.grad or tensor.data_ptr() == param.data_ptr():
+        if tensor is param.grad:
             return False
-        size = param.float().norm()
-        if not (tensor.float() - param.float()).norm() <= _NEAR * size:
+        wide, value = tensor.float(), self._earlier[-1]
+        if not (wide - value).norm() <= _NEAR * value.norm():
             return False
-        return not any(torch.equal(tensor, value) for value in self._earlier)
+        return not any(torch.equal(wide, earlier) for earlier in self._earlier)
 
 
 class PlainAverages:
@@ -90,9 +95,9 @@ class PlainAverages:
         """Models were prepared."""
         self._steps = 0
         for model in models:
-            halves = [
-                one for one in model.parameters() if one.dtype in HALVES and one.requires_grad
-            ]
+            # of a parameter that is spread over ranks nobody keeps an average in plain tensors
+            plain = [one for one in model.parameters() if type(one) is nn.Parameter]
+            halves = [one for one in plain if one.dtype in HALVES and one.requires_grad]
             if halves:
                 self._followed.append(_Followed(min(halves, key=_order)))
 
@@ -123,7 +128,10 @@ def _order(param: Tensor) -> tuple[bool, bool, int]:
 
 
 def _plain_tensors() -> Iterator[Tensor]:
-    """Yield the living tensors that are no parameters that train; without a loop of Python's."""
+    """Yield the living tensors in half that are, or share the memory of, no trained parameter."""
     objects: list[Any] = gc.get_objects()
-    found = compress(objects, map({Tensor, nn.Parameter}.__contains__, map(type, objects)))
-    return (one for one in found if not one.requires_grad)
+    kinds = map({Tensor, nn.Parameter}.__contains__, map(type, objects))  # no loop of Python's
+    dense = [one for one in compress(objects, kinds) if one.layout is torch.strided]
+    halves = [one for one in dense if one.dtype in HALVES]
+    trained = {one.data_ptr() for one in halves if one.requires_grad and one.is_leaf}
+    return (one for one in halves if not one.requires_grad and one.data_ptr() not in trained)
