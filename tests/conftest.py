@@ -1,5 +1,6 @@
 """Fixtures for all tests: torch left as it was found, devices, seeds, hypothesis's settings."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -112,8 +113,18 @@ def pytest_collection_finish() -> None:
             "another profile, which an import loaded as torch.testing._internal.common_utils does. "
             "Call hypothesis.settings.load_profile(support.PROFILE) behind that import."
         )
+    if libraries := sys.modules.get("graph_libraries"):
+        libraries.put_aside()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def graph_libraries_imported() -> Iterator[None]:
+    """Have DGL and PyTorch Geometric where an import has them, if a test file has imported them."""
+    libraries = sys.modules.get("graph_libraries")
+    with libraries.imported() if libraries else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,8 @@ TESTED_BY = {
     "sweep.md": "tests/tools/sweep/test_sweep_command.py",
     "tune.md": "tests/tools/test_tune.py",
 }
+# docs/graphs.md
+pytestmark = pytest.mark.usefixtures("graph_libraries_imported")
 #: pages whose snippets go on from each other, from the first to the last
 IN_ONE_GO = {"diagnose.md", "mistakes.md"}
 SNIPPETS = [

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from amp_patch.casting.foreign_objects import cast_object
 from amp_patch.weights.half_model import cast_floats
 
+pytestmark = pytest.mark.usefixtures("graph_libraries_imported")
 Batch, Data = torch_geometric.data.Batch, torch_geometric.data.Data
 HeteroData, TemporalData = torch_geometric.data.HeteroData, torch_geometric.data.TemporalData
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -9,6 +9,7 @@ from amp_patch.casting.library_functions import CASTS, DGL_CASTS, IN_FLOAT
 from amp_patch.casting.library_rules import REASONS, RULES
 from amp_patch.patching import resolve_in
 
+pytestmark = pytest.mark.usefixtures("graph_libraries_imported")
 ROWS = [(module, name, *row) for module, names in RULES.items() for name, row in names.items()]
 #: What `amp_patch[graphs]` brings; the others must be compiled for the torch at hand.
 INSTALLED = ("dgl", "torch_geometric")
