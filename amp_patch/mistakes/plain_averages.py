@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from typing import Any
@@ -108,6 +109,10 @@ class PlainAverages:
         """
         self._steps += 1
         if self._steps < _FIRST_LOOK:
+            return
+        if threading.active_count() > 1:
+            # The collector shows a tuple that another thread is making, which then fails there.
+            self._followed.clear()
             return
         living = functools.cache(lambda: list(_plain_tensors()))
         is_last = self._steps >= _FIRST_LOOK + _MOST_STEPS
