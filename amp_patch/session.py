@@ -24,7 +24,6 @@ from torch.optim.optimizer import (
 
 from . import arguments, kernels
 from .casting import torch_compile, torch_sites
-from .casting.held_functions import living_modules
 from .casting.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions
@@ -33,6 +32,7 @@ from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .distributed.engines import local_optimizer, ranks_given
 from .levels import OptLevel
+from .living_objects import instances
 from .mistakes.guard import Guard
 from .optimizers.half_eps import warn_of_eps
 from .patching import Patches
@@ -181,7 +181,9 @@ class Session:
         """
         with contextlib.ExitStack() as on_error:
             self._start(on_error)
-            self.functions.set_up(living_modules(), level, rules, self._casting_dtypes(), on_error)
+            self.functions.set_up(
+                instances(nn.Module), level, rules, self._casting_dtypes(), on_error
+            )
             on_error.pop_all()
         self.models.cast_functions()
         process.devices = ALL_DEVICES

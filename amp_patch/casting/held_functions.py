@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import itertools
 import operator
 import sys
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from amp_patch.imported_modules import Imported, imported, is_left_alone, users_of_torch
+from amp_patch.living_objects import instances
 from amp_patch.patching import put
 
 Replacements = Mapping[int, tuple[Any, Any]]
@@ -105,21 +105,7 @@ class HeldFunctions:
         if not originals:
             return []
         walk = _Walk(originals)
-        return [module for module in living_modules() if walk.through(module)]
-
-
-def living_modules() -> list[nn.Module]:
-    """Return every ``nn.Module`` of this process; may take a tenth of a second."""
-    return _of_kind(gc.get_objects(), nn.Module)
-
-
-def _of_kind(objects: list[Any], kind: type | tuple[type, ...]) -> list[Any]:
-    """Return the instances of a kind among very many objects; no loop of Python's.
-
-    By their type: asked for its class, a lazy proxy would load what it stands for.
-    """
-    kinds = {found for found in set(map(type, objects)) if issubclass(found, kind)}
-    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
+        return [module for module in instances(nn.Module) if walk.through(module)]
 
 
 def _undo_in(
@@ -289,8 +275,11 @@ def _containers_of_torch(_: Imported) -> dict[int, Any]:
     A user may have imported them. They are kept, or another object might get the id of one.
     """
     torchs = [vars(module) for name, module in sys.modules.items() if is_left_alone(name)]
-    values = itertools.chain.from_iterable(map(dict.values, torchs))
-    return {id(table): table for table in _of_kind(list(values), _CONTAINERS)}
+    values = list(itertools.chain.from_iterable(map(dict.values, torchs)))
+    # no loop of Python's, for they are very many
+    kinds = {found for found in set(map(type, values)) if issubclass(found, _CONTAINERS)}
+    tables = itertools.compress(values, map(kinds.__contains__, map(type, values)))
+    return {id(table): table for table in tables}
 
 
 def _places_in(holder: Any) -> Iterable[Place]:

@@ -8,11 +8,7 @@ no optimizer.
 from __future__ import annotations
 
 import functools
-import gc
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.living_objects import instances
 from amp_patch.warn_once import warn_once
 
 #: Steps until the first look: an average has begun, and the loss scale has come down.
@@ -110,10 +107,6 @@ class PlainAverages:
         self._steps += 1
         if self._steps < _FIRST_LOOK:
             return
-        if threading.active_count() > 1:
-            # The collector shows a tuple that another thread is making, which then fails there.
-            self._followed.clear()
-            return
         living = functools.cache(lambda: list(_plain_tensors()))
         is_last = self._steps >= _FIRST_LOOK + _MOST_STEPS
         self._followed = [one for one in self._followed if one.look(living) and not is_last]
@@ -134,9 +127,7 @@ def _order(param: Tensor) -> tuple[bool, bool, int]:
 
 def _plain_tensors() -> Iterator[Tensor]:
     """Yield the living tensors in half that are, or share the memory of, no trained parameter."""
-    objects: list[Any] = gc.get_objects()
-    kinds = map({Tensor, nn.Parameter}.__contains__, map(type, objects))  # no loop of Python's
-    dense = [one for one in compress(objects, kinds) if one.layout is torch.strided]
-    halves = [one for one in dense if one.dtype in HALVES]
+    tensors = [one for one in instances(Tensor) if type(one) in (Tensor, nn.Parameter)]
+    halves = [one for one in tensors if one.layout is torch.strided and one.dtype in HALVES]
     trained = {one.data_ptr() for one in halves if one.requires_grad and one.is_leaf}
     return (one for one in halves if not one.requires_grad and one.data_ptr() not in trained)

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from amp_patch.casting.held_functions import HeldFunctions, living_modules
+from amp_patch.casting.held_functions import HeldFunctions
+from amp_patch.living_objects import instances
 from amp_patch.requested_level import resolve
 from amp_patch.session import session
 
@@ -330,7 +331,7 @@ def test_any_nesting_holds_wrappers_and_then_the_very_objects_again(wrappers, tr
     for now, then in zip(replaced, expected, strict=True):
         # a tuple is another, of the same kind and length; everything else is the object itself
         assert now is then or (type(now) is type(then) and isinstance(then, tuple))
-    with mock.patch("amp_patch.casting.held_functions.living_modules", return_value=[model]):
+    with mock.patch("amp_patch.casting.held_functions.instances", return_value=[model]):
         held.undo()  # to look for all living modules takes its time
     after = list(inside(model))
     for now, then in zip(after, before, strict=True):
@@ -701,25 +702,14 @@ def test_a_tuple_with_a_layer_comes_back_as_an_equal_one(amp) -> None:
     assert model.pair == (model.layer, F.softplus)
 
 
-def test_living_modules_are_found_and_proxies_are_not_woken() -> None:
-    class Proxy:
-        @property
-        def __class__(self) -> Any:
-            raise AssertionError("woken")
-
-    proxy, model = Proxy(), nn.Linear(2, 2)
-    assert any(found is model for found in living_modules())
-    del proxy
-
-
 def test_undo_looks_around_only_where_somebody_holds_a_wrapper(monkeypatch) -> None:
     calls = []
 
-    def count() -> list[nn.Module]:
+    def count(base: type[nn.Module]) -> list[nn.Module]:
         calls.append(None)
-        return living_modules()
+        return instances(base)
 
-    monkeypatch.setattr("amp_patch.casting.held_functions.living_modules", count)
+    monkeypatch.setattr("amp_patch.casting.held_functions.instances", count)
     held, model = HeldFunctions(), Inner([torch.exp])
     wrappers = {id(torch.exp): (torch.exp, Wrapper())}
     held.install(wrappers, [], [])

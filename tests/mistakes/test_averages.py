@@ -220,3 +220,18 @@ def test_copies_of_values_are_no_averages(amp: ModuleType, update: Any) -> None:
 def test_an_average_of_masters_is_right(amp: ModuleType) -> None:
     assert not steps_with(amp, "O2", shadow_in_place, "masters")
     assert not steps_with(amp, "O1", shadow_in_place)
+
+
+def test_another_model_that_trains_alike_is_no_average(amp: ModuleType) -> None:
+    """Masters keep views of their half parameters, which are plain tensors that move with them."""
+    runs = [make() for _ in range(2)]
+    for model, optimizer in runs:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for inputs in itertools.islice(itertools.cycle(batches()), 24):
+            for number, (model, optimizer) in enumerate(runs):
+                optimizer.zero_grad()
+                with amp.scale_loss(loss_of(model, inputs * (1 + number)), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 import weakref
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from amp_patch.living_objects import instances
 
 _STATUS = Path("/proc/self/status")
 
@@ -90,5 +91,5 @@ class LivingTensors(TorchDispatchMode):
 
 def _tensors_of_this_process() -> list[Tensor]:
     """Return what lives now and Python knows of, with the gradients."""
-    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    found = instances(Tensor)
     return found + [one.grad for one in found if one.is_leaf and one.grad is not None]

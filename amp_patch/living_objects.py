@@ -1,0 +1,26 @@
+"""Finds the living instances of a class, whatever other threads do meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from itertools import chain, starmap
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
+
+
+def instances(base: type[Kind]) -> list[Kind]:
+    """Return every instance of a class, or of its subclasses, in this process.
+
+    May take a tenth of a second. An object is asked for its type only: asked for its class, a lazy
+    proxy would load what it stands for.
+
+    Args:
+        base: a class made in Python, for its instances refer to it.
+    """
+    # Nobody may hold the list of gc.get_objects() while another thread runs: that thread's tuples
+    # are in it, and CPython raises SystemError where one is held before it is finished. So it is
+    # made and dropped within one call, in which no other thread can run.
+    kinds = set(map(type, chain.from_iterable(starmap(gc.get_objects, [()]))))
+    found: set[Any] = {kind for kind in kinds if issubclass(kind, base)}
+    return [one for one in gc.get_referrers(*found) if type(one) in found]

@@ -1,0 +1,71 @@
+"""Instances are found by their type, and threads beside go on."""
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_patch.living_objects import instances
+
+
+class Layer(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("base", "make"),
+    [
+        (nn.Module, lambda: Layer(2, 2)),
+        (Tensor, lambda: torch.ones(2)),
+        (Tensor, lambda: nn.Parameter(torch.ones(2))),
+        (Tensor, lambda: torch.ones(2, requires_grad=True) * 2),
+        (nn.Parameter, lambda: nn.Parameter(torch.ones(2))),
+    ],
+)
+def test_what_lives_is_found_once_and_nothing_else(base: type, make: Any) -> None:
+    made = [make() for _ in range(3)]
+    found = instances(base)
+    assert {id(one) for one in found} >= set(map(id, made))
+    assert len({id(one) for one in found}) == len(found)
+    assert all(isinstance(one, base) for one in found)
+
+
+def test_proxies_are_not_woken() -> None:
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise AssertionError("woken")
+
+    proxy = Proxy()
+    assert all(one is not proxy for one in instances(nn.Module))
+
+
+def test_threads_beside_make_their_tuples() -> None:
+    """Whoever holds a tuple that another thread is making breaks that thread (SystemError)."""
+    ended = threading.Event()
+    failed = []
+
+    def work() -> None:
+        try:
+            while not ended.is_set():
+                tuple(value for value in range(200))
+        except SystemError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(5):
+            assert isinstance(instances(nn.Parameter), list)
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
