@@ -44,8 +44,8 @@ class Imported:
     """
 
     def __init__(self) -> None:
-        self._names, self._ids = list(sys.modules), list(map(id, sys.modules.values()))
-        self.left_alone = set(filter(is_left_alone, self._names))
+        self._ids = list(map(id, sys.modules.values()))
+        self.left_alone = set(filter(is_left_alone, list(sys.modules)))
         self.torchs = {
             id(module) for name, module in sys.modules.copy().items() if _package(name) == "torch"
         }
@@ -65,11 +65,8 @@ class Imported:
 
         Of thousands of modules a loop of Python's would take longer than all else.
         """
-        return (
-            self._names == list(sys.modules)
-            and self._ids == list(map(id, sys.modules.values()))
-            and self._globals == sum(map(len, self._passed_over))
-        )
+        known = self._ids == list(map(id, sys.modules.values()))
+        return known and self._globals == sum(map(len, self._passed_over))
 
 
 _imported_last: list[Imported] = []

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import shutil
 import sys
@@ -57,6 +58,10 @@ def can_import_cupy() -> bool:
 if torch.cuda.is_available() and not can_import_cupy():
     # else the one warning that tells of it is an error in whatever test comes first
     os.environ.setdefault("AMP_PATCH_KERNELS", "torch")
+
+
+# not pytest's option log_level: set six times a test, it makes Python forget what loggers cached
+logging.getLogger().setLevel(logging.INFO)
 
 
 # For a device that is not there torch.manual_seed keeps the formatted stack of each call, thrice:
@@ -115,6 +120,10 @@ def pytest_collection_finish() -> None:
         )
     if libraries := sys.modules.get("graph_libraries"):
         libraries.put_aside()
+    # pytest adds a handler to each logger that does not hand on, six times a test; torch has dozens
+    for logger in logging.getLogger().manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 

@@ -9,7 +9,6 @@ import functools
 import gc
 import os
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import cuda_on_cpu
+import processes
 import pytest
 import torch
 from cuda_on_cpu.fake_gpu import Gpu
@@ -548,7 +548,7 @@ def test_the_example_runs_as_it_stands_without_a_gpu() -> None:
     warnings = ("-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning")
     command = [sys.executable, *warnings, str(script), "--epochs", "2", "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    done = processes.run(command, env=environment)
     assert done.stderr == ""
     assert re.fullmatch(r"O2: loss 2\.3\d+ -> 0\.\d+, \d+\.\d\d ms per step\n", done.stdout)
 

@@ -72,9 +72,24 @@ class Snapshot:
     fast_path: bool
 
 
+_last: list[tuple[Any, Snapshot]] = []
+
+
 def take() -> Snapshot:
-    """Record what stands now in torch, and where other modules have bound its functions."""
-    attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
+    """Record what stands now in torch, and where other modules have bound its functions.
+
+    To record takes longer than many tests. What was recorded last is returned again while no
+    module was imported or dropped, and nothing was added to torch: a test that replaces something
+    fails, and what it replaced is put back.
+    """
+    owners = (*NAMESPACES, *CLASSES)
+    state = frozenset(sys.modules), [len(vars(owner)) for owner in owners]
+    if not _last or _last[0][0] != state:
+        _last[:] = [(state, _take({owner: _attributes(owner) for owner in owners}))]
+    return _last[0][1]
+
+
+def _take(attributes: dict[Any, dict[str, Any]]) -> Snapshot:
     return Snapshot(
         attributes=attributes,
         bound_names=_bound_names(attributes, frozenset(sys.modules)),
@@ -96,6 +111,7 @@ def differences(before: Snapshot) -> list[str]:
 
 def restore(before: Snapshot) -> None:
     """Put the attributes and bound names back, so that one leak does not fail the next tests."""
+    _last.clear()
     for owner, name, value in _changed_attributes(before):
         if value is ABSENT:
             delattr(owner, name)

@@ -20,22 +20,21 @@ GLOO_ABORTS = "terminate called without an active exception"
 
 
 def run(
-    command: Sequence[object], cwd: Path | None = None, **variables: str
+    command: Sequence[object], cwd: Path | None = None, fork: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that finds this checkout; what it prints is in the result.
 
     Args:
         command: what to run.
         cwd: where.
+        fork: True where it does not matter how the first Python starts: see `processes`.
         variables: of the environment, beside this process's own.
     """
-    return subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env=_environment(variables),
-    )
+    env = _environment(variables)
+    if fork:
+        return processes.run(command, cwd=cwd, env=env)
+    words = list(map(str, command))
+    return subprocess.run(words, capture_output=True, text=True, cwd=cwd, env=env)
 
 
 def run_pair(command: Sequence[object]) -> str:

@@ -76,7 +76,7 @@ def test_a_script_that_is_not_there_is_pythons_error(tmp_path: Path) -> None:
 
 
 def test_an_unknown_level_is_refused() -> None:
-    found = run([*RUN, "--opt-level", "O7", "train.py"])
+    found = run([*RUN, "--opt-level", "O7", "train.py"], fork=True)
     assert found.returncode == 2
     assert "'O7' is not one of 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'" in found.stderr
 
@@ -203,12 +203,12 @@ def test_a_rules_file_is_found_from_wherever_the_script_goes(tmp_path: Path) -> 
     rules.write_text("")
     path = tmp_path / "train.py"
     path.write_text("import os; os.chdir('elsewhere'); print(os.environ['AMP_PATCH_RULES'])")
-    found = run([*RUN, "--rules", "rules.toml", path], cwd=tmp_path)
+    found = run([*RUN, "--rules", "rules.toml", path], cwd=tmp_path, fork=True)
     assert found.stdout == f"{rules}\n", found.stderr
 
 
 def test_a_rules_file_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
-    found = run([*RUN, "--rules", "none.toml", "train.py"], cwd=tmp_path)
+    found = run([*RUN, "--rules", "none.toml", "train.py"], cwd=tmp_path, fork=True)
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)
 
 
@@ -264,7 +264,7 @@ def test_a_script_that_never_calls_amp_is_told_so(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(program)
-    found = run([*RUN, *options, script])
+    found = run([*RUN, *options, script], fork=True)
     assert found.stderr.count(NEVER) == is_said
     assert ("amp-patch: " in found.stderr) is is_said
     assert NEVER not in found.stdout

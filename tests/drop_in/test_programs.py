@@ -152,6 +152,6 @@ def test_what_a_forced_level_refuses_is_dropped_in_one_line() -> None:
 
 def test_a_program_fails_without_the_drop_in() -> None:
     """The other tests show something: a Python without the drop-in has no apex."""
-    done = run([sys.executable, PROGRAMS / "gan.py"])
+    done = run([sys.executable, PROGRAMS / "gan.py"], fork=True)
     assert done.returncode == 1
     assert "No module named 'apex'" in done.stderr

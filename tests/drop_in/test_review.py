@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
 import torch
 from running import GLOO_ABORTS, RUN, run
 
@@ -27,6 +28,7 @@ def test_torchs_launcher_runs_under_amp_patch(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["apex.amp on 0", "apex.amp on 1"]
 
 
+@pytest.mark.slow
 def test_an_argument_of_earlier_launchers_comes_from_the_environment(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RANKS.replace("local-rank", "local_rank"))
