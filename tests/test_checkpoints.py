@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import processes
 import pytest
 import resumed_training as training
 import torch
@@ -55,7 +55,8 @@ def in_all_orders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Non
 def resume(folder: Path, *orders: str) -> None:
     """Resume all of them in one new process."""
     command = [sys.executable, "-W", "error", training.__file__, str(folder), *orders]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = processes.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
 
 
 def never_stopped(folder: Path, level: str, optimizer_name: str, options: str) -> None:

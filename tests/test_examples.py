@@ -34,7 +34,7 @@ TRAINABLE = [
     # Adam gives NaN in pure float16
     *(("language_model", level) for level in LEVELS if level != "O3"),
 ]
-ORDINARY = [pair for pair in TRAINABLE if pair[0] == "digits" or pair[1] in ("O0", "O1", "O2")]
+ORDINARY = [pair for pair in TRAINABLE if pair[0] == "digits" or pair[1] in ("O0", "O1")]
 #: The layer whose weights and activations are looked at.
 LAYERS = {"digits": "conv1", "language_model": "blocks.0.qkv"}
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16

@@ -419,7 +419,12 @@ FUNCTIONS = (
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
-    ("opt_level", "backend"), [("O1", "eager"), ("O4", "aot_eager"), ("O5", "eager")]
+    ("opt_level", "backend"),
+    [
+        ("O1", "eager"),
+        pytest.param("O4", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("O5", "eager", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("make", FUNCTIONS)
 def test_compiled_code_computes_what_eager_computes(amp, make, backend, opt_level):

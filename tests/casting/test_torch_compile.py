@@ -218,8 +218,11 @@ def test_a_function_compiled_before_initialize_follows_it_and_deactivate(amp, op
     assert_same(function(X), in_float)
 
 
+MODES = ("disable_casts", "half_region", "float_region")
+
+
 @pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("name", ["disable_casts", "half_region", "float_region"])
+@pytest.mark.parametrize("name", MODES)
 def test_a_mode_inside_and_around_a_compiled_function(amp, opt_level, name):
     model = start(amp, opt_level)
     mode = getattr(amp, name)
@@ -262,7 +265,7 @@ def test_nested_modes_inside_a_compiled_function(amp):
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("name", ["disable_casts", "half_region", "float_region"])
+@pytest.mark.parametrize("name", nightly_but(("half_region",), MODES))
 def test_a_decorated_function_runs_in_its_mode_inside_a_compiled_one(amp, opt_level, name):
     model = start(amp, opt_level)
 

@@ -189,10 +189,10 @@ def test_a_real_apex_with_amp_is_used_and_said_to_be_and_force_takes_its_place(
     script = tmp_path / "train.py"
     script.write_text("from apex import amp; print(getattr(amp, 'origin', amp.__name__))\n")
     paths = f"{tmp_path / 'installed'}:{ROOT}"
-    found = run([*RUN, "--opt-level", "O2", script], PYTHONPATH=paths)
+    found = run([*RUN, "--opt-level", "O2", script], fork=True, PYTHONPATH=paths)
     assert found.stdout == "real\n"
     assert f"the script uses the apex.amp in {amp.parent}, which --opt-level" in found.stderr
-    forced = run([*RUN, "--force", script], PYTHONPATH=paths)
+    forced = run([*RUN, "--force", script], fork=True, PYTHONPATH=paths)
     assert (forced.stdout, forced.stderr) == ("apex.amp\n", "")
     assert run([*RUN, script]).stderr == ""
 

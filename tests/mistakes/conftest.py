@@ -12,6 +12,14 @@ import amp_patch.apex
 from amp_patch import amp as core
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Leave the drop-in at O1 and O5 to the nightly run: it calls the same functions."""
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if params.get("module") == "drop-in" and params.get("level") in ("O1", "O5"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", params=["plain", "drop-in"])
 def module(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The module that a script calls ``amp``."""

@@ -1,7 +1,6 @@
 """Steps that the device skips, tried on the CPU: as if the host had looked at every check."""
 
 import functools
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import cuda_on_cpu
+import processes
 import pytest
 import torch
 from cuda_on_cpu.fake_gpu import Gpu
@@ -264,7 +264,7 @@ LAST_STEP_OVERFLOWS = """
 def test_the_message_of_the_last_step_comes_when_the_process_ends() -> None:
     command = [sys.executable, "-c", textwrap.dedent(LAST_STEP_OVERFLOWS)]
     root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    run = processes.run(command, cwd=root)
     assert run.returncode == 0, run.stderr
     _, end = run.stdout.split("the last line\n")
     message = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
