@@ -290,6 +290,7 @@ class OptimizerBackward:
 
     def note_cleared(self) -> None:
         """The user is about to clear the gradients."""
+        self._had_used = False
         if self.passes > self._passes_stepped:
             self.was_cleared = not self.is_open or self.gradients.wrote(self.pairs())
 

@@ -72,6 +72,17 @@ def test_no_way_to_clear_them_is(amp: ModuleType, level: str, clear: str, passes
             optimizer.step()
 
 
+@pytest.mark.parametrize("level", HAS_MASTERS)
+def test_they_may_be_cleared_in_the_block(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    with telling("", 0):
+        for inputs in batches():
+            with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+                optimizer.zero_grad()
+                scaled_loss.backward()
+            optimizer.step()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("trained", ["copy", "frozen"])
 def test_a_loss_that_reaches_no_parameter_of_its_optimizer(
