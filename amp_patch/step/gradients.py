@@ -109,6 +109,13 @@ class Gradients:
         used = (noted if isinstance(noted, Tensor) else noted() for noted in self._used)
         return [grad for grad in used if grad is not None]
 
+    def _used_aside(self) -> list[Tensor | TensorWeakRef]:
+        """Return references to the used ones that go back to parameters that got none since."""
+        if not self._aside:
+            return []
+        used = {id(one) for one in self._used_ones()}
+        return [TensorWeakRef(grad) for _, grad in self._aside if id(grad) in used]
+
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
         waiting = self._lazy is not None and self._lazy.are_waiting
@@ -193,7 +200,7 @@ class Gradients:
             self._written = pairs
             self._unscaled = grads, check.grads
             if not self._received:
-                self._used.clear()
+                self._used = self._used_aside()
             self._used += self._buffers.references(grads)
         self.scaled.scale = None
         return check, self._buffers.params

@@ -243,7 +243,7 @@ ACTIONS: st.SearchStrategy[tuple[str, dict[str, Any]]] = st.one_of(
 )
 
 
-@pytest.mark.filterwarnings("ignore:What is written to the gradients of half")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the mistakes that are drawn, too
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> None:
@@ -265,6 +265,23 @@ def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> Non
 
     run()
     del kept
+
+
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters the gradients of a step")
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_used_gradients_that_a_backward_passes_over_stay_used(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    run = Run(amp, fused, level, OPTIMIZERS["sgd"])
+    run.train()
+    run.train(leave_out="first")
+    first = list(run.amp.master_params(run.optimizer))[:2]
+    before = copy.deepcopy(first)
+    assert [one.grad for one in first] == [None, None]
+    run.step()
+    assert_same(first, before)
+    assert run.model.first.weight.grad is not None
 
 
 # --- what is done once, and what is not done ---
