@@ -32,7 +32,7 @@ REASONS = {
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
     "parts": "a function that is made of others in this table",
-    "tiny": "it adds 1e-30 to what it divides by, or takes the root of: zero in float16",
+    "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "weights": "float32 weights of edges would make float32 messages",
 }
 
@@ -92,6 +92,11 @@ RULES = {
     },
     "dgl.nn.pytorch.conv.dgnconv": {
         "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
+    },
+    "torch.nn.functional": {
+        # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
+        "normalize": ("stored", "always", "tiny"),
+        "cosine_similarity": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),

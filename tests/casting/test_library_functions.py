@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, _dtypes, wrap
 from amp_patch.casting.mode import mode, process
@@ -322,6 +323,33 @@ def test_a_result_is_half_where_functions_cast(amp: ModuleType, level: str) -> N
     found = called_at(level, "inside", function, torch.ones(2, 4, dtype=HALF_OF.get(level, F16)))
     assert found.dtype is (HALF_OF[level] if level in ("O1", "O4") else F32)
     assert called_at(level, "float_region", function, torch.ones(2, 4)).dtype is F32
+
+
+class ZeroRows(nn.Module):
+    """Divides by the lengths of rows, of which one is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return F.normalize(x).relu() + F.cosine_similarity(x, x).detach()[:, None]
+
+
+@pytest.mark.parametrize(
+    ("level", "compiled"), [("O1", False), ("O2", False), ("O2", True), ("O5", False)]
+)
+def test_a_row_of_zeros_can_be_normalized(amp: ModuleType, level: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])
+    model = ZeroRows()
+    expected = model(x)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = torch.compile(model, backend="eager", fullgraph=True)(x) if compiled else model(x)
+    assert found.float().allclose(expected, atol=4 * torch.finfo(HALF_OF[level]).eps)
+    found.float().sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
 
 
 class Noting(nn.Module):
