@@ -103,9 +103,11 @@ def register_library_function(
             not is passed over.
         casts: "promote" to the widest dtype where they are mixed; "half" to the level's half dtype
             at O1 and O4, and "promote" elsewhere; "stored" to the model's dtype in a model that is
-            stored in half precision (O2, O3, O5), results as well.
-        in_float: where half arguments are computed in float32, "never", on the "cpu" or "always".
-            The result comes in the dtype that it would have had.
+            stored in half precision (O2, O3, O5), results as well; "result" not at all, and results
+            to half at O1 and O4.
+        in_float: where half arguments are computed in float32, "never", on the "cpu", there and
+            where they are "mixed" with float32 ones, or "always". The result comes in the dtype
+            that it would have had.
 
     Raises:
         TypeError: module or name is no string.

@@ -1,5 +1,6 @@
 """Trains small graph networks at a level, and in float32 to compare with."""
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -85,3 +86,33 @@ def check(amp: ModuleType, layer: Layer, graph: Any, level: str) -> None:
     assert expected[-1] < expected[0]
     assert abs(losses[-1] - expected[-1]) < 0.05 * expected[0]
     assert HALF_OF[level] in model.dtypes
+
+
+def check_step(amp: ModuleType, model: nn.Module, inputs: tuple[Any, ...], level: str) -> None:
+    """The result and the gradients of one step are near those of float32, as far as half goes.
+
+    Args:
+        amp: what sets up a copy of the model.
+        model: returns a tensor, or several, of which the first counts.
+        inputs: of the model; a float32 tensor is the last.
+        level: O1 to O5.
+    """
+    ours = copy.deepcopy(model)
+    amp.initialize(ours, opt_level=level, verbosity=0)
+    precision = 16 * torch.finfo(HALF_OF.get(level, torch.float16)).eps
+    found, expected = (_first(one(*inputs)) for one in (ours, model))
+    assert _distance(found, expected) < precision
+    found.float().square().mean().backward()
+    expected.square().mean().backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
+        if theirs.grad is not None and theirs.grad.norm() > 1e-4:
+            assert _distance(mine.grad, theirs.grad) < 4 * precision, name
+
+
+def _first(found: Any) -> Tensor:
+    return found if isinstance(found, Tensor) else found[0]
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())

@@ -26,13 +26,14 @@ from .foreign_objects import cast_frame, promote_column
 from .half_saving import HalfSaving
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
+from .regions import FloatRegion
 
 Function = Callable[..., Any]
 
-CASTS = ("half", "promote", "stored")
+CASTS = ("half", "promote", "stored", "result")
 #: For methods of DGL's objects, of which only `library_rules` knows.
 DGL_CASTS = ("frames", "rows")
-IN_FLOAT = ("never", "cpu", "always")
+IN_FLOAT = ("never", "cpu", "mixed", "always")
 
 
 class Rule(NamedTuple):
@@ -142,7 +143,7 @@ def _classes_with(module: types.ModuleType, method: str) -> list[str]:
 
 def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
-    run = _RUN.get(rule.casts) or functools.partial(_run, rule)
+    run = functools.partial(_RUN.get(rule.casts, _run), rule)
     out_at = _position_of_out(function)
 
     @functools.wraps(function)
@@ -171,16 +172,34 @@ def _position_of_out(function: Function) -> int:
     return places[0] if places else sys.maxsize
 
 
-def _run_stored(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_stored(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Call it in a model that is stored in half with arguments in its dtype, results as well."""
     dtype = mode.stored
     if dtype is None or mode.region is not None:
         return function(*args, **kwargs)
-    args, kwargs = _cast((args, dict(kwargs)), dtype)
-    return _cast(function(*args, **kwargs), dtype)
+    if not _in_float(rule, _floats_in(args, kwargs) if rule.in_float != "never" else []):
+        args, kwargs = _cast((args, dict(kwargs)), dtype)
+        return _cast(function(*args, **kwargs), dtype)
+    args, kwargs = _cast((args, dict(kwargs)), torch.float32)
+    with FloatRegion():  # the layers inside have half weights
+        found = function(*args, **kwargs)
+    return _cast(found, dtype)
 
 
-def _run_frames(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_result(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it, at O1 and O4 with results in half."""
+    found = function(*args, **kwargs)
+    level = mode.dtype or process.dtype
+    return found if level is OFF or mode.region is not None else _cast(found, level)
+
+
+def _run_frames(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Call it in such a model with the features in DGL's frames in the model's dtype."""
     dtype = mode.stored
     if dtype is None or mode.region is not None:
@@ -192,10 +211,12 @@ def _run_frames(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, 
     return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
-def _run_rows(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_rows(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Call what writes rows of a column of DGL's, which then has the dtype of both."""
     column, *given = args
-    tensors = [one for one in tensors_in((column.data, given, kwargs)) if _is_float(one)]
+    tensors = _floats_in(column.data, given, kwargs)
     if not tensors:
         return function(*args, **kwargs)
     _, dtype = _dtypes(Rule("promote"), tensors)
@@ -208,7 +229,7 @@ def _run_rows(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    tensors = [one for one in tensors_in((args, kwargs)) if _is_float(one)]
+    tensors = _floats_in(args, kwargs)
     if not tensors:
         return function(*args, **kwargs)
     runs_in, result = _dtypes(rule, tensors)
@@ -236,7 +257,12 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     return found
 
 
-_RUN = {"stored": _run_stored, "frames": _run_frames, "rows": _run_rows}
+_RUN = {
+    "stored": _run_stored,
+    "result": _run_result,
+    "frames": _run_frames,
+    "rows": _run_rows,
+}
 
 
 def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
@@ -251,9 +277,20 @@ def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype
         runs_in = result = level
     else:
         runs_in, result = widest, mode.stored or widest
-    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors)
-    in_float = rule.in_float == "always" or (rule.in_float == "cpu" and on_cpu)
-    return torch.float32 if in_float else runs_in, result
+    return torch.float32 if _in_float(rule, tensors) else runs_in, result
+
+
+def _in_float(rule: Rule, tensors: list[Tensor]) -> bool:
+    """Tell whether half arguments are computed in float32, of a call with such tensors."""
+    if rule.in_float in ("never", "always"):
+        return rule.in_float == "always"
+    if rule.in_float == "mixed" and len({tensor.dtype for tensor in tensors}) > 1:
+        return True
+    return any(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _floats_in(*values: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(values) if _is_float(tensor)]
 
 
 def _is_float(tensor: Tensor) -> bool:

@@ -9,34 +9,40 @@ stands for that method of every class that the module, or one inside of it, defi
 - "half": to the level's half dtype at O1 and O4; elsewhere as "promote".
 - "promote": where dtypes are mixed, to the widest of them. In a model that is stored in half
   precision (O2, O3, O5) the result has the model's dtype.
-- "stored": in such a model to its dtype, and its results too; elsewhere not at all.
+- "stored": in such a model to its dtype, and its results too; elsewhere not at all. Where the
+  second word says float32, all that is computed inside is, with the half weights of the model.
+- "result": not at all; at O1 and O4 the results are cast to the level's half dtype.
 - "frames": as "stored", for what DGL makes of frames of features; those are cast when read.
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
 
-The second word: "never", "cpu" (tensors on the CPU) or "always". Results come in the dtype that
-they would have had.
+The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
+come with float32 ones) or "always". Results come in the dtype that they would have had.
 """
 
 from __future__ import annotations
 
 REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
+    "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
     "matrix": "a matrix product, for which the CPU has no half kernel",
+    "no kernel": "it calls cdist, for which torch has no half kernel",
     "messages": "messages of the user's own functions may be float32",
+    "own": "it makes float32 tensors of its own, which meet half features",
     "parts": "a function that is made of others in this table",
+    "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "weights": "float32 weights of edges would make float32 messages",
 }
 
 RULES = {
     "dgl.ops.spmm": {
         # the mean divides a sum that may leave float16's range: both are in float32 on the CPU
-        "gspmm": ("half", "cpu", "autocast"),
+        "gspmm": ("half", "mixed", "autocast"),
     },
     "dgl.ops.sddmm": {
-        "gsddmm": ("half", "cpu", "autocast"),
+        "gsddmm": ("half", "mixed", "autocast"),
     },
     "dgl.ops.edge_softmax": {
         "edge_softmax": ("half", "cpu", "autocast"),
@@ -63,17 +69,67 @@ RULES = {
     "dgl.nn.pytorch": {
         "*.__call__": ("stored", "never", "layer"),
     },
+    "dgl.nn.pytorch.conv.gatconv": {
+        "GATConv.forward": ("result", "never", "bias"),
+    },
+    "dgl.nn.pytorch.conv.gatv2conv": {
+        "GATv2Conv.forward": ("result", "never", "bias"),
+    },
+    "dgl.nn.pytorch.conv.graphconv": {
+        "GraphConv.forward": ("result", "never", "bias"),
+    },
+    "dgl.nn.pytorch.conv.relgraphconv": {
+        "RelGraphConv.forward": ("result", "never", "bias"),
+    },
+    "dgl.nn.pytorch.conv.sageconv": {
+        "SAGEConv.forward": ("result", "never", "bias"),
+    },
+    "dgl.nn.pytorch.conv.egnnconv": {
+        "EGNNConv.forward": ("stored", "always", "tiny"),
+    },
+    "dgl.nn.pytorch.conv.pnaconv": {
+        "PNAConvTower.reduce_func": ("stored", "always", "tiny"),
+    },
+    "dgl.nn.pytorch.conv.dgnconv": {
+        "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
+    },
+    "torch.nn.functional": {
+        # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
+        "normalize": ("stored", "always", "tiny"),
+        "cosine_similarity": ("stored", "always", "tiny"),
+    },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),
     },
     "torch_geometric.nn.aggr.equilibrium": {
         "*.__call__": ("stored", "never", "layer"),
     },
+    "torch_geometric.nn.conv.gat_conv": {
+        "GATConv.forward": ("result", "never", "bias"),
+    },
+    "torch_geometric.nn.conv.gatv2_conv": {
+        "GATv2Conv.forward": ("result", "never", "bias"),
+    },
+    "torch_geometric.nn.conv.gcn_conv": {
+        "GCNConv.forward": ("result", "never", "bias"),
+    },
     "torch_geometric.nn.dense.diff_pool": {
         "dense_diff_pool": ("stored", "never", "layer"),
     },
     "torch_geometric.nn.dense.mincut_pool": {
         "dense_mincut_pool": ("stored", "never", "layer"),
+    },
+    "torch_geometric.nn.models.graph_unet": {
+        "GraphUNet.augment_adj": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.nn.pool.asap": {
+        "ASAPooling.forward": ("stored", "cpu", "matrix"),
+    },
+    "torch_geometric.nn.pool.cluster_pool": {
+        "ClusterPooling.forward": ("stored", "always", "own"),
+    },
+    "torch_geometric.nn.pool.mem_pool": {
+        "MemPooling.forward": ("stored", "always", "no kernel"),
     },
     "torch_geometric.utils._scatter": {
         "scatter": ("promote", "always", "hubs"),

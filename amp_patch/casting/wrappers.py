@@ -77,12 +77,15 @@ class Casts:
         cast_weight = self._cache.cast
         # What torch does in C writes to no argument, and keeps none but for its backward.
         cast_activation = shared_cast if _is_torchs_in_c(original) else None
+        takes_sparse = original.__name__ in _TAKE_SPARSE
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             dtype = mode.dtype or process.dtype
             if dtype is OFF:
                 return original(*args, **kwargs)
+            if takes_sparse and any(map(_is_sparse_on_cpu, args)):
+                return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
             if _stay(args, kwargs, _OTHERS[dtype]):
                 return original(*args, **kwargs)
@@ -152,6 +155,15 @@ LAYERS = frozenset(
         torch.conv_transpose3d,
     }
 )
+#: Products of two matrices of which one may be sparse.
+_TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "matmul", "mm"})
+
+
+def _is_sparse_on_cpu(value: Any) -> bool:
+    """Tell a sparse matrix for whose products torch has no half kernel."""
+    return isinstance(value, Tensor) and value.layout is not torch.strided and value.is_cpu
+
+
 #: What is cast to each half dtype.
 _OTHERS = {half: frozenset(FLOATS) - {half} for half in HALVES}
 

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, wrap
+from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, _dtypes, wrap
 from amp_patch.casting.mode import mode, process
 from amp_patch.session import session
 
@@ -260,6 +261,101 @@ def called_at(level: str, where: str, function: Any, *args: Tensor) -> Tensor:
     finally:
         mode.leave_model(1)
         process.restore(before)
+
+
+@pytest.mark.parametrize("in_float", IN_FLOAT)
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F16, F32)])
+def test_where_half_is_computed_in_float32(in_float: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """On a device with half kernels a mix of dtypes is promoted too, and comes back in half."""
+    a, b = (torch.ones(2, dtype=dtype, device="meta") for dtype in dtypes)
+    in_half = in_float in ("never", "cpu") or (in_float == "mixed" and dtypes[0] is dtypes[1])
+
+    def found() -> tuple[torch.dtype, torch.dtype]:
+        return _dtypes(Rule("half", in_float), [a, b])
+
+    assert called_at("O1", "inside", found) == (F16 if in_half else F32, F16)
+
+
+class Doubling(nn.Module):
+    """Doubles by a layer whose weight is half at O2; notes what the product comes out as."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.layer.weight.data = 2 * torch.eye(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wrap(self.compute, self.rule)(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        SEEN.append((found.dtype,))
+        return found + 1e-30
+
+    rule = Rule("stored", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("level", "rule", "computed", "result"),
+    [
+        ("O2", Rule("stored", "cpu"), F32, F16),
+        ("O5", Rule("stored", "always"), F32, BF16),
+        ("O5", Rule("stored"), BF16, BF16),
+        ("O1", Rule("stored", "always"), F16, F16),
+        ("O0", Rule("stored", "always"), F32, F32),
+        ("O0", Rule("result"), F32, F32),
+    ],
+)
+def test_layers_inside_of_a_function_run_in_float32_too(
+    amp: ModuleType, level: str, rule: Rule, computed: torch.dtype, result: torch.dtype
+) -> None:
+    model = Doubling()
+    model.rule = rule
+    outer = nn.Sequential(model, Noting())
+    amp.initialize(outer, opt_level=level, verbosity=0)
+    assert torch.equal(outer(torch.ones(2, 4)).float(), torch.full((2, 4), 2.0))
+    assert SEEN[-2:] == [(computed,), (result,)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_a_result_is_half_where_functions_cast(amp: ModuleType, level: str) -> None:
+    function = wrap(lambda x: x + torch.ones(4), Rule("result"))
+    found = called_at(level, "inside", function, torch.ones(2, 4, dtype=HALF_OF.get(level, F16)))
+    assert found.dtype is (HALF_OF[level] if level in ("O1", "O4") else F32)
+    assert called_at(level, "float_region", function, torch.ones(2, 4)).dtype is F32
+
+
+class ZeroRows(nn.Module):
+    """Divides by the lengths of rows, of which one is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return F.normalize(x).relu() + F.cosine_similarity(x, x).detach()[:, None]
+
+
+@pytest.mark.parametrize(
+    ("level", "compiled"), [("O1", False), ("O2", False), ("O2", True), ("O5", False)]
+)
+def test_a_row_of_zeros_can_be_normalized(amp: ModuleType, level: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.cat([torch.zeros(1, 4), torch.randn(2, 4)])
+    model = ZeroRows()
+    expected = model(x)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = torch.compile(model, backend="eager", fullgraph=True)(x) if compiled else model(x)
+    assert found.float().allclose(expected, atol=4 * torch.finfo(HALF_OF[level]).eps)
+    found.float().sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
+
+
+class Noting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append((x.dtype,))
+        return x
 
 
 def test_tensors_in_containers_are_cast_and_all_else_passes() -> None:

@@ -451,6 +451,30 @@ def test_what_has_no_half_kernel_on_the_cpu_takes_the_result_of_a_cast(function)
     torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-4)
 
 
+SPARSE_PRODUCTS = {
+    "csr @ dense": lambda matrix, x: matrix.to_sparse_csr() @ x,
+    "coo @ dense": lambda matrix, x: matrix @ x,
+    "matmul": lambda matrix, x: torch.matmul(matrix.to_sparse_csr(), x),
+    "mm": lambda matrix, x: matrix.mm(x),
+    "csr @ csr": lambda matrix, x: (matrix.to_sparse_csr() @ x.to_sparse_csr()).to_dense(),
+    "addmm": lambda matrix, x: torch.addmm(torch.zeros(3, 3), matrix.to_sparse_csr(), x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.usefixtures("o1")
+def test_products_with_sparse_matrices_run_in_fp32_on_the_cpu():
+    """torch has no half kernel for them there."""
+    dense, x = torch.tensor([[0.0, 2, 0], [1, 0, 0], [0, 3, 4]]), torch.arange(9.0).view(3, 3)
+    with amp_patch.amp.disable_casts():
+        expected = dense @ x
+    for first, second in [(torch.float32,) * 2, (torch.float16,) * 2, DTYPES["mixed"]]:
+        for name, product in SPARSE_PRODUCTS.items():
+            found = product(dense.to(first).to_sparse(), x.to(second))
+            assert found.dtype is torch.float32, name
+            assert torch.equal(found, expected), name
+
+
 def test_binary_cross_entropy_runs_in_fp32_on_the_cpu_and_is_refused_elsewhere(amp):
     activate(amp)
     probability, target = torch.rand(4).half(), torch.ones(4)

@@ -192,6 +192,55 @@ def test_a_layer_trains_as_in_float32(amp: ModuleType, case: tuple[str, str]) ->
     graph_training.check(amp, LAYERS[name], GRAPH, level)
 
 
+POSITIONS = torch.randn(NODES, 3, generator=torch.Generator().manual_seed(3))
+LONELY = dgl.add_self_loop(dgl.graph(([0, 1, 0], [1, 0, 2]), num_nodes=NODES))
+
+
+class Equivariant(nn.Module):
+    """Edges from a node to itself have length zero, by which their direction is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv.EGNNConv(FEATURES, 8, CLASSES)
+
+    def forward(self, graph: dgl.DGLGraph, x: Tensor) -> Tensor:
+        return torch.cat(self.conv(graph, x, POSITIONS), dim=1)
+
+
+class Principal(nn.Module):
+    """The deviation of equal messages is zero, and its root has no finite gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv.PNAConv(FEATURES, CLASSES, ["mean", "std", "moment3"], ["identity"], 2.5)
+
+    def forward(self, graph: dgl.DGLGraph, x: Tensor) -> Tensor:
+        return self.conv(graph, x)
+
+
+class Directional(nn.Module):
+    """A node whose only neighbour is itself divides by a distance of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv.DGNConv(FEATURES, CLASSES, ["dir1-av", "dir1-dx"], ["identity"], 2.5)
+
+    def forward(self, graph: dgl.DGLGraph, x: Tensor) -> Tensor:
+        return self.conv(graph, x, eig_vec=POSITIONS)
+
+
+DIVIDE_BY_ZERO = (Equivariant, Principal, Directional)
+
+
+@pytest.mark.parametrize("level", support.nightly_but(["O2"], [*LEVELS, "O3"]))
+@pytest.mark.parametrize("layer", DIVIDE_BY_ZERO)
+def test_constants_below_float16_still_keep_from_dividing_by_zero(
+    amp: ModuleType, layer: type[nn.Module], level: str
+) -> None:
+    torch.manual_seed(0)
+    graph_training.check_step(amp, layer(), (LONELY, torch.randn(NODES, FEATURES)), level)
+
+
 def hetero_graph() -> dgl.DGLGraph:
     a, b = torch.arange(NODES), torch.arange(NODES).flip(0)
     return dgl.heterograph(

@@ -200,6 +200,50 @@ def test_a_layer_trains_as_in_float32(amp: ModuleType, case: tuple[str, str]) ->
     graph_training.check(amp, layer, EDGE_INDEX if make is None else make(), level)
 
 
+class Coarsened(nn.Module):
+    """A layer that pools nodes, by sparse products, distances or matrices of its own."""
+
+    def __init__(self, pool: nn.Module) -> None:
+        super().__init__()
+        self.before, self.pool = nn.Linear(16, 16), pool
+
+    def forward(self, edges: Tensor, x: Tensor) -> Any:
+        return CALLS[type(self.pool)](self.pool, self.before(x), edges)
+
+
+GRAPH_OF = torch.arange(NODES) // (NODES // 2)
+CALLS = {
+    pyg.ASAPooling: lambda pool, x, edges: pool(x, edges, WEIGHTS),
+    pyg.GraphUNet: lambda pool, x, edges: pool(x, edges),
+    # of more than 25 nodes torch finds the distances by a product of matrices
+    pyg.MemPooling: lambda pool, x, edges: pool(x[:20], GRAPH_OF[10:30]),
+    pyg.pool.ClusterPooling: lambda pool, x, edges: pool(x, edges, GRAPH_OF),
+}
+POOLS = {
+    "ASAPooling": lambda: pyg.ASAPooling(16, 0.5),
+    "GraphUNet": lambda: pyg.GraphUNet(16, 8, 4, 1, pool_ratios=1.0),
+    "MemPooling": lambda: pyg.MemPooling(16, 6, 2, 3),
+    "ClusterPooling": lambda: pyg.pool.ClusterPooling(16),
+}
+POOLED = [(name, level) for name in POOLS for level in (*LEVELS, "O3")]
+POOLED_ORDINARY = {
+    ("ASAPooling", "O1"),
+    ("ASAPooling", "O2"),
+    ("GraphUNet", "O5"),
+    ("MemPooling", "O2"),
+    ("ClusterPooling", "O2"),
+}
+
+
+@pytest.mark.parametrize("case", support.nightly_but(POOLED_ORDINARY, POOLED), ids=" ".join)
+def test_pooling_without_half_kernels_is_that_of_float32(
+    amp: ModuleType, case: tuple[str, str]
+) -> None:
+    torch.manual_seed(0)
+    model = Coarsened(POOLS[case[0]]())
+    graph_training.check_step(amp, model, (EDGE_INDEX, torch.randn(NODES, 16)), case[1])
+
+
 # --- functions, on drawn indices and dtypes ---
 
 DTYPES = st.sampled_from([F16, BF16, F32])
