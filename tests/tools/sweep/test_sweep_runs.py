@@ -234,6 +234,11 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
         (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
+        (b"amp_patch: level\nE.Error: no\namp_patch: call it\nA.Error: half\n  x\n"
+         b"amp_patch: call model(x)\namp_patch: call model(x)\n", 1,
+         "A.Error: half; amp_patch: call model(x)"),
+        (b"[rank0]: RuntimeError: half\n[rank0]: amp_patch: call it\n", 1,
+         "RuntimeError: half; amp_patch: call it"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_crash_is_one_plain_line(
