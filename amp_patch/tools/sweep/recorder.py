@@ -83,6 +83,7 @@ class Recorder(StepObserver):
         """A second training begins in the same script: its steps belong to no earlier round."""
         if self._stepped:
             self._close()
+            self._round.training += 1
 
     def scaled(
         self,
@@ -174,7 +175,7 @@ class Recorder(StepObserver):
     def _close(self) -> None:
         """Write the round, and begin another; end the script where it was the last."""
         self._write()
-        self._round, self._stepped = Step(), set()
+        self._round, self._stepped = Step(training=self._round.training), set()
         if self._written == self._most:
             self._is_over = True
             self._lines.write({"done": self._written})

@@ -105,7 +105,9 @@ def test_trainings_that_follow_each_other_share_no_step(amp, start: Start, tmp_p
     for _ in range(2):
         pairs.append(prepared(amp, "O1"))
         seen += [train_step(amp, *pairs[-1]) for _ in range(3)]
-    assert [step.losses for step in recorded(recorder, tmp_path).steps] == seen
+    steps = recorded(recorder, tmp_path).steps
+    assert [step.losses for step in steps] == seen
+    assert [step.training for step in steps] == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
