@@ -23,9 +23,10 @@ from .saved_state import RandomState
 
 
 class Call:
-    """One call of a model with gradients on.
+    """One call of a model.
 
-    It belongs to its graph: the hooks of the outputs hold it, and it goes when the graph goes.
+    It belongs to its graph: the hooks of the outputs hold it, and it goes when the graph goes. The
+    last call of a model without gradients is kept until a step is made.
 
     Attributes:
         model: held weakly.
@@ -67,16 +68,22 @@ class RecordedCalls:
         self._open = _Open()
         self._order: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        self._ungraphed: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._count = 0
 
     def forget(self) -> None:
         """The step is over: its gradients are used up."""
         self.reached.clear()
+        self._ungraphed.clear()
 
     def of_pass(self, number: int) -> list[Call]:
         """Return the calls that a pass has reached, the earliest first."""
         calls = [call for call in self.reached if number in call.grads]
         return sorted(calls, key=lambda call: self._order[call])
+
+    def kept(self) -> list[Call]:
+        """Return all calls that are kept, in the order in which they ended."""
+        return sorted(self._order, key=self._order.__getitem__)
 
     def made(self, node: Any) -> bool:
         """Return whether a node of an autograd graph was made inside of a recorded call."""
@@ -85,7 +92,9 @@ class RecordedCalls:
 
     def before(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """A model's forward begins."""
-        if self.is_off or not torch.is_grad_enabled() or getattr(model, "_is_replica", False):
+        if self.is_off or torch.is_inference_mode_enabled():  # whose tensors have no second run
+            return
+        if getattr(model, "_is_replica", False):
             return
         param = next(model.parameters(), None)
         if self._open.calls or (param is not None and captures.are_made(param.device)):
@@ -109,21 +118,28 @@ class RecordedCalls:
             return
         if call is None:
             return
-        self._ranges.append((self._open.first_node, next_node()))
-        if model not in self._changing:
-            buffers = dict(model.named_buffers())
-            changed = {
-                name
-                for name, before in call.buffers.items()
-                if name not in buffers or not torch.equal(before, buffers[name])
-            }
-            self._changing[model] = changed
-            call.buffers = {name: call.buffers[name] for name in changed}
         self._count += 1
         self._order[call] = self._count
+        if not torch.is_grad_enabled():
+            self._ungraphed[model] = call
+            return
+        self._ranges.append((self._open.first_node, next_node()))
+        if model not in self._changing:
+            self._keep_what_changes(model, call)
         for index, output in enumerate(tensors_of(outputs)):
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(_Arrival(self, call, index))
+
+    def _keep_what_changes(self, model: nn.Module, call: Call) -> None:
+        """Keep of the buffers those that the forward has changed, in this call and all to come."""
+        buffers = dict(model.named_buffers())
+        changed = {
+            name
+            for name, before in call.buffers.items()
+            if name not in buffers or not torch.equal(before, buffers[name])
+        }
+        self._changing[model] = changed
+        call.buffers = {name: call.buffers[name] for name in changed}
 
     def arrived(self, call: Call, index: int, grad: Tensor) -> None:
         """A gradient has reached an output."""

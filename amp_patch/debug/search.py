@@ -5,7 +5,9 @@ Knows nothing of when that is done, which is the tracer's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,9 +31,18 @@ class Search:
         number: of the pass.
         scale: of the loss.
         watch: of what is outside of the models.
+        kept: all calls that can be run again, in the order in which they ended.
     """
 
-    def __init__(self, calls: list[Call], number: int, scale: float, watch: LossWatch) -> None:
+    def __init__(
+        self,
+        calls: list[Call],
+        number: int,
+        scale: float,
+        watch: LossWatch,
+        kept: Sequence[Call],
+    ) -> None:
+        self._kept = [call for call in kept if call.model() is not None]
         self._calls = [call for call in calls if call.model() is not None]
         self._number, self._scale, self._watch = number, scale, watch
 
@@ -41,7 +52,8 @@ class Search:
             one = Rerun(call)
             origin = one.forward()
             if origin is not None:
-                return _in_model(one, origin, self._scale, _mend(call, origin, None))
+                found = _in_model(one, origin, self._scale, _mend(call, origin, None))
+                return (self._handed_on(call, found) if origin.source == "input" else None) or found
         if self._watch.loss and self._watch.loss[0].kinds:
             return self._of_loss(self._watch.loss[0])
         if self._watch.found is not None:
@@ -50,6 +62,21 @@ class Search:
             cause = self._in_backward(call, call.grads[self._number])
             if cause is not None:
                 return cause
+        return None
+
+    def _handed_on(self, call: Call, found: Cause) -> Cause | None:
+        """Return the cause in the first model of the step that made inf or NaN before this call.
+
+        A GAN's critic is given what the generator made without gradients, or detached.
+        """
+        for earlier in itertools.takewhile(lambda one: one is not call, self._kept):
+            if earlier.model() is call.model():
+                continue
+            one = Rerun(earlier)
+            origin = one.forward()
+            if origin is not None:
+                cause = _in_model(one, origin, self._scale, _mend(earlier, origin, None))
+                return replace(cause, note=f"{found.model} was given it, or what was made of it.")
         return None
 
     def _in_loss(self, found: LossStep) -> Cause | None:

@@ -167,13 +167,14 @@ class Tracer(StepObserver):
         self.passes.clear()
 
     def _find(self) -> Cause:
-        with self._looking(self.recorded.reached) as calls:
+        with self._looking(self.recorded.kept()) as kept:
             for number, scale, watch in reversed(self.passes):
-                cause = Search(self.recorded.of_pass(number), number, scale, watch).find()
+                calls = self.recorded.of_pass(number)
+                cause = Search(calls, number, scale, watch, kept).find()
                 if cause is not None:
                     return cause
         scale = self.passes[-1][1] if self.passes else 1.0
-        if not calls:
+        if not self.recorded.reached:
             return Cause(
                 "unknown",
                 scale,

@@ -101,9 +101,19 @@ def _rules(rules: dict[str, str], script: Sequence[str]) -> list[str]:
         "",
         "Without a change of the script, by these lines in rules.toml:",
         "  [modules]",
-        *(f'  {json.dumps(name, ensure_ascii=False)} = "{how}"' for name, how in rules.items()),
+        *(
+            f'  {json.dumps(name, ensure_ascii=False)} = "{how}"'
+            for name, how in rules.items()
+            if not any(_is_inside(name, other) for other in rules)
+        ),
         f"and {run} {shlex.join(script)}",
     ]
+
+
+def _is_inside(module: str, other: str) -> bool:
+    """Return whether a module is in another, or in a model: what that computes in holds for it."""
+    is_model = not other or other.endswith(":")
+    return module != other and module.startswith(other if is_model else f"{other}.")
 
 
 def _near_limits(counted: dict[str, Any]) -> list[str]:

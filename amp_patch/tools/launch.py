@@ -31,7 +31,7 @@ from .crash import crash_reason
 from .early_notice import NAME as NOTE
 from .errors import BadArguments
 from .process import Start, start_process
-from .untrained import EARLY
+from .untrained import MEND, is_to_end, notice, reason_after
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
 GRACE = 5.0
@@ -163,12 +163,11 @@ class ScriptRun:
         """The exit code; None while it runs; below 0, the signal that ended it."""
         return self._process.poll()
 
-    def begins_without_amp(self) -> bool:
-        """Return True once, when the script has made steps and not begun to use amp."""
+    def steps_without_amp(self) -> int:
+        """Return how many steps the script has made without amp, 0 where it noted none."""
         with contextlib.suppress(FileNotFoundError):
-            self._note.unlink()
-            return True
-        return False
+            return int(self._note.read_text(encoding="utf-8"))
+        return 0
 
     def wait(self, seconds: float) -> int | None:
         """Return the exit code, or None if it still runs after that time."""
@@ -230,12 +229,17 @@ def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
     Args:
         run: has just begun; it is over when this returns or raises.
         timeout: seconds after which it is ended; None for none.
+
+    Raises:
+        BadArguments: it was ended, for it had made many steps and not begun to use amp.
     """
     end = None if timeout is None else time.monotonic() + timeout
     with run:
         while run.wait(PAUSE) is None:
-            if run.begins_without_amp():
-                say(EARLY)
+            if steps := run.steps_without_amp():
+                if is_to_end(steps):
+                    raise BadArguments(f"{reason_after(steps)}; {MEND}")
+                say(notice(steps))
             if end is not None and time.monotonic() > end:
                 return f"took longer than {timeout:.0f} s"
     return crash_reason(run.code, run.log) if run.code else None

@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .early_notice import STEPS
+from .early_notice import VARIABLE, most_steps
 from .errors import BadArguments
 from .recorded import read_lines
 
@@ -28,11 +28,6 @@ MEND = (
     "call model, optimizer = amp.initialize(model, optimizer), and before optimizer.step() "
     "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 )
-#: What is said while a script runs that may never use amp.
-EARLY = (
-    f"{STEPS} optimizer steps were made, and the script has not called amp.initialize. If it never "
-    f"does, there is nothing to see: end this by Ctrl-C, and {MEND}."
-)
 #: Packages that are sure not to use amp by themselves, with those of Python.
 _HARMLESS = {"PIL", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "torch", "torchaudio"}
 _HARMLESS |= {"torchvision", "tqdm", "yaml", *sys.stdlib_module_names}
@@ -41,6 +36,26 @@ _HIDING = {"__import__", "eval", "exec", "importlib", "runpy", "subprocess"}
 _HIDING_CALLS = {"execv", "execve", "execvp", "import_module", "popen", "system"}
 _LAUNCHERS = {"python", "python3", "torchrun"}
 _LAUNCHING_MODULES = {"torch.distributed.launch", "torch.distributed.run"}
+
+
+def notice(steps: int) -> str:
+    """Return what is said of a script that runs, and has made so many steps without amp."""
+    most = most_steps()
+    end = f"It is ended after {most} such steps." if most else "It is not ended for that."
+    return f"{steps} optimizer steps were made, and the script has not called amp.initialize. {end}"
+
+
+def is_to_end(steps: int) -> bool:
+    """Return whether a script is ended that has made so many steps without amp."""
+    return 0 < most_steps() <= steps
+
+
+def reason_after(steps: int) -> str:
+    """Return why a script was ended that had made so many steps without amp."""
+    return (
+        f"the script had made {steps} optimizer steps and not called amp.initialize, so it was "
+        f"ended; if it begins later, set {VARIABLE} to more steps, or to 0 for no limit"
+    )
 
 
 def reason_in(folder: Path) -> str:
@@ -61,8 +76,10 @@ def refuse_without_amp(words: Sequence[str]) -> None:
         words: what stands after ``--``.
 
     Raises:
-        BadArguments: it, and all that it imports, was read and uses neither amp_patch nor apex.
+        BadArguments: it, and all that it imports, was read and uses neither amp_patch nor apex; or
+            the environment says badly how long to wait for amp.
     """
+    most_steps()
     place = _place(words)
     if place is not None and not _may_use_amp(*place):
         raise BadArguments(

@@ -13,8 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from amp_patch.apex.process import environment_of_run
 
@@ -40,12 +39,7 @@ class WarmPython:
     def __enter__(self) -> WarmPython:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._server is not None:
             self._server.kill()
             self._server.communicate()

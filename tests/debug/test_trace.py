@@ -174,6 +174,48 @@ def test_the_model_of_several_is_said(amp) -> None:
     assert report.overflows[1].params[0].name.startswith("Sequential 2: 0.0")
 
 
+@pytest.mark.parametrize("graph", ["none", "detached", "kept"])
+def test_what_another_model_handed_on_is_looked_for_there(amp, graph: str) -> None:
+    first, generator = around(nn.BatchNorm1d(WIDTH), 0, 0), around(RootOfZero(), 0, 0)
+    with torch.no_grad():
+        generator[0][1].proj.weight[0, 0] = torch.nan
+    critic = around(nn.Tanh(), 0, 0)
+    models = [first, generator, critic]
+    optimizers = [SGD(one.parameters(), lr=0.01) for one in models]
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level="O1", verbosity=0, loss_scale=8.0, trace_overflow=True
+    )
+    first, generator, critic = models
+    for _ in range(2):
+        with torch.set_grad_enabled(graph != "none"):
+            fake = generator(first(torch.randn(4, WIDTH)))
+        statistics = first[0][1].running_mean.clone()
+        given = torch.cat([fake if graph == "kept" else fake.detach(), torch.zeros(4, WIDTH)])
+        with amp.scale_loss(square(critic(given)), optimizers[2]) as scaled:
+            scaled.backward()
+        assert torch.equal(first[0][1].running_mean, statistics)  # by no second run
+        optimizers[2].step()
+    cause = the_cause(amp)
+    assert (cause.where, cause.model) == ("weight", "Sequential 2")
+    assert (cause.module, cause.operator) == ("0.1.proj", "weight")
+    assert ("Sequential 3 was given it" in cause.note) == (graph != "kept")
+    del fake, given, scaled
+    assert tracer.recorded.kept() == []  # they go with the graph, or the step
+
+
+def test_a_model_that_runs_without_gradients_first_is_run_again_as_it_was(amp) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), RootOfZero())
+    model, optimizer = prepared(amp, model, "O1")
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))  # changes no buffer
+    model.train()
+    outputs = model(torch.randn(4, WIDTH))
+    changed = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert set(tracer.recorded.kept()[-1].buffers) == changed
+    del outputs
+
+
 @hypothesis.given(
     before=st.integers(0, 4), after=st.integers(0, 4), level=st.sampled_from(["O1", "O2"])
 )

@@ -197,7 +197,7 @@ def script(tmp_path: Path, monkeypatch):
 
 def overflow(where: str, **more: object) -> dict[str, object]:
     return {"where": where, "module": "a", "operator": "linear", "title": f"Net: `a` {where}",
-            "scale": 65536.0, "fits": None, **more}  # fmt: skip
+            "scale": 65536.0, "fits": None, "zero_eps": None, "advice": "", **more}  # fmt: skip
 
 
 def test_overflows_of_the_backward_are_told_and_those_of_the_forward_only_once() -> None:
@@ -295,9 +295,14 @@ BACKWARD = """
 def test_the_operator_is_named_whose_backward_overflows(script, tmp_path: Path) -> None:
     path = tmp_path / "backward.py"
     path.write_text(textwrap.dedent(BACKWARD))
-    result = CliRunner().invoke(main, ["compare", "--levels", "O1", "--", str(path)])
+    command = ["compare", "--levels", "O1", "--out", str(tmp_path), "--", str(path)]
+    result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
     assert "Sequential: `1`: the backward of `mul` returned" in result.output
+    content = json.loads((tmp_path / "compare.json").read_text())
+    noted = content["levels"]["O1"]["overflows"][0]
+    assert noted.keys() == overflow("backward").keys()
+    assert noted["advice"].startswith("Compute the model in ")
     assert "makes inf or NaN of finite values" not in result.output
 
 

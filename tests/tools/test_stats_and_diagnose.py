@@ -95,6 +95,21 @@ def test_a_launcher_gets_the_rules_by_the_environment() -> None:
     assert "and AMP_PATCH_RULES=rules.toml torchrun --nproc_per_node 2 train.py" in text
 
 
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (["a", "a.b", "ab"], ["a", "ab"]),
+        (["1:2", "1:", "0:2", "11:2"], ["1:", "0:2", "11:2"]),
+        (["a", "", "b.c"], [""]),
+    ],
+)
+def test_no_rule_is_told_of_what_is_inside_of_what_has_one(found, told) -> None:
+    causes = [{"count": 1, "text": "x", "rule": {one: "float"}} for one in found]
+    text = diagnose.report(a_report(overflows=3, overflowed_steps=3, causes=causes), ["train.py"])
+    lines = [line.strip() for line in text.splitlines() if line.endswith('= "float"')]
+    assert lines == [f'"{one}" = "float"' for one in told]
+
+
 @pytest.mark.parametrize("last", ["", "amp.deactivate()", "1 / 0"])
 def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) -> None:
     result = called("diagnose", value="75", last=last)

@@ -187,13 +187,17 @@ def test_fp32_is_no_result_where_it_does_not_compete(budget: float) -> None:
     assert search.result() is None
 
 
-def test_what_no_module_mends_is_told_with_the_weight_that_is_not_finite() -> None:
+@pytest.mark.parametrize("eps", [None, 1e-8])
+def test_what_no_module_mends_is_told_with_the_weight_that_is_not_finite(eps) -> None:
     overflow = {"where": "weight", "module": "a", "title": "`a`: its weight holds inf", "fits": 1.0}
+    overflow |= {"zero_eps": eps, "advice": "Give the optimizer eps=1e-4."}
     played = Played(dict.fromkeys(LEVELS, 1.0), {"O3": None}, overflows=[overflow])
     said: list[str] = []
     Search(played, ["O0", "O3"], 0.01, said.append).run()
     (line,) = [one for one in said if one.startswith("O3 is out")]
-    assert line.endswith("also with every module in fp32; `a`: its weight holds inf")
+    assert line.endswith("; `a`: its weight holds inf. Give the optimizer eps=1e-4.")
+    tried = [one for one in said if one.startswith("no  O3")]
+    assert ("also with every module in fp32" in line) == (len(tried) > 1) == (eps is None)
 
 
 def test_rules_of_functions_are_kept_where_they_gain() -> None:

@@ -30,6 +30,7 @@ sys.stdout.flush()
 print(multiprocessing.parent_process(), Path(__file__).name, os.getsid(0) == os.getpid())
 class Own: pass
 import pickle; print(type(pickle.loads(pickle.dumps(Own()))), flush=True)
+print(sorted(set(os.environ) - {{"LC_CTYPE"}}), flush=True)  # which Python sets itself
 {ending}
 """
 
@@ -57,10 +58,15 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPyth
     ],
 )
 def test_a_script_does_the_same(
-    server: WarmPython, tmp_path: Path, ending: str, code: int, is_module: bool
+    server: WarmPython, tmp_path: Path, ending: str, code: int, is_module: bool, monkeypatch
 ) -> None:
-    folder = tmp_path / "project"
+    folder, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "first.py").touch()
+    monkeypatch.chdir(elsewhere)  # where the server begins
+    assert server.start([sys.executable, "first.py"], {}, tmp_path / "log.txt").wait(60) == 0
+    monkeypatch.chdir(tmp_path)
     (folder / "train.py").write_text(SCRIPT.format(ending=ending))
     words = ["-m", "project.train"] if is_module else ["project/train.py"]
     environment = {"VALUE": "x", "PATH": ""}

@@ -156,6 +156,8 @@ class Recorder(StepObserver):
                 "title": cause.title(),
                 "scale": cause.scale,
                 "fits": cause.fits if cause.is_loss_scale else None,
+                "zero_eps": cause.zero_eps,
+                "advice": cause.advice(),
             }
             for cause, _ in tracer.causes.values()
         ]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .continued import continued
 from .outcomes import Run
 from .verdicts import REFERENCE, Verdict, deviations, verdict_of
 from .warm_up import timed, warm_up_steps
@@ -67,12 +68,14 @@ class Comparison:
         warm_up: how many steps of each run are left out of the times.
         rounds: how many runs each level has.
         on_cuda: whether memory is the CUDA allocator's.
+        continued: levels that seem to go on from what an earlier run has saved.
     """
 
     rows: Sequence[Row]
     warm_up: int
     rounds: int
     on_cuda: bool
+    continued: Sequence[str] = ()
 
     @property
     def reference(self) -> Row | None:
@@ -92,7 +95,8 @@ def compared(runs: Sequence[Run], tolerance: float) -> Comparison:
     references = levels.get(REFERENCE, [])
     rows = [_row(own, references, tolerance, warm_up) for own in levels.values()]
     on_cuda = any(run.about.get("is_cuda") for run in runs)
-    return Comparison(rows, warm_up, len({run.round for run in runs}), on_cuda)
+    rounds = len({run.round for run in runs})
+    return Comparison(rows, warm_up, rounds, on_cuda, continued(runs))
 
 
 def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int) -> Row:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -102,13 +101,8 @@ class LiveTable(Notes):
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
 
     def began(self, run: Run) -> None:
         """See `runs.View`."""

@@ -27,6 +27,7 @@ from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
+from amp_patch.tools.step_limit import PATIENCE
 
 from .memory import LivingTensors, peak_on_device, peak_rss
 from .steps import NAME, Step
@@ -53,8 +54,11 @@ class Recorder(StepObserver):
     """Writes a line for each round of the optimizers.
 
     The round is over when an optimizer that has stepped in it steps again: the networks of a GAN
-    step once each. It is over as well when `amp.initialize` is called, for a training that begins
-    where another has ended. Losses belong to the round of the step that follows them.
+    step once each. It is over as well where a training begins after another has ended: when
+    `amp.initialize` is called, and when an optimizer steps that has rested for more than
+    `step_limit.PATIENCE` rounds. What that one begins is over after its step, for it may be a
+    network that joins others now, and is the last to step in each of their rounds. Losses belong to
+    the round of the step that follows them.
 
     Args:
         session: asked for the names of parameters.
@@ -69,6 +73,8 @@ class Recorder(StepObserver):
         self._round = Step()
         self._stepped: set[int] = set()
         self._written = 0
+        self._last_round: dict[int, int] = {}
+        self._is_alone = False
         self._counting: tuple[int, LivingTensors] | None = None
         self._has_counted = self._is_over = self._has_ended = False
         self._since, self._aside_seconds = time.perf_counter(), 0.0
@@ -77,6 +83,7 @@ class Recorder(StepObserver):
         """A second training begins in the same script: its steps belong to no earlier round."""
         if self._stepped:
             self._close()
+            self._round.training += 1
 
     def scaled(
         self,
@@ -120,10 +127,13 @@ class Recorder(StepObserver):
         number = self._numbers.of(optimizer)
         counted, tensors = self._end_counting(number)
         self._session.settle()
-        if number in self._stepped:
+        rests = self._written - self._last_round.get(number, 0) > PATIENCE
+        if number in self._stepped or self._is_alone or (self._stepped and rests):
             self._close()
+            self._is_alone = rests
         step = self._round
         self._stepped.add(number)
+        self._last_round[number] = self._written
         self._heard.tell(step)
         self._heard = _Heard()
         step.seconds += seconds
@@ -165,7 +175,7 @@ class Recorder(StepObserver):
     def _close(self) -> None:
         """Write the round, and begin another; end the script where it was the last."""
         self._write()
-        self._round, self._stepped = Step(), set()
+        self._round, self._stepped = Step(training=self._round.training), set()
         if self._written == self._most:
             self._is_over = True
             self._lines.write({"done": self._written})

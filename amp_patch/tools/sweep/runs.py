@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amp_patch.tools.launch import ScriptRun, exit_code_of, filled
-from amp_patch.tools.untrained import EARLY
+from amp_patch.tools.untrained import is_to_end, notice, reason_after
 
 from .outcomes import INTERRUPTED, NO_STEPS, TIMED_OUT, Outcome, Run, outcome_of
 from .settings import Settings
@@ -75,7 +75,8 @@ class Runner:
             elif not (self.interrupted or self.is_futile):
                 self.view.began(run)
                 self._make(run)
-                self.is_futile = run.outcome.kind == NO_STEPS
+                # Where another run trained, this one may have found a checkpoint of its end.
+                self.is_futile = not any(one.steps for one in runs) and run.outcome.kind == NO_STEPS
                 self.view.ended(run)
                 if self.on_ended is not None:
                     self.on_ended(runs)
@@ -110,8 +111,11 @@ class Runner:
         while (code := script.wait(PAUSE)) is None:
             recording = first_rank(recordings.read())
             self.view.goes_on(run, recording)
-            if script.begins_without_amp():
-                self.view.note(EARLY)
+            if steps := script.steps_without_amp():
+                if is_to_end(steps):
+                    script.stop()
+                    return Outcome(NO_STEPS, reason_after(steps))
+                self.view.note(notice(steps))
             now = time.monotonic()
             if recording is not None and recording.done:
                 leaves = min(leaves, now + LEAVE)

@@ -32,6 +32,7 @@ class Step:
         rss: most bytes of the process's memory in RAM so far.
         tensors: most bytes of living tensors in this step; None where they were not counted.
         counted: tensors were counted for a part of the step at least, so it was slower.
+        training: from 0; another begins where `amp.initialize` is called after steps were made.
     """
 
     seconds: float = 0.0
@@ -44,6 +45,7 @@ class Step:
     rss: int | None = None
     tensors: int | None = None
     counted: bool = False
+    training: int = 0
 
     @property
     def loss(self) -> float | None:

@@ -94,21 +94,31 @@ def remarks(comparison: Comparison) -> list[str]:
             alike.setdefault(words, []).append(row.level)
     lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
     for row in comparison.rows:
-        if row.culprits:
-            lines.append(
-                f"{row.level}: inf or NaN was in the gradients of {wording.culprits(row)}."
-            )
-        if row.unlike_skips:
-            steps = ", ".join(map(str, row.unlike_skips[:5]))
-            more = ", ..." if len(row.unlike_skips) > 5 else ""
-            lines.append(
-                f"{row.level}: some ranks skipped steps that others made: {steps}{more}. Their "
-                "weights are not the same any more; the loss scale must be moved on all alike."
-            )
+        lines += _skips(row)
+    if comparison.continued:
+        lines.append(
+            f"{', '.join(comparison.continued)}: not from scratch, as it seems, but from what an "
+            "earlier run has saved; figures then do not compare. Give each run a folder of its own "
+            "by {run} in the script's arguments."
+        )
     if comparison.reference is None:
         lines.append(f"{REFERENCE} was not swept: there is nothing to compare speed or loss with.")
     if comparison.warm_up:
         lines.append(f"Times leave out the first {comparison.warm_up} steps of each run (warm-up).")
+    return lines
+
+
+def _skips(row: Row) -> list[str]:
+    lines = []
+    if row.culprits:
+        lines.append(f"{row.level}: inf or NaN was in the gradients of {wording.culprits(row)}.")
+    if row.unlike_skips:
+        steps = ", ".join(map(str, row.unlike_skips[:5]))
+        more = ", ..." if len(row.unlike_skips) > 5 else ""
+        lines.append(
+            f"{row.level}: some ranks skipped steps that others made: {steps}{more}. Their weights "
+            "are not the same any more; the loss scale must be moved on all alike."
+        )
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -69,17 +70,30 @@ def deviations(runs: Sequence[Run], references: Iterable[Run]) -> list[float]:
 def divergence(steps: Sequence[Step]) -> Verdict | None:
     """Return where training came to nothing, and how; None where it did not.
 
-    It did where the loss is inf or NaN from some step to the end, or all steps are skipped.
+    It did where the loss is inf or NaN from some step to the end, or all steps are skipped. Where a
+    script trains several times, the first training that came to nothing counts.
     """
+    made = 0
+    for _, group in itertools.groupby(steps, key=lambda step: step.training):
+        training = list(group)
+        made += len(training)
+        found = _divergence(training)
+        if found is not None:
+            count, words = found
+            words += ", to the end of that training" if made < len(steps) else ""
+            return Verdict(DIVERGED, words, made - count + 1)
+    return None
+
+
+def _divergence(steps: Sequence[Step]) -> tuple[int, str] | None:
+    """Return how many steps at the end of a training came to nothing, and how; None for none."""
     bad = _trailing(not step.is_finite for step in steps)
     if bad:
         kinds = {"NaN" if math.isnan(step.loss or 0.0) else "inf" for step in steps[-bad:]}
-        words = f"from then on the loss is {' or '.join(sorted(kinds))}"
-        return Verdict(DIVERGED, words, len(steps) - bad + 1)
+        return bad, f"from then on the loss is {' or '.join(sorted(kinds))}"
     skipped = _trailing(step.skipped for step in steps)
     if skipped >= STUCK:
-        words = f"from then on every step is skipped, {skipped} of them"
-        return Verdict(DIVERGED, words, len(steps) - skipped + 1)
+        return skipped, f"from then on every step is skipped, {skipped} of them"
     return None
 
 

@@ -213,6 +213,9 @@ class Search:
         suspects = [] if errors is None else suspicious(errors)
         if errors is None or not suspects:
             return None
+        if any(one["zero_eps"] is not None for one in errors.overflows):
+            self._reject(level, f"{before}{_stored(errors)}")
+            return None  # the optimizer writes what is not finite, whatever modules compute in
         kept: dict[tuple[str, ...], Found] = {}
 
         def works(modules: Sequence[str]) -> bool:
@@ -329,8 +332,8 @@ def _reason(module: str, errors: Comparison) -> str:
 
 def _stored(errors: Comparison) -> str:
     """Return what is wrong with the weights themselves, which no module's precision mends."""
-    titles = [one["title"] for one in errors.overflows if one["where"] == "weight"]
-    return f"; {titles[0]}" if titles else ""
+    found = [one for one in errors.overflows if one["where"] == "weight"]
+    return f"; {found[0]['title']}. {found[0]['advice']}" if found else ""
 
 
 def _these(modules: Sequence[str]) -> str:

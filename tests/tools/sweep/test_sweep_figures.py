@@ -96,6 +96,25 @@ def test_the_verdict_says_what_became_of_a_level(run, kind: str, step, words: st
     assert re.search(words, verdict.reason)
 
 
+@pytest.mark.parametrize(
+    ("losses", "skipped", "at_step", "words"),
+    [
+        ([2.0, NAN, NAN, 1.0, 1.0, 1.0], (), 2, "the loss is NaN, to the end of that training"),
+        ([2.0, 1.0, 1.0, 2.0, INF, INF], (), 5, "the loss is inf"),
+        ([2.0, NAN, 1.0, 2.0, NAN, 1.0], (), None, ""),
+        ([1.0] * 120, range(31, 61), 31, "30 of them, to the end of that training"),
+        ([1.0] * 120, range(50, 75), None, ""),  # some at the end of one, some in the next
+    ],
+)
+def test_each_training_of_a_script_may_diverge(losses, skipped, at_step, words: str) -> None:
+    run = made_run("O1", losses, skipped=skipped)
+    for number, step in enumerate(run.steps):
+        step.training = number >= len(losses) // 2
+    found = verdicts.divergence(run.steps)
+    assert (found and found.at_step) == at_step
+    assert found is None or found.reason.endswith(words)
+
+
 def test_the_worst_round_decides() -> None:
     rounds = [made_run("O1", FALLING), made_run("O1", [NAN] * 40, number=2)]
     references = [made_run("O0", FALLING), made_run("O0", FALLING, number=2)]

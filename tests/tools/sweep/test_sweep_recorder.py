@@ -105,7 +105,32 @@ def test_trainings_that_follow_each_other_share_no_step(amp, start: Start, tmp_p
     for _ in range(2):
         pairs.append(prepared(amp, "O1"))
         seen += [train_step(amp, *pairs[-1]) for _ in range(3)]
-    assert [step.losses for step in recorded(recorder, tmp_path).steps] == seen
+    steps = recorded(recorder, tmp_path).steps
+    assert [step.losses for step in steps] == seen
+    assert [step.training for step in steps] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("order", "rounds"),
+    [
+        ("aaaaaaaaaaaa bbbbbbbbbbbb aa", "a " * 12 + "b " * 12 + "a a"),  # one after another
+        ("ddddddddddd dg dg dg", "d " * 12 + "g dg dg"),  # trained alone first, then together
+        ("dddddddddddd gd gd gd", "d " * 12 + "g dg dg d"),
+        ("dddddg dddddg", "d d d d dg d d d d dg"),  # a critic
+    ],
+)
+def test_an_optimizer_that_has_rested_makes_a_step_by_itself(
+    amp, start: Start, tmp_path: Path, order: str, rounds: str
+) -> None:
+    recorder = start()
+    names = sorted(set(order) - {" "})
+    models = [nn.Linear(4, 2) for _ in names]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O0", verbosity=0)
+    pairs = dict(zip(names, zip(models, optimizers, strict=True), strict=True))
+    losses = iter([train_step(amp, *pairs[name])[0] for name in order.replace(" ", "")])
+    expected = [[next(losses) for _ in together] for together in rounds.split()]
+    assert [step.losses for step in recorded(recorder, tmp_path).steps] == expected
 
 
 def test_a_network_that_steps_more_often_closes_the_round(

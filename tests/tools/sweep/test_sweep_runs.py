@@ -33,6 +33,13 @@ PRELUDE = """
     for step in range(4):
         write({"seconds": 1.0, "losses": [2.0 - seed], "scales": {"0": 1.0}})
 """
+#: Notes so many steps without amp, and lives so long after that.
+NOTED = """
+os.chdir(options["out"])
+open("whole", "w").write("{}")
+os.replace("whole", "without-amp")
+time.sleep({})
+"""
 
 
 class Watcher:
@@ -132,9 +139,29 @@ def test_a_script_that_does_not_train_is_run_at_one_level_only(tmp_path: Path) -
 
 def test_a_script_that_has_not_begun_with_amp_is_told_of_while_it_runs(tmp_path: Path) -> None:
     view = Watcher()
-    noted = "open(os.path.join(options['out'], 'without-amp'), 'w').close(); time.sleep(0.3)"
-    runner(tmp_path, noted, view).run()
-    assert view.told == ["O0 1", untrained.EARLY, "finished"]
+    runner(tmp_path, NOTED.format(20, 0.3), view).run()
+    assert list(dict.fromkeys(view.told)) == ["O0 1", untrained.notice(20), "finished"]
+
+
+def test_a_script_that_goes_on_without_amp_is_ended_and_run_at_no_other_level(tmp_path) -> None:
+    one = runner(tmp_path, "", levels=["O0", "O4"])
+    body = textwrap.dedent(PRELUDE).partition("file =")[0] + NOTED.format(200, 60)
+    (tmp_path / "script.py").write_text(body)
+    found = one.run()
+    assert [run.outcome for run in found] == [
+        Outcome("no steps", untrained.reason_after(200)),
+        Outcome("not run"),
+    ]
+    assert one.is_futile
+
+
+def test_a_level_without_steps_after_one_that_trained_does_not_end_the_sweep(tmp_path) -> None:
+    one = runner(tmp_path, "", levels=["O0", "O4", "O5"])
+    body = textwrap.dedent(PRELUDE).replace("range(4)", "range(4 * (level != 'O4'))")
+    (tmp_path / "script.py").write_text(body + "write({'end': 'yes'})")
+    found = one.run()
+    assert [run.outcome.kind for run in found] == ["finished", "no steps", "finished"]
+    assert not one.is_futile
 
 
 def test_words_of_the_script_name_the_level_and_the_run(tmp_path: Path) -> None:
@@ -207,6 +234,11 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
         (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
+        (b"amp_patch: level\nE.Error: no\namp_patch: call it\nA.Error: half\n  x\n"
+         b"amp_patch: call model(x)\namp_patch: call model(x)\n", 1,
+         "A.Error: half; amp_patch: call model(x)"),
+        (b"[rank0]: RuntimeError: half\n[rank0]: amp_patch: call it\n", 1,
+         "RuntimeError: half; amp_patch: call it"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_crash_is_one_plain_line(

@@ -98,6 +98,44 @@ def test_ranks_that_skip_other_steps_are_told() -> None:
     )
 
 
+FALLING = [2.0, 1.5, 1.0, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("losses", "outcome", "goes_on"),
+    [
+        ([0.6, 0.5], "finished", True),
+        ([1.0, 0.5], "crashed", True),
+        ([], "no steps", True),
+        ([2.1, 1.4, 1.1, 0.7], "finished", False),
+        ([1.75, 0.1], "finished", False),  # nearer to a start
+        ([5.0, 4.0], "finished", False),
+        ([math.nan, 0.6], "finished", False),
+        ([None, None], "finished", False),
+        ([], "crashed", False),
+    ],
+)
+def test_a_level_that_goes_on_from_what_another_saved_is_named(
+    losses, outcome: str, goes_on: bool
+) -> None:
+    runs = [
+        made_run("O0", FALLING),
+        made_run("O4", FALLING),
+        made_run("O5", losses, outcome=outcome),
+    ]
+    comparison = compared(runs, 0.05)
+    assert comparison.continued == ["O5"] * goes_on
+    lines = [line for line in tables.remarks(comparison) if "by {run} in" in line]
+    assert [line.partition(":")[0] for line in lines] == ["O5"] * goes_on
+
+
+def test_nothing_goes_on_where_nothing_has_ended() -> None:
+    crashed = made_run("O0", FALLING, outcome="crashed")
+    assert compared([crashed, made_run("O1", [], outcome="no steps")], 0.05).continued == []
+    noisy = [made_run("O0", [1.0, 1.02, 0.92]), made_run("O1", [0.93, 1.01, 0.91])]
+    assert compared(noisy, 0.05).continued == []
+
+
 def test_without_o0_no_column_compares_with_it() -> None:
     comparison = compared([made_run("O1"), made_run("O4")], 0.05)
     names = [name for group in tables.columns(comparison) for name, _ in group]
