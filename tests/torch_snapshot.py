@@ -78,15 +78,27 @@ _last: list[tuple[Any, Snapshot]] = []
 def take() -> Snapshot:
     """Record what stands now in torch, and where other modules have bound its functions.
 
-    To record takes longer than many tests. What was recorded last is returned again while no
-    module was imported or dropped, and nothing was added to torch: a test that replaces something
-    fails, and what it replaced is put back.
+    To record takes longer than many tests. What was recorded last is returned again while all is
+    the very object that it was then.
     """
-    owners = (*NAMESPACES, *CLASSES)
-    state = frozenset(sys.modules), [len(vars(owner)) for owner in owners]
-    if not _last or _last[0][0] != state:
-        _last[:] = [(state, _take({owner: _attributes(owner) for owner in owners}))]
+    if not _last or _last[0][0] != _identities():
+        attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
+        snapshot = _take(attributes)
+        _last[:] = [(_identities(), snapshot)]
     return _last[0][1]
+
+
+def _identities() -> Any:
+    """Return what differs once anything that a snapshot holds does."""
+    own = [list(map(id, vars(owner).values())) for owner in (*NAMESPACES, *CLASSES)]
+    bound = [
+        id(vars(sys.modules[module]).get(name))
+        for module, name in _last_places[1]
+        if module in sys.modules
+    ]
+    hooks = [list(map(id, hooks.values())) for hooks in GLOBAL_HOOKS]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    return frozenset(sys.modules), own, bound, hooks, fast_path
 
 
 def _take(attributes: dict[Any, dict[str, Any]]) -> Snapshot:
@@ -111,7 +123,6 @@ def differences(before: Snapshot) -> list[str]:
 
 def restore(before: Snapshot) -> None:
     """Put the attributes and bound names back, so that one leak does not fail the next tests."""
-    _last.clear()
     for owner, name, value in _changed_attributes(before):
         if value is ABSENT:
             delattr(owner, name)
