@@ -99,12 +99,24 @@ def refuse_original_params(models: Iterable[nn.Module], level: str) -> None:
             )
 
 
-def _fsdp1_modules(model: nn.Module) -> list[Any]:
+def flat_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that `FullyShardedDataParallel` (FSDP1) wraps."""
     kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if kind is None:
-        return []
-    modules = [one for one in model.modules() if isinstance(one, kind)]
-    return [one for one in modules if one.sharding_strategy.name != "NO_SHARD"]
+    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+
+
+def keeps_flat_gradients(module: Any) -> bool:
+    """Return whether the last backward of a module of FSDP1 was under its ``no_sync()``.
+
+    It leaves whole gradients then, in the place of this rank's part of their sum.
+    """
+    params = [] if module._flat_param is None else [module._flat_param]
+    is_whole = any(p.grad is not None and p.grad.shape != p.shape for p in params)
+    return is_whole or not module._sync_gradients
+
+
+def _fsdp1_modules(model: nn.Module) -> list[Any]:
+    return [one for one in flat_modules(model) if one.sharding_strategy.name != "NO_SHARD"]
 
 
 def _known(module: str, name: str) -> Any:

@@ -22,16 +22,23 @@ RUNS = [
     for engine in ("ddp", "fsdp2", "zero", "tensor")
     for level in ("O1", "O2", "O5")
     for part in ("forward", "backward", "block", "clip", "step")
-    # in its step each rank changes its share first, and then gets those of the others
-    if (engine, part) != ("zero", "step")
 ]
 
 
-def assert_survived(seen: Seen) -> None:
+def fails_in_step_of_zero(engine: str, level: str, part: str) -> bool:
+    """Return whether the others miss the rank first in ZeRO's own step.
+
+    There each rank changes its share, and then gets those of the others. At O1 it is the first
+    thing after the backward for which ranks wait for each other.
+    """
+    return engine == "zero" and (part == "step" or (level == "O1" and part in ("block", "clip")))
+
+
+def assert_survived(seen: Seen, run: tuple[str, str, str]) -> None:
     """The error comes in the step that fails, or in the next one where it had all it needs."""
     assert seen.error is not None
     assert failing.FAILS_IN <= seen.steps <= failing.FAILS_IN + 1
-    assert seen.is_whole
+    assert seen.is_whole or fails_in_step_of_zero(*run)
 
 
 @pytest.mark.parametrize("run", nightly_but([("fsdp2", "O2", "block")], RUNS), ids="-".join)
@@ -40,7 +47,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(run: tuple[str, str, str]) -
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(failing.survive, *run, failing.die)
     assert caught.value.errors == {1: "died without a word"}
-    assert_survived(caught.value.results[0])
+    assert_survived(caught.value.results[0], run)
     assert time.monotonic() - begin < ranks.TIMEOUT / 2
 
 
@@ -50,7 +57,7 @@ def test_a_rank_that_raises_is_an_error_on_the_others(run: tuple[str, str, str])
         ranks.run(failing.survive, *run, failing.run_out_of_memory)
     assert list(caught.value.errors) == [1]
     assert "OutOfMemoryError: a planted one" in caught.value.errors[1]
-    assert_survived(caught.value.results[0])
+    assert_survived(caught.value.results[0], run)
 
 
 @pytest.mark.slow
@@ -62,7 +69,7 @@ def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout(
         failing.survive, *run, failing.stall, collective_timeout=failing.STALLS / 3
     )
     assert "imed out" in str(waiting.error)
-    assert_survived(waiting)
+    assert_survived(waiting, run)
     assert stalled.error is not None  # it finds nobody when it comes back
 
 
