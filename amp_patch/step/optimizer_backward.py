@@ -22,7 +22,7 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.half_gradients import HalfGradients
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
@@ -52,6 +52,8 @@ class OptimizerBackward:
         is_open: True inside a ``scale_loss`` of this optimizer.
         passes: how many of these there were.
         was_cleared: True where the gradients of the last one were cleared before a step.
+        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
+            with the pass that has shared them, or the next would share them once more.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class OptimizerBackward:
         self.is_open = False
         self.passes = 0
         self.was_cleared = False
+        self.elsewhere: list[Tensor] = []
         self._passes_stepped = 0
         self._had_used = False
         self._pairs = ParamPairs([], [])
@@ -144,7 +147,7 @@ class OptimizerBackward:
         """
         self._foreign.drop_cleared()
         self._had_used = self._has_used
-        self.gradients.set_aside(pairs, scale)
+        self.gradients.set_aside(pairs, scale, self.elsewhere)
         self.is_open, self._unscale = True, unscale
         self.was_cleared = False
         self.passes += 1
@@ -165,6 +168,7 @@ class OptimizerBackward:
         try:
             return self.gradients.receive(pairs, scale)
         finally:
+            clear_grads(self.elsewhere)
             self._foreign.note_own_pass()
             self._close()
 

@@ -168,7 +168,8 @@ def _be_rank(
             torch.manual_seed(0)
             answer = pickle.dumps((None, function(*args, **options)))
         except BaseException:
-            answer = pickle.dumps((traceback.format_exc(), None))
+            end.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+            return  # which the others notice
         end.send_bytes(answer)
     # The process group is not destroyed: in a fork gloo's threads may wait for ever then.
 
