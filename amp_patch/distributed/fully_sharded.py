@@ -14,6 +14,8 @@ from torch import nn
 
 from amp_patch.patching import remove
 
+from . import flat_parameters
+
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -36,7 +38,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def follow_parameters(model: nn.Module) -> None:
-    """Let FSDP2 gather what the parameters in the modules hold now, and in which dtype."""
+    """Let FSDP of either kind gather what the parameters hold now, and in which dtype."""
+    flat_parameters.follow_parameters(model)
     for group in _groups(model):
         has_run = [param for param in group.fsdp_params if hasattr(param, "orig_dtype")]
         for param in group.fsdp_params:

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .engines import flat_modules, keeps_flat_gradients
-from .fully_sharded import keeps_gradients, sharded_modules
+from . import flat_parameters, fully_sharded
 
 
 class Unsynced:
@@ -33,8 +32,8 @@ class Unsynced:
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Models were initialized: sharded by FSDP2 or FSDP1, in a wrapper, or neither."""
         for model in models:
-            self._sharded.update(sharded_modules(model))
-            self._flat.update(flat_modules(model))
+            self._sharded.update(fully_sharded.sharded_modules(model))
+            self._flat.update(flat_parameters.flat_modules(model))
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):
                     self._watch(module)
@@ -63,8 +62,8 @@ class Unsynced:
         wrappers = [wrapper for wrapper, is_local in list(self._wrapped.items()) if is_local]
         local = [
             *wrappers,
-            *[one for one in list(self._sharded) if keeps_gradients(one)],
-            *[one for one in list(self._flat) if keeps_flat_gradients(one)],
+            *[one for one in list(self._sharded) if fully_sharded.keeps_gradients(one)],
+            *[one for one in list(self._flat) if flat_parameters.keeps_gradients(one)],
         ]
         return any(id(param) in own for module in local for param in module.parameters())
 

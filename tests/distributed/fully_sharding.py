@@ -86,9 +86,9 @@ def fused() -> tuple[list[str], bool]:
     return messages, all(map(torch.equal, *trained))
 
 
-def before_and_after(level: str) -> list[Any]:
+def before_and_after(engine: str, level: str) -> list[Any]:
     """Return the dtypes of a sharded model that runs before, at, and after a level."""
-    model = training.sharded(training.make_model())
+    model = training.ENGINES[engine].before(training.make_model())
     optimizer = training.adamw(model.parameters())
     found: list[Any] = []
     inputs, _ = training.rows(0, distributed.get_rank(), distributed.get_world_size())

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,9 +137,8 @@ def has_scale(program: Program) -> bool:
 
 def _flat(model: SideBySide) -> nn.Module:
     for name in LAYERS:
-        part = FullyShardedDataParallel(getattr(model, name), device_id=torch.device("cpu"))
-        setattr(model, name, part)
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        setattr(model, name, training.flat_on_a_mesh(getattr(model, name)))
+    return training.flat_on_a_mesh(model)
 
 
 def _split(model: nn.Module) -> nn.Module:
@@ -224,29 +222,27 @@ class _Training:
         return (outputs.float() * factors[rank::size]).sum() * (size / ROWS)
 
     def _plant(self, infs: Sequence[Inf]) -> None:
+        rank, size = distributed.get_rank(), distributed.get_world_size()
         for inf in infs:
-            if inf.in_gradient and inf.rank % distributed.get_world_size() == distributed.get_rank():
+            if inf.in_gradient and inf.rank % size == rank:
                 training.plant(self.model, inf.layer)
 
     def states(self) -> Any:
-        """Return copies of all states; of ZeRO and FSDP1 as `torch.save` would have them."""
-        if self.program.engine in ("zero", "fsdp1"):
-            for optimizer in self.optimizers if self.program.engine == "zero" else ():
-                optimizer.consolidate_state_dict()
-            held: list[Any] = [None]
-            if self.program.engine == "fsdp1" or distributed.get_rank() == 0:
-                held = [(self.model.state_dict(), [one.state_dict() for one in self.optimizers])]
-            if self.program.engine == "zero":
-                distributed.broadcast_object_list(held)
-            found = held[0]
-        else:
-            found = get_state_dict(self.model, self.optimizers)
-        return copy.deepcopy((found, amp.state_dict()))
+        """Return copies of all states; those of ZeRO as `torch.save` would have them."""
+        if self.program.engine != "zero":
+            return copy.deepcopy((get_state_dict(self.model, self.optimizers), amp.state_dict()))
+        for optimizer in self.optimizers:
+            optimizer.consolidate_state_dict()
+        held: list[Any] = [None]
+        if distributed.get_rank() == 0:
+            held = [(self.model.state_dict(), [one.state_dict() for one in self.optimizers])]
+        distributed.broadcast_object_list(held)
+        return held[0], amp.state_dict()
 
     def load(self, states: Any) -> None:
         """Go on from what `states` returned."""
         (of_model, of_optimizers), of_amp = copy.deepcopy(states)
-        if self.program.engine in ("zero", "fsdp1"):
+        if self.program.engine == "zero":
             self.model.load_state_dict(of_model)
             for optimizer, state in zip(self.optimizers, of_optimizers, strict=True):
                 optimizer.load_state_dict(state)

@@ -139,6 +139,12 @@ def sharded_in_replicas(model: nn.Module) -> nn.Module:
     return sharded(model, init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")))
 
 
+def flat_on_a_mesh(model: nn.Module) -> nn.Module:
+    """Shard by FSDP1, whose state dicts have DTensors then."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    return FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"))
+
+
 ENGINES = {
     "none": Engine(_same, adamw, _same),
     "ddp": Engine(_same, adamw, DistributedDataParallel),
@@ -149,6 +155,7 @@ ENGINES = {
     "fsdp1": Engine(
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
     ),
+    "fsdp1-mesh": Engine(flat_on_a_mesh, adamw, _same),
     "zero": Engine(_same, zero_adamw, DistributedDataParallel),
     "tensor": Engine(split, adamw, _same, lambda size: size),
     "sequence": Engine(split_in_sequence, adamw, _same, lambda size: size),

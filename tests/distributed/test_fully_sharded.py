@@ -56,6 +56,7 @@ def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> 
         assert are_equal
 
 
-def test_a_model_runs_before_and_after_a_level() -> None:
-    for found in ranks.run(fully_sharding.before_and_after, "O2"):
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_model_runs_before_and_after_a_level(engine: str) -> None:
+    for found in ranks.run(fully_sharding.before_and_after, engine, "O2"):
         assert found == [(FLOAT, True), (HALF, True), (FLOAT, True)]

@@ -71,7 +71,9 @@ def drawn_programs(draw: st.DrawFn) -> Program:
     engine = draw(st.sampled_from(list(programs.ENGINES)))
     level = draw(st.sampled_from(["O2", "O5", "O1", "O4", "O0", "O3"]))
     masters = level in ("O2", "O5")
-    actions = st.one_of(steps(engine, level), steps(engine, level), st.sampled_from(["save", "load"]))
+    actions = st.one_of(
+        steps(engine, level), steps(engine, level), st.sampled_from(["save", "load"])
+    )
     return Program(
         engine,
         level,
