@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import rank_training as training
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -230,14 +231,28 @@ class _Training:
     def states(self) -> Any:
         """Return copies of all states; those of ZeRO as `torch.save` would have them."""
         if self.program.engine != "zero":
-            return copy.deepcopy((get_state_dict(self.model, self.optimizers), amp.state_dict()))
+            state = self.state_dict()
+            return copy.deepcopy(((state["model"], state["optimizers"]), state["amp"]))
         for optimizer in self.optimizers:
             optimizer.consolidate_state_dict()
         held: list[Any] = [None]
         if distributed.get_rank() == 0:
             held = [(self.model.state_dict(), [one.state_dict() for one in self.optimizers])]
         distributed.broadcast_object_list(held)
-        return held[0], amp.state_dict()
+        return copy.deepcopy((held[0], amp.state_dict()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has of all this."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()  # torch makes no state, before the first step, beside gradients
+        of_model, of_optimizers = get_state_dict(self.model, self.optimizers)
+        return {"model": of_model, "optimizers": of_optimizers, "amp": amp.state_dict()}
+
+    def load_from(self, folder: str) -> None:
+        """Go on from a checkpoint, of another number of ranks maybe."""
+        state = self.state_dict()
+        dcp.load(state, checkpoint_id=folder)
+        self.load(((state["model"], state["optimizers"]), state["amp"]))
 
     def load(self, states: Any) -> None:
         """Go on from what `states` returned."""
@@ -256,19 +271,27 @@ class _Training:
         amp.load_state_dict(of_amp)
 
 
-def run(program: Program) -> Ran:
-    """Run a program on this rank."""
+def run(program: Program, folder: str | None = None, first: int = 0) -> Ran:
+    """Run a program on this rank.
+
+    Args:
+        program: has "load" only where it has "save" before.
+        folder: of a checkpoint that is saved in the end, and loaded first unless ``first`` is 0.
+        first: the number of the first action.
+    """
     try:
-        one = _Training(program, seed=0)
+        one = _Training(program, seed=first)
+        if folder is not None and first:
+            one.load_from(folder)
         states = None
         norms, skipped, scales = [], [], []
-        for index, action in enumerate(program.actions):
+        for index, action in enumerate(program.actions[first:], first):
             if action == "save":
                 states = one.states()
             elif action == "load":
                 if states is not None:
                     amp.deactivate()
-                    one = _Training(program, seed=1)
+                    one = _Training(program, seed=index)
                     one.load(states)
             else:
                 assert isinstance(action, Step)
@@ -277,6 +300,8 @@ def run(program: Program) -> Ran:
                 norms.append([] if was_skipped else found)
                 skipped.append(was_skipped)
                 scales.append(amp.loss_scale())
+        if folder is not None and not first:
+            dcp.save(one.state_dict(), checkpoint_id=folder)
         outputs = one.model(COLUMNS).detach().float()
         return Ran(training.whole_params(one.model), outputs, norms, skipped, scales)
     finally:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import programs
 import pytest
 import ranks
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from programs import Inf, Program, Ran, Step
-from support import examples
+from support import trains
 
 #: How many ulps of 1 in the dtype that a level computes in.
 HALF_EPS = {"O0": 0.0, "O1": 2.0**-9, "O2": 2.0**-9, "O3": 2.0**-9, "O4": 2.0**-6, "O5": 2.0**-6}
@@ -20,29 +22,30 @@ CLIPPED = 1e-5
 
 
 class Started:
-    """Ranks that are started anew where a program has failed on them."""
+    """Ranks of each size, which stay for many programs: those that one has failed on go."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._ranks = ranks.Ranks(size)
+    def __init__(self) -> None:
+        self._by_size: dict[int, ranks.Ranks] = {}
 
-    def run(self, program: Program) -> list[Ran]:
+    def run(self, size: int, *args: Any) -> list[Ran]:
+        if size not in self._by_size:
+            self._by_size[size] = ranks.Ranks(size)
         try:
-            return self._ranks.run(programs.run, program)
+            return self._by_size[size].run(programs.run, *args)
         except ranks.RankError:
-            self.close()
-            self._ranks = ranks.Ranks(self._size)
+            self._by_size.pop(size).close()
             raise
 
     def close(self) -> None:
-        self._ranks.close()
+        while self._by_size:
+            self._by_size.popitem()[1].close()
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Started]:
-    started = Started(2)
-    yield started
-    started.close()
+def started() -> Iterator[Started]:
+    one = Started()
+    yield one
+    one.close()
 
 
 @st.composite
@@ -100,7 +103,43 @@ def assert_ran(found: list[Ran], program: Program) -> None:
         torch.testing.assert_close(ran.params, known.params, rtol=noise, atol=noise)
 
 
-@examples(1)
+ON_0, IN_1 = Inf(0, 0, "first", False), Inf(1, 1, "second", True)
+SAVED = ("save", Step(3), Step(), "load", Step(2, "delayed"))
+
+
+@trains()
+@example(Program("zero", "O2", 1, False, (Step(2), Step(2, infs=(ON_0,)), *SAVED)))
+@example(Program("zero", "O5", 2, False, (Step(2, max_norm=0.5), *SAVED)))
+@example(Program("fsdp1", "O2", 2, True, (Step(2, "unsynced", None, (ON_0,)), *SAVED)))
+@example(Program("fsdp2", "O2", 2, False, (Step(2, "unsynced", 0.5, (IN_1,)), *SAVED)))
+@example(Program("fsdp2", "O1", 1, False, (Step(2, "delayed", 0.5, (IN_1,)), *SAVED)))
+@example(Program("ddp", "O2", 2, True, (Step(2, "unsynced", 0.5), Step(2, infs=(ON_0,)), *SAVED)))
+@example(Program("tensor", "O5", 1, False, (Step(3, "delayed", 0.5), *SAVED)))
 @given(program=drawn_programs())
-def test_ranks_run_a_program_as_one_process_does(two: Started, program: Program) -> None:
-    assert_ran(two.run(program), program)
+def test_ranks_run_a_program_as_one_process_does(started: Started, program: Program) -> None:
+    assert_ran(started.run(2, program), program)
+
+
+@pytest.mark.slow
+@trains()
+@given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_another_number_of_ranks_goes_on_with_a_program(
+    started: Started, data: st.DataObject, size: int, later_size: int
+) -> None:
+    engine = data.draw(st.sampled_from(["ddp", "fsdp2"]))
+    level = data.draw(st.sampled_from(["O2", "O5", "O1", "O4", "O0"]))
+    actions = data.draw(st.lists(steps(engine, level), min_size=2, max_size=8))
+    program = Program(engine, level, data.draw(st.integers(1, 2)), False, tuple(actions))
+    half = len(actions) // 2
+    with tempfile.TemporaryDirectory() as folder:
+        begun = started.run(size, program._replace(actions=program.actions[:half]), folder)
+        ended = started.run(later_size, program, folder, half)
+    joined = [
+        one._replace(
+            norms=begun[0].norms + one.norms,
+            skipped=begun[0].skipped + one.skipped,
+            scales=begun[0].scales + one.scales,
+        )
+        for one in ended
+    ]
+    assert_ran(joined, program)
