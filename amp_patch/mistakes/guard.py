@@ -30,6 +30,7 @@ from . import (
     grad_scaler,
     hooks,
     late_sharding,
+    split_backward,
 )
 from .averages import HalfCopies
 from .backwards import Backwards
@@ -85,6 +86,7 @@ class Guard:
             **late_sharding.replacements(self._optimizers, self._store),
             **conversions.replacements(lambda: self._models.levels),
             **hooks.replacements(self._scaled_models),
+            **split_backward.replacements(),
             **self.backwards.replacements(),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,

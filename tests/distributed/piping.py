@@ -173,3 +173,19 @@ def warnings_of_a_factor(**options: Any) -> list[str]:
 
 def warnings_with_and_without_a_group() -> tuple[list[str], list[str]]:
     return warnings_of_a_factor(), warnings_of_a_factor(process_group=distributed.group.WORLD)
+
+
+def said_of_shards(schedule: str) -> str:
+    """Return what is said of a pipeline, all on this rank, whose stages FSDP2 shards."""
+    stages = dict(enumerate([training.sharded(nn.Linear(7, 7)) for _ in range(2)]))
+    params = [param for stage in stages.values() for param in stage.parameters()]
+    amp.initialize(list(stages.values()), training.adamw(params), opt_level="O1", verbosity=0)
+    before = [param.detach().clone() for param in params]
+    pipeline = make_schedule(schedule, stages, distributed.group.WORLD, 2, nn.functional.mse_loss)
+    try:
+        pipeline.step(torch.ones(2, 7), target=torch.ones(2, 7))
+    except RuntimeError as error:
+        assert all(map(torch.equal, params, before))
+        assert all(param.grad is None for param in params)
+        return str(error)
+    return "nothing"

@@ -69,3 +69,13 @@ def test_stages_that_decide_alone_are_warned() -> None:
         assert together == []
     ((alone, _),) = ranks.run(piping.warnings_with_and_without_a_group, size=1)
     assert alone == []
+
+
+@pytest.mark.parametrize("schedule", nightly_but(["zero-bubble"], piping.LOOPED))
+def test_a_split_backward_of_shards_is_refused(schedule: str) -> None:
+    (said,) = ranks.run(piping.said_of_shards, schedule, size=1)
+    if schedule == "interleaved":
+        assert said == "nothing"
+    else:
+        assert "of 2 stages sharded by fully_shard()" in said
+        assert "ScheduleInterleaved1F1B(stages, ...)" in said
