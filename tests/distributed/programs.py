@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,12 +54,14 @@ class Step(NamedTuple):
             "unsynced" (``no_sync``), or "unscaled", each block by itself.
         max_norm: of each optimizer's gradients; None: they are not clipped.
         infs: the overflows.
+        clips_by: "amp", or "torch": its function, or the method of an FSDP1 model.
     """
 
     micro_batches: int = 1
     kept: str = "unscaled"
     max_norm: float | None = None
     infs: tuple[Inf, ...] = ()
+    clips_by: str = "amp"
 
 
 class Program(NamedTuple):
@@ -169,9 +172,9 @@ class _Training:
         self.program = program
         before, after = ENGINES[program.engine]
         model = before(SideBySide(seed))
-        groups = [list(model.parameters())]
+        self._params = groups = [list(model.parameters())]
         if program.optimizers == 2:
-            groups = [
+            self._params = groups = [
                 [p for name, p in model.named_parameters() if layer in name] for layer in LAYERS
             ]
         optimizers = [self._optimizer(params) for params in groups]
@@ -204,12 +207,19 @@ class _Training:
                 with amp.scale_loss(loss, self.optimizers, delay_unscale=delays) as scaled_loss:
                     scaled_loss.backward()
                     self._plant(infs)
-        norms = []
-        if step.max_norm is not None:
-            norms = [amp.clip_grad_norm_(one, step.max_norm).item() for one in self.optimizers]
+        norms = [] if step.max_norm is None else self._clip(step.max_norm, step.clips_by)
         for optimizer in self.optimizers:
             optimizer.step()
         return norms
+
+    def _clip(self, max_norm: float, by: str) -> list[float]:
+        if by == "amp":
+            return [amp.clip_grad_norm_(one, max_norm).item() for one in self.optimizers]
+        if self.program.engine == "fsdp1" and self.program.optimizers == 1:
+            return [self.model.clip_grad_norm_(max_norm).item()]
+        norms = [torch.nn.utils.clip_grad_norm_(params, max_norm) for params in self._params]
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in norms]
+        return [one.item() for one in whole]
 
     def _loss(self, index: int, micro_batch: int, infs: Sequence[Inf]) -> Tensor:
         rank, size = distributed.get_rank(), distributed.get_world_size()

@@ -66,7 +66,8 @@ def steps(draw: st.DrawFn, engine: str, level: str) -> Step:
     # what torch's half weights would round
     max_norm = None if level == "O3" else draw(st.sampled_from([None, 0.5, 100.0]))
     kept = st.sampled_from(["unscaled", "delayed", *(["unsynced"] * (engine != "tensor"))])
-    return Step(micro_batches, draw(kept), max_norm, tuple(infs))
+    clips_by = draw(st.sampled_from(["amp", "torch"]))
+    return Step(micro_batches, draw(kept), max_norm, tuple(infs), clips_by)
 
 
 @st.composite
@@ -109,8 +110,9 @@ SAVED = ("save", Step(3), Step(), "load", Step(2, "delayed"))
 
 @trains()
 @example(Program("zero", "O2", 1, False, (Step(2), Step(2, infs=(ON_0,)), *SAVED)))
-@example(Program("zero", "O5", 2, False, (Step(2, max_norm=0.5), *SAVED)))
+@example(Program("zero", "O5", 2, False, (Step(2, max_norm=0.5, clips_by="torch"), *SAVED)))
 @example(Program("fsdp1", "O2", 2, True, (Step(2, "unsynced", None, (ON_0,)), *SAVED)))
+@example(Program("fsdp1", "O5", 1, False, (Step(2, max_norm=0.5, clips_by="torch"),)))
 @example(Program("fsdp2", "O2", 2, False, (Step(2, "unsynced", 0.5, (IN_1,)), *SAVED)))
 @example(Program("fsdp2", "O1", 1, False, (Step(2, "delayed", 0.5, (IN_1,)), *SAVED)))
 @example(Program("ddp", "O2", 2, True, (Step(2, "unsynced", 0.5), Step(2, infs=(ON_0,)), *SAVED)))
