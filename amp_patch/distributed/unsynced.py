@@ -56,6 +56,12 @@ class Unsynced:
             self._wrapped[wrapper] = False
             wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
 
+    def is_wrapped(self, params: Iterable[Tensor]) -> bool:
+        """Return whether a `DistributedDataParallel` has some of these parameters."""
+        own = set(map(id, params))
+        wrappers = list(self._wrapped)
+        return any(id(param) in own for wrapper in wrappers for param in wrapper.parameters())
+
     def left(self, params: Iterable[Tensor]) -> bool:
         """Return whether the last backward has left gradients of some parameters here."""
         own = set(map(id, params))

@@ -36,6 +36,7 @@ from .averages import HalfCopies
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
+from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
 
@@ -72,6 +73,7 @@ class Guard:
         self.copies = HalfCopies(store, lambda: models.levels)
         self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
+        self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
         self.backwards = Backwards()
         self._explains = False
         self._wrappers: list[nn.Module] = []

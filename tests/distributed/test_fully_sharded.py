@@ -34,6 +34,8 @@ def test_a_policy_of_another_half_dtype_is_refused(case: tuple[str, torch.dtype,
     for said in ranks.run(fully_sharding.by_policy, level, dtype):
         assert f"param_dtype={dtype} for opt_level {level}" in said
         assert f"opt_level='{mend}'" in said
+    for said in ranks.run(fully_sharding.by_mixed_precision, level, dtype, size=1):
+        assert f"param_dtype={dtype} for opt_level {level}" in said
 
 
 def test_batch_norms_in_float32_are_gathered_by_themselves() -> None:
