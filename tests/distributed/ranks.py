@@ -15,6 +15,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -121,6 +123,38 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def torchrun(*arguments: object, timeout: float = 300.0, **env: str) -> tuple[int, str, str]:
+    """Return the exit code of a script under ``torchrun``, what it printed, and its errors.
+
+    Its workers are sessions of their own, which torchrun ends where it is asked to end itself.
+
+    Args:
+        arguments: torchrun's, the script's path, and those of the script.
+        timeout: seconds.
+        env: further variables.
+
+    Raises:
+        subprocess.TimeoutExpired: it is not done in time; nothing of it is left then.
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+    try:
+        output, errors = started.communicate(timeout=timeout)
+    except BaseException:
+        started.terminate()
+        try:
+            started.communicate(timeout=TIMEOUT)
+        finally:
+            started.kill()
+        raise
+    return started.returncode, output, errors
 
 
 def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[Any]:

@@ -4,7 +4,6 @@ After a restart a training goes on from its last checkpoint, with the losses tha
 """
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,13 +100,9 @@ def test_torchrun_restarts_a_training_from_its_last_checkpoint(
     folder = tmp_path / "restarted"
     folder.mkdir()
     # more than one, for a new process group may miss a rank on a busy machine
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
-    done = subprocess.run(
-        [*torchrun, "--nproc_per_node=2", failing.__file__, engine, level, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    options = "--max-restarts=3", "--nproc_per_node=2"
+    code, _, errors = ranks.torchrun(
+        *options, failing.__file__, engine, level, folder, PYTHONPATH=os.pathsep.join(sys.path)
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, errors
     assert_went_on([torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], whole)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from programs import Inf, Program, Ran, Step
-from support import examples, trains
+from support import trains
 
 #: How many ulps of 1 in the dtype that a level computes in.
 HALF_EPS = {"O0": 0.0, "O1": 2.0**-9, "O2": 2.0**-9, "O3": 2.0**-9, "O4": 2.0**-6, "O5": 2.0**-6}
@@ -108,7 +108,7 @@ ON_0, IN_1 = Inf(0, 0, "first", False), Inf(1, 1, "second", True)
 SAVED = ("save", Step(3), Step(), "load", Step(2, "delayed"))
 
 
-@examples(1)
+@trains()
 @example(Program("zero", "O2", 1, False, (Step(2), Step(2, infs=(ON_0,)), *SAVED)))
 @example(Program("zero", "O5", 2, False, (Step(2, max_norm=0.5, clips_by="torch"), *SAVED)))
 @example(Program("fsdp1", "O2", 2, True, (Step(2, "unsynced", None, (ON_0,)), *SAVED)))
