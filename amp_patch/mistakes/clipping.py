@@ -104,7 +104,7 @@ def _clip_parts(
     if any(one.ranks != ranks for one in owners):
         raise RuntimeError(
             "gradients that are clipped together must be shared by the same ranks; got those of "
-            f"{len(owners)} optimizers that other ranks share. Call amp.clip_grad_norm_(optimizer, "
+            f"{len(owners)} optimizers whose ranks differ. Call amp.clip_grad_norm_(optimizer, "
             "max_norm) for each of them."
         )
     elsewhere = {id(param) for one in owners for param in one.elsewhere}

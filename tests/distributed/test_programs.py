@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import plain_programs
 import programs
 import pytest
 import ranks
@@ -89,7 +90,7 @@ def drawn_programs(draw: st.DrawFn) -> Program:
 
 
 def assert_ran(found: list[Ran], program: Program) -> None:
-    known = programs.run_plainly(program)
+    known = plain_programs.run(program)
     is_clipped = any(isinstance(one, Step) and one.max_norm for one in program.actions)
     for ran in found:
         assert ran.skipped == known.skipped
