@@ -22,7 +22,7 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.half_gradients import HalfGradients
-from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
+from amp_patch.weights.lazy_gradients import stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
@@ -53,7 +53,7 @@ class OptimizerBackward:
         passes: how many of these there were.
         was_cleared: True where the gradients of the last one were cleared before a step.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
-            with the pass that has shared them, or the next would share them once more.
+            before the next pass, which would share them once more.
     """
 
     def __init__(
@@ -168,7 +168,6 @@ class OptimizerBackward:
         try:
             return self.gradients.receive(pairs, scale)
         finally:
-            clear_grads(self.elsewhere)
             self._foreign.note_own_pass()
             self._close()
 
