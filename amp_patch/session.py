@@ -31,6 +31,7 @@ from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .distributed.engines import local_optimizer, ranks_given
+from .distributed.groups import has_others
 from .levels import OptLevel
 from .living_objects import instances
 from .mistakes.guard import Guard
@@ -54,6 +55,8 @@ from .weights.rollback import Snapshot
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
+#: How many of an optimizer's first passes are looked at for a scale that ranks do not share.
+_WATCHED_PASSES = 16
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
 
 
@@ -316,6 +319,9 @@ class Session:
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
+        is_first = steps[0].backward.passes < _WATCHED_PASSES
+        if is_first and has_others() and self.scalers[scaler_id].rule.dynamic:
+            self.guard.scale_users.note(steps, scaler_id)
         return self._pass(steps, scaler_id, self._scaling(steps, scaler_id, device, may_be_delayed))
 
     def _scaling(

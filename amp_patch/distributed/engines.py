@@ -1,4 +1,4 @@
-"""What torch's engines for many ranks tell of themselves: FSDP of both kinds, ZeRO.
+"""Which ranks step with an optimizer by what its engine says: FSDP1, ZeRO, or the user.
 
 Knows modules and optimizers of torch; nothing of masters, levels or scales.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from .flat_parameters import spread_modules
 from .groups import StepRanks, is_on, without_repetition
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def ranks_given(
     """
     found: list[ProcessGroup] = []
     if is_on():
-        found = [one.process_group for model in models for one in _fsdp1_modules(model)]
+        found = [one.process_group for model in models for one in spread_modules(model)]
         if steps_share:
             found.append(optimizer.process_group)  # type: ignore[attr-defined]  # it is one
     if given is not None:
@@ -72,39 +73,6 @@ def is_zero(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is a `ZeroRedundancyOptimizer`."""
     kind = _known("torch.distributed.optim", "ZeroRedundancyOptimizer")
     return kind is not None and isinstance(optimizer, kind)
-
-
-def is_flat(model: nn.Module) -> bool:
-    """Return whether a model is, or has parts, of `FullyShardedDataParallel` (FSDP1)."""
-    return bool(_fsdp1_modules(model))
-
-
-def refuse_original_params(models: Iterable[nn.Module], level: str) -> None:
-    """Raise for FSDP1 with ``use_orig_params=True``, whose parameters are views of flat ones.
-
-    Args:
-        models: about to be stored in half.
-        level: its name.
-
-    Raises:
-        RuntimeError: as said.
-    """
-    for model in models:
-        if any(one._use_orig_params for one in _fsdp1_modules(model)):
-            raise RuntimeError(
-                f"opt_level {level} stores parameters in half, and those of a model in "
-                "FullyShardedDataParallel must be the flat ones; got use_orig_params=True, which "
-                "keeps float32 ones beneath. Call FullyShardedDataParallel(model, "
-                "use_orig_params=False), or fully_shard(model), or take opt_level O1 or O4."
-            )
-
-
-def _fsdp1_modules(model: nn.Module) -> list[Any]:
-    kind = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if kind is None:
-        return []
-    modules = [one for one in model.modules() if isinstance(one, kind)]
-    return [one for one in modules if one.sharding_strategy.name != "NO_SHARD"]
 
 
 def _known(module: str, name: str) -> Any:

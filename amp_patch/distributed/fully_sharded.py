@@ -14,6 +14,8 @@ from torch import nn
 
 from amp_patch.patching import remove
 
+from . import flat_parameters
+
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -36,7 +38,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def follow_parameters(model: nn.Module) -> None:
-    """Let FSDP2 gather what the parameters in the modules hold now, and in which dtype."""
+    """Let FSDP of either kind gather what the parameters hold now, and in which dtype."""
+    flat_parameters.follow_parameters(model)
     for group in _groups(model):
         has_run = [param for param in group.fsdp_params if hasattr(param, "orig_dtype")]
         for param in group.fsdp_params:
@@ -53,7 +56,7 @@ def follow_parameters(model: nn.Module) -> None:
 def refuse_other_dtypes(
     models: Iterable[nn.Module], half: torch.dtype, level: str, other_level: str
 ) -> None:
-    """Raise where a ``MixedPrecisionPolicy`` computes in another half dtype than a level.
+    """Raise where FSDP of either kind computes in another half dtype than a level.
 
     Args:
         models: about to be initialized.
@@ -65,13 +68,15 @@ def refuse_other_dtypes(
         RuntimeError: as said.
     """
     for model in models:
-        for group in _groups(model):
-            asked = group.mp_policy.param_dtype
-            if asked in _HALVES and asked is not half:
+        asked = [group.mp_policy.param_dtype for group in _groups(model)]
+        asked += [one.mixed_precision.param_dtype for one in flat_parameters.flat_modules(model)]
+        for dtype in asked:
+            if dtype in _HALVES and dtype is not half:
                 raise RuntimeError(
-                    f"a MixedPrecisionPolicy must leave the dtype to the level, or name the same; "
-                    f"got param_dtype={asked} for opt_level {level}, which computes in {half}. "
-                    "Call fully_shard(model) without mp_policy, or amp.initialize(..., "
+                    f"the mixed precision of FSDP must leave the dtype to the level, or name the "
+                    f"same; got param_dtype={dtype} for opt_level {level}, which computes in "
+                    f"{half}. Leave out the mp_policy of fully_shard(), or the mixed_precision of "
+                    f"FullyShardedDataParallel(), or call amp.initialize(..., "
                     f"opt_level={other_level!r})."
                 )
 

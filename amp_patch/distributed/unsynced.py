@@ -1,8 +1,8 @@
 """Which models have left the gradients of their last backward on this rank alone.
 
-``DistributedDataParallel.no_sync()`` and FSDP2's ``set_requires_gradient_sync(False)`` do that,
-until a later backward shares the sum. Nothing may be decided by what one rank has until then. Knows
-modules of torch; no optimizer, no scale.
+``no_sync()`` of `DistributedDataParallel` and of FSDP1, and FSDP2's
+``set_requires_gradient_sync(False)`` do that, until a later backward shares the sum. Nothing may be
+decided by what one rank has until then. Knows modules of torch; no optimizer, no scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .fully_sharded import keeps_gradients, sharded_modules
+from . import flat_parameters, fully_sharded
 
 
 class Unsynced:
@@ -24,14 +24,16 @@ class Unsynced:
     def __init__(self) -> None:
         self._wrapped: MutableMapping[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._flat: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __bool__(self) -> bool:
-        return bool(self._wrapped or self._sharded)
+        return bool(self._wrapped or self._sharded or self._flat)
 
     def follow(self, models: Iterable[nn.Module]) -> None:
-        """Models were initialized: sharded by FSDP2, in a wrapper, or neither."""
+        """Models were initialized: sharded by FSDP2 or FSDP1, in a wrapper, or neither."""
         for model in models:
-            self._sharded.update(sharded_modules(model))
+            self._sharded.update(fully_sharded.sharded_modules(model))
+            self._flat.update(flat_parameters.flat_modules(model))
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):
                     self._watch(module)
@@ -54,12 +56,21 @@ class Unsynced:
             self._wrapped[wrapper] = False
             wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
 
+    def is_wrapped(self, params: Iterable[Tensor]) -> bool:
+        """Return whether a `DistributedDataParallel` has some of these parameters."""
+        own = set(map(id, params))
+        wrappers = list(self._wrapped)
+        return any(id(param) in own for wrapper in wrappers for param in wrapper.parameters())
+
     def left(self, params: Iterable[Tensor]) -> bool:
         """Return whether the last backward has left gradients of some parameters here."""
         own = set(map(id, params))
         wrappers = [wrapper for wrapper, is_local in list(self._wrapped.items()) if is_local]
-        sharded: list[Any] = list(self._sharded)
-        local = wrappers + [one for one in sharded if keeps_gradients(one)]
+        local = [
+            *wrappers,
+            *[one for one in list(self._sharded) if fully_sharded.keeps_gradients(one)],
+            *[one for one in list(self._flat) if flat_parameters.keeps_gradients(one)],
+        ]
         return any(id(param) in own for module in local for param in module.parameters())
 
     def note(self, wrapper: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_patch.distributed.engines import is_flat
+from amp_patch.distributed.flat_parameters import flat_modules
 from amp_patch.distributed.fully_sharded import follow_parameters, reshard
 from amp_patch.distributed.groups import is_on
 from amp_patch.patching import Patches, bind
@@ -44,26 +44,11 @@ def _with_masters(
     @functools.wraps(original)
     def with_masters(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         steps = list(optimizers.steps.values())
-        _refuse_flat(model, steps)
-        with _plain_steps(steps), _masters_in(model, steps, writes):
+        masters_in = _fp32_in if flat_modules(model) else _masters_in
+        with _plain_steps(steps), masters_in(model, steps, writes):
             return original(model, *args, **kwargs)
 
     return with_masters
-
-
-def _refuse_flat(model: nn.Module, steps: Iterable[OptimizerStep]) -> None:
-    """Raise for a model of FSDP1 whose optimizer steps masters.
-
-    Raises:
-        RuntimeError: torch knows the state of its flat parameters alone.
-    """
-    if is_flat(model) and any(step.masters is not None for step in steps):
-        raise RuntimeError(
-            "torch.distributed.checkpoint must know the parameters that an optimizer steps; got a "
-            "FullyShardedDataParallel model, of whose flat parameters the optimizer steps fp32 "
-            "masters. On each rank save model.state_dict(), optimizer.state_dict() and "
-            "amp.state_dict(), and load them in this order; or shard by fully_shard(model)."
-        )
 
 
 @contextlib.contextmanager
@@ -108,6 +93,29 @@ def _masters_in(model: nn.Module, steps: Iterable[OptimizerStep], writes: bool) 
     finally:
         for params, name, param in replaced:
             params[name] = param
+        follow_parameters(model)
+        for one in masters:
+            one.follow(writes)
+
+
+@contextlib.contextmanager
+def _fp32_in(model: nn.Module, steps: Iterable[OptimizerStep], writes: bool) -> Iterator[None]:
+    """Let a model of FSDP1 be in fp32, for its modules know no other parameters than their own.
+
+    Args:
+        model: whose flat parameters may have masters.
+        steps, writes: as in `_masters_in`.
+    """
+    params = list(model.parameters())
+    every = [step.masters for step in steps if step.masters is not None]
+    masters = [one for one in every if one.has_master_of_any(params)]
+    try:
+        with contextlib.ExitStack() as lent:
+            for one in masters:
+                lent.enter_context(one.given_back())
+            follow_parameters(model)
+            yield
+    finally:
         follow_parameters(model)
         for one in masters:
             one.follow(writes)

@@ -1,23 +1,30 @@
 """torch's functions that clip gradients, given parameters whose masters are what is stepped.
 
-At O2 and O5 they clip the masters' gradients. Gradients that are still scaled are refused. Knows
-the prepared optimizers.
+At O2 and O5 they clip the masters' gradients. Where each rank has another part of these (ZeRO,
+FSDP1) the norm is that of all ranks. Gradients that are still scaled are refused. Knows the
+prepared optimizers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad
-from torch import Tensor
+from torch import Tensor, nn
 
+from amp_patch.distributed.norms import clip_by_norm
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 
+_FSDP = "torch.distributed.fsdp"
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+_BY_NORM = ("torch.nn.utils.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm()")
 
 
 def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
@@ -27,12 +34,16 @@ def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], An
         for name in _OF_PARAMETERS
     }
     by_name["get_total_norm"] = functools.partial(_measuring, optimizers)
-    return {
+    found = {
         f"{module.__name__}.{name}": make
         for name, make in by_name.items()
         for module in (torch.nn.utils, torch.nn.utils.clip_grad)
         if hasattr(module, name)
     }
+    if _FSDP in sys.modules:
+        name = f"{_FSDP}.FullyShardedDataParallel.clip_grad_norm_"
+        found[name] = functools.partial(_clipping_flat, optimizers)
+    return found
 
 
 def _clipping(
@@ -41,12 +52,70 @@ def _clipping(
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         stepped, owners = _stepped(optimizers, parameters, call)
-        result = original(stepped, *args, **kwargs)
+        if call in _BY_NORM and any(one.ranks.have_parts for one in owners):
+            result = _clip_parts(stepped, owners, *args, **kwargs)
+        else:
+            result = original(stepped, *args, **kwargs)
         for owner in owners:
             owner.note_clipped()
         return result
 
     return clip
+
+
+def _clipping_flat(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> Any:
+    """Return the method of an FSDP1 model, which else would clip half gradients alone."""
+
+    @functools.wraps(original)
+    def clip_grad_norm_(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        params = list(model.parameters())
+        if not _have_masters(optimizers, params):
+            return original(model, *args, **kwargs)
+        return torch.nn.utils.clip_grad_norm_(params, *args, **kwargs)
+
+    return clip_grad_norm_
+
+
+def _have_masters(optimizers: PreparedOptimizers, params: list[nn.Parameter]) -> bool:
+    masters = [step.masters for step in list(optimizers.steps.values())]
+    return any(one is not None and one.has_master_of_any(params) for one in masters)
+
+
+def _clip_parts(
+    stepped: Sequence[Tensor],
+    owners: Sequence[OptimizerBackward],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Do what ``clip_grad_norm_`` does, by the norm over all ranks, which must all come here.
+
+    Args:
+        stepped: what this rank steps, and half parameters that others do.
+        owners: at least one.
+        max_norm, norm_type, error_if_nonfinite: as torch's.
+        foreach: as torch's; of no effect.
+
+    Raises:
+        RuntimeError: parameters of optimizers that other ranks share; the norm is not finite.
+    """
+    ranks = owners[0].ranks
+    if any(one.ranks != ranks for one in owners):
+        raise RuntimeError(
+            "gradients that are clipped together must be shared by the same ranks; got those of "
+            f"{len(owners)} optimizers whose ranks differ. Call amp.clip_grad_norm_(optimizer, "
+            "max_norm) for each of them."
+        )
+    elsewhere = {id(param) for one in owners for param in one.elsewhere}
+    grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
+    total = clip_by_norm(grads, float(max_norm), float(norm_type), ranks)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"error_if_nonfinite=True wants a finite norm of the gradients; got {total.item()}. "
+            "Leave it out: after an overflow the step is skipped."
+        )
+    return total
 
 
 def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,11 +30,13 @@ from . import (
     grad_scaler,
     hooks,
     late_sharding,
+    split_backward,
 )
 from .averages import HalfCopies
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
+from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
 
@@ -71,6 +73,7 @@ class Guard:
         self.copies = HalfCopies(store, lambda: models.levels)
         self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
+        self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
         self.backwards = Backwards()
         self._explains = False
         self._wrappers: list[nn.Module] = []
@@ -85,6 +88,7 @@ class Guard:
             **late_sharding.replacements(self._optimizers, self._store),
             **conversions.replacements(lambda: self._models.levels),
             **hooks.replacements(self._scaled_models),
+            **split_backward.replacements(),
             **self.backwards.replacements(),
             "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,

@@ -7,6 +7,7 @@ unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -23,6 +24,7 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
     Source,
+    clear_grads,
     store_grads,
     stored_grad,
 )
@@ -129,17 +131,25 @@ class Gradients:
             tensor.grad = None
         self.forget()
 
-    def set_aside(self, pairs: ParamPairs, scale: float | Tensor) -> None:
+    def set_aside(
+        self, pairs: ParamPairs, scale: float | Tensor, elsewhere: Sequence[Tensor] = ()
+    ) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master was given, for the case that
         the backward fails; masters are given what a backward outside of ``scale_loss`` left, too.
         Scaled ones stay for the backward to add to, brought to the new scale if
         it moved.
+
+        Args:
+            pairs: whose gradients these are.
+            scale: factor of the loss.
+            elsewhere: parameters that other ranks step: their gradients go, or stay scaled.
         """
         if self.scaled.scale is not None:
-            self.scaled.bring_to(scale, pairs.model)
+            self.scaled.bring_to(scale, [*pairs.model, *elsewhere] if elsewhere else pairs.model)
             return
+        clear_grads(elsewhere)
         self._aside.clear()
         if _are_none(pairs.model):
             return

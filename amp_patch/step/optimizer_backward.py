@@ -52,6 +52,8 @@ class OptimizerBackward:
         is_open: True inside a ``scale_loss`` of this optimizer.
         passes: how many of these there were.
         was_cleared: True where the gradients of the last one were cleared before a step.
+        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
+            before the next pass, which would share them once more.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class OptimizerBackward:
         self.is_open = False
         self.passes = 0
         self.was_cleared = False
+        self.elsewhere: list[Tensor] = []
         self._passes_stepped = 0
         self._had_used = False
         self._pairs = ParamPairs([], [])
@@ -144,7 +147,7 @@ class OptimizerBackward:
         """
         self._foreign.drop_cleared()
         self._had_used = self._has_used
-        self.gradients.set_aside(pairs, scale)
+        self.gradients.set_aside(pairs, scale, self.elsewhere)
         self.is_open, self._unscale = True, unscale
         self.was_cleared = False
         self.passes += 1

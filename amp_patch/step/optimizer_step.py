@@ -116,7 +116,9 @@ class OptimizerStep:
         self.save_masters(zero)
         if self.masters is not None:
             params = {p for group in zero.param_groups for p in group["params"]}
-            store.forget(params.difference(self.backward.pairs().model))
+            elsewhere = params.difference(self.backward.pairs().model)
+            store.forget(elsewhere)
+            self.backward.elsewhere = list(elsewhere)
 
     def save_masters(self, loading: Optimizer) -> None:
         """Save masters with the optimizer's state, for the model's has none of them.

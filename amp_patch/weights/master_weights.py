@@ -6,6 +6,7 @@ other is `FP32Values`' subject.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
@@ -110,8 +111,8 @@ class MasterWeights:
             self._values.forget_versions(param, self._versions)
             self._versions.pop()
             del self._params_by_master[id(master)]
-            if optimizer is not None and master in optimizer.state:
-                optimizer.state[param] = optimizer.state.pop(master)
+            if optimizer is not None:
+                _move(optimizer.state, master, param)
 
     def _make(self, param: Tensor) -> Tensor:
         value = self._values.take(param)
@@ -129,8 +130,8 @@ class MasterWeights:
         self._params_by_master[id(master)] = param
         self._values.set(param, master, self._versions, len(self._versions) - 1)
         optimizer = self._optimizer()
-        if optimizer is not None and param in optimizer.state:
-            optimizer.state[master] = optimizer.state.pop(param)
+        if optimizer is not None:
+            _move(optimizer.state, param, master)
         return master
 
     def expose(self) -> None:
@@ -187,6 +188,32 @@ class MasterWeights:
         if self._exposed is not None:
             self._end_exposure()
 
+    @contextlib.contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Let the optimizer step the parameters themselves in the block, in their fp32 values.
+
+        What is written to these then is written to the masters. Call `follow` behind the block.
+        """
+        self.reconcile()
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        halves = [param.data for param in self._params]
+        for param, master in zip(self._params, self._masters, strict=True):
+            set_data(param, master.data)
+            _move(optimizer.state, master, param)
+        for group in optimizer.param_groups:
+            group["params"][:] = map(self.param_of, group["params"])
+        try:
+            yield
+        finally:
+            for param, master, half in zip(self._params, self._masters, halves, strict=True):
+                if param.data_ptr() != master.data_ptr():
+                    master.data.copy_(param.data)
+                set_data(param, half)
+                _move(optimizer.state, param, master)
+            for group in optimizer.param_groups:
+                group["params"][:] = self.replace(group["params"])
+
     def clear_grads(self) -> None:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
         clear_grads(self._masters)
@@ -209,8 +236,8 @@ class MasterWeights:
             set_data(param, master.data)
             param.grad = master.grad
             self._values.forget_versions(param, self._versions)
-            if optimizer is not None and master in optimizer.state:
-                optimizer.state[param] = optimizer.state.pop(master)
+            if optimizer is not None:
+                _move(optimizer.state, master, param)
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"][:] = [self.param_of(param) for param in group["params"]]
         self._params.clear()
@@ -260,3 +287,9 @@ class MasterWeights:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == master.shape:
                     state[key] = value.to(param.device)
+
+
+def _move(state: dict[Any, Any], old: Tensor, new: Tensor) -> None:
+    """Enter an optimizer's state of one tensor for another, if there is any."""
+    if old in state:
+        state[new] = state.pop(old)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from amp_patch.casting.argument_casts import is_on_cast_device
 from amp_patch.casting.mode import HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
-from amp_patch.distributed.engines import refuse_original_params
+from amp_patch.distributed.flat_parameters import refuse_original_params
 from amp_patch.distributed.fully_sharded import (
     follow_parameters,
     refuse_mixed_groups,

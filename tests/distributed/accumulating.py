@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import rank_training as training
-import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +56,7 @@ def train(
             inputs, targets = training.rows(2 * step + part, rank, size)
             planted = infs and {2: (0, 1), 4: (1, 0)}.get(step) in ((part, rank), (part, 1 - rank))
             is_here = planted and (is_alone or {2: 1, 4: 0}[step] == rank)
-            with _without_sync(model, not synced and part == 0):
+            with training.without_sync(model, not synced and part == 0):
                 loss = (model(inputs).float() - targets).square().mean() / 2
                 with amp.scale_loss(
                     loss, optimizer, delay_unscale=delayed and part == 0
@@ -70,17 +68,6 @@ def train(
     params = list(training.whole_params(model).values())
     amp.deactivate()
     return params, held, skipped
-
-
-@contextlib.contextmanager
-def _without_sync(model: nn.Module, is_local: bool) -> Any:
-    if isinstance(model, DistributedDataParallel) and is_local:
-        with model.no_sync():
-            yield
-        return
-    if isinstance(model, torch.distributed.fsdp.FSDPModule):
-        model.set_requires_gradient_sync(not is_local)
-    yield
 
 
 def train_all(engine: str, levels: tuple[str, ...], **options: Any) -> dict[str, Any]:

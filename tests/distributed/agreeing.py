@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import rank_training as training
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
 from amp_patch.step import loss_scaling
@@ -107,3 +109,34 @@ def behind_the_host(engine: str, level: str, steps: int, plants: dict[int, int])
     waiting = training.train(engine, level, steps, plants)
     loss_scaling.RUNS_AHEAD = {"cpu"}
     return training.train(engine, level, steps, plants), waiting
+
+
+def beside_a_model_of_its_own(losses: int) -> tuple[list[str], list[float], Tensor]:
+    """Return what is warned of, the scales and the weights of a model that ranks share.
+
+    Each rank has another model for itself, which overflows once on rank 0.
+
+    Args:
+        losses: 1, or 2: one scale for each model.
+    """
+    shared, own = nn.Linear(7, 3), nn.Linear(7, 3)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (shared, own)]
+    options = {"opt_level": "O1", "num_losses": losses, "verbosity": 0, **training.SCALES}
+    _, (of_shared, of_own) = amp.initialize([shared, own], optimizers, **options)
+    wrapped, scales = DistributedDataParallel(shared), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            for model, optimizer in ((own, of_own), (wrapped, of_shared)):
+                optimizer.zero_grad()
+                inputs, targets = training.rows(number, distributed.get_rank(), 2)
+                loss = (model(inputs).float() - targets).square().mean()
+                overflows = model is own and number == 1 and distributed.get_rank() == 0
+                loss_id = losses - 1 if model is own else 0
+                with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
+                    (scaled_loss * (float("inf") if overflows else 1.0)).backward()
+                optimizer.step()
+            scales.append(amp.loss_scale())
+    amp.deactivate()
+    said = [str(one.message) for one in caught if "loss scale must" in str(one.message)]
+    return said, scales, shared.weight.detach()

@@ -8,7 +8,12 @@ from typing import Any
 import rank_training as training
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 from amp_patch import amp
 
@@ -40,6 +45,20 @@ def by_policy(level: str, dtype: torch.dtype) -> str | list[float]:
     found = _losses(model, optimizer)
     amp.deactivate()
     return found
+
+
+def by_mixed_precision(level: str, dtype: torch.dtype) -> str:
+    """Return what is said of an FSDP1 model with a `MixedPrecision`."""
+    model = FullyShardedDataParallel(
+        training.make_model(),
+        device_id=torch.device("cpu"),
+        mixed_precision=MixedPrecision(param_dtype=dtype),
+    )
+    try:
+        amp.initialize(model, training.adamw(model.parameters()), opt_level=level, verbosity=0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def batch_norms(are_apart: bool) -> str | list[float]:
@@ -86,9 +105,9 @@ def fused() -> tuple[list[str], bool]:
     return messages, all(map(torch.equal, *trained))
 
 
-def before_and_after(level: str) -> list[Any]:
+def before_and_after(engine: str, level: str) -> list[Any]:
     """Return the dtypes of a sharded model that runs before, at, and after a level."""
-    model = training.sharded(training.make_model())
+    model = training.ENGINES[engine].before(training.make_model())
     optimizer = training.adamw(model.parameters())
     found: list[Any] = []
     inputs, _ = training.rows(0, distributed.get_rank(), distributed.get_world_size())

@@ -19,6 +19,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 from amp_patch import amp
@@ -29,14 +31,23 @@ OPTIONS = {"max_loss_scale": 2.0**11}
 #: step -> the rank in whose gradients an inf is planted; -1: in the loss of one micro-batch.
 PLANTS = {2: 0, 4: -1, 5: 1}
 SINGLE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+#: Of two stages on each rank. The last two split the backward: of inputs first, of weights later.
+LOOPED = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+#: The rank of two that has the last stage.
+LAST = {"zero-bubble-v": 0}
 
 
 def stages_of(schedule: str, rank: int) -> dict[int, nn.Module]:
     """Return the stages that a rank of two has, by their number."""
     model = training.make_model()
     assert isinstance(model, nn.Sequential)
-    if schedule == "interleaved":
-        return {number: model[number : number + 1] for number in (rank, rank + 2)}
+    if schedule in LOOPED:
+        second = 3 - rank if schedule == "zero-bubble-v" else rank + 2
+        return {number: model[number : number + 1] for number in (rank, second)}
     return {rank: model[2:] if rank else model[:2]}
 
 
@@ -57,8 +68,8 @@ def make_schedule(
         PipelineStage(stage, number, count, torch.device("cpu"), group=group)
         for number, stage in stages.items()
     ]
-    if schedule == "interleaved":
-        return ScheduleInterleaved1F1B(made, micro_batches, loss_fn=loss_fn)
+    if schedule in LOOPED:
+        return LOOPED[schedule](made, micro_batches, loss_fn=loss_fn)
     return SINGLE[schedule](made[0], micro_batches, loss_fn=loss_fn)
 
 
@@ -78,7 +89,7 @@ def train(
     """Train by a pipeline on pairs of ranks; its result has the parameters of this rank's stages.
 
     Args:
-        schedule: "GPipe", "1F1B" or "interleaved".
+        schedule: a key of `SINGLE` or `LOOPED`.
         level: "O1" ...
         steps: how many.
         max_norm: gradients are clipped to it, over all stages.
@@ -87,6 +98,7 @@ def train(
     mesh = init_device_mesh("cpu", (2, replicas), mesh_dim_names=("stage", "data"))
     rank, share = mesh["stage"].get_local_rank(), mesh["data"].get_local_rank()
     group, micro_batches = mesh["stage"].get_group(), MICRO_BATCHES // replicas
+    last = LAST.get(schedule, 1)
     stages = stages_of(schedule, rank)
     if replicas > 1:
         for stage in stages.values():
@@ -114,7 +126,7 @@ def train(
             targets[training.BATCH // MICRO_BATCHES] = float("inf")  # the first of a micro-batch
         with amp.scale_loss(torch.ones(()), optimizer) as scale:
             given = (inputs,) if rank == 0 else ()
-            pipeline.step(*given, target=targets if rank else None, losses=of_each)
+            pipeline.step(*given, target=targets if rank == last else None, losses=of_each)
             if plant == rank:
                 training.plant(nn.ModuleList(stages.values()))
         if max_norm is not None:
@@ -161,3 +173,19 @@ def warnings_of_a_factor(**options: Any) -> list[str]:
 
 def warnings_with_and_without_a_group() -> tuple[list[str], list[str]]:
     return warnings_of_a_factor(), warnings_of_a_factor(process_group=distributed.group.WORLD)
+
+
+def said_of_shards(schedule: str) -> str:
+    """Return what is said of a pipeline, all on this rank, whose stages FSDP2 shards."""
+    stages = dict(enumerate([training.sharded(nn.Linear(7, 7)) for _ in range(2)]))
+    params = [param for stage in stages.values() for param in stage.parameters()]
+    amp.initialize(list(stages.values()), training.adamw(params), opt_level="O1", verbosity=0)
+    before = [param.detach().clone() for param in params]
+    pipeline = make_schedule(schedule, stages, distributed.group.WORLD, 2, nn.functional.mse_loss)
+    try:
+        pipeline.step(torch.ones(2, 7), target=torch.ones(2, 7))
+    except RuntimeError as error:
+        assert all(map(torch.equal, params, before))
+        assert all(param.grad is None for param in params)
+        return str(error)
+    return "nothing"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -138,6 +139,12 @@ def sharded_in_replicas(model: nn.Module) -> nn.Module:
     return sharded(model, init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")))
 
 
+def flat_on_a_mesh(model: nn.Module) -> nn.Module:
+    """Shard by FSDP1, whose state dicts have DTensors then."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    return FullyShardedDataParallel(model, device_mesh=mesh, device_id=torch.device("cpu"))
+
+
 ENGINES = {
     "none": Engine(_same, adamw, _same),
     "ddp": Engine(_same, adamw, DistributedDataParallel),
@@ -148,6 +155,7 @@ ENGINES = {
     "fsdp1": Engine(
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), adamw, _same
     ),
+    "fsdp1-mesh": Engine(flat_on_a_mesh, adamw, _same),
     "zero": Engine(_same, zero_adamw, DistributedDataParallel),
     "tensor": Engine(split, adamw, _same, lambda size: size),
     "sequence": Engine(split_in_sequence, adamw, _same, lambda size: size),
@@ -246,14 +254,26 @@ def overflows_in_loss(engine: str) -> bool:
     return averages_all(engine) or engine == "fsdp2-replicas"
 
 
-def plant(model: nn.Module) -> None:
-    """Write an inf to a gradient that this rank holds a part of."""
-    for param in model.parameters():
+def plant(model: nn.Module, among: str = "") -> None:
+    """Write an inf to a gradient that this rank holds a part of, of a parameter so named."""
+    for name, param in model.named_parameters():
         grad = param.grad
-        if grad is not None and _part(grad).numel():
+        if among in name and grad is not None and _part(grad).numel():
             _part(grad).view(-1)[0] = float("inf")
             return
     raise AssertionError("this rank holds no gradient")
+
+
+@contextlib.contextmanager
+def without_sync(model: nn.Module, is_local: bool) -> Iterator[None]:
+    """Leave the gradients of the backward passes in the block on this rank, if ``is_local``."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not is_local)
+    elif is_local and isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    yield
 
 
 def whole_params(model: nn.Module) -> dict[str, Tensor]:

@@ -1,17 +1,22 @@
 """Runs a function on several ranks: processes of this machine with a gloo process group.
 
 A rank is a fork of a server that has imported torch once, so that one costs a fraction of a second.
-The ranks find each other by a file, so that no port is needed. None outlives the call.
+The ranks find each other by a file, so that no port is needed. None outlives the call of `run`, or
+the block of `Ranks`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -68,25 +73,88 @@ def run(
     Raises:
         RankError: a rank raised, died, or is not done in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
-    call = pickle.dumps((function, args, options))
-    with tempfile.TemporaryDirectory() as folder:
-        started: list[tuple[BaseProcess, Connection]] = []
+    with Ranks(size, collective_timeout or timeout, backend) as started:
+        return started.run(function, *args, timeout=timeout, **options)
+
+
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
+    """Ranks that run one function after another in the same process group, until they are closed.
+
+    Args:
+        size: how many.
+        collective_timeout: seconds for each collective.
+        backend: of the process group.
+    """
+
+    def __init__(
+        self, size: int = 2, collective_timeout: float = TIMEOUT, backend: str = "gloo"
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
+        self._folder = tempfile.TemporaryDirectory()
+        self._started: list[tuple[BaseProcess, Connection]] = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            place = (there, rank, size, self._folder.name, collective_timeout, backend)
+            process = context.Process(target=_be_rank, args=place, daemon=True)
+            process.start()
+            there.close()
+            self._started.append((process, here))
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **options: Any
+    ) -> list[Any]:
+        """Return the results as `run` does; after an error of it the ranks can only be closed."""
+        call = pickle.dumps((function, args, options))
+        ends = [end for _, end in self._started]
+        for end in ends:
+            with contextlib.suppress(BrokenPipeError):  # it has died, which `_collect` tells
+                end.send_bytes(call)
+        return _collect(ends, timeout, Path(self._folder.name))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, end in self._started:
+            process.kill()
+            process.join()
+            end.close()
+        self._started.clear()
+        self._folder.cleanup()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def torchrun(*arguments: object, timeout: float = 300.0, **env: str) -> tuple[int, str, str]:
+    """Return the exit code of a script under ``torchrun``, what it printed, and its errors.
+
+    Its workers are sessions of their own, which torchrun ends where it is asked to end itself.
+
+    Args:
+        arguments: torchrun's, the script's path, and those of the script.
+        timeout: seconds.
+        env: further variables.
+
+    Raises:
+        subprocess.TimeoutExpired: it is not done in time; nothing of it is left then.
+    """
+    started = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+    try:
+        output, errors = started.communicate(timeout=timeout)
+    except BaseException:
+        started.terminate()
         try:
-            for rank in range(size):
-                here, there = context.Pipe(duplex=False)
-                place = (there, call, rank, size, folder, collective_timeout or timeout, backend)
-                process = context.Process(target=_be_rank, args=place, daemon=True)
-                process.start()
-                there.close()
-                started.append((process, here))
-            return _collect([end for _, end in started], timeout, Path(folder))
+            started.communicate(timeout=TIMEOUT)
         finally:
-            for process, end in started:
-                process.kill()
-                process.join()
-                end.close()
+            started.kill()
+        raise
+    return started.returncode, output, errors
 
 
 def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[Any]:
@@ -101,7 +169,7 @@ def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[A
             rank = waiting.pop(end)
             try:
                 error, result = pickle.loads(end.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 error, result = "died without a word", None
             if error is None:
                 results[rank] = result
@@ -116,7 +184,7 @@ def _collect(ends: Sequence[Connection], timeout: float, folder: Path) -> list[A
 
 
 def _be_rank(
-    end: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float, backend: str
+    end: Connection, rank: int, size: int, folder: str, timeout: float, backend: str
 ) -> None:
     import torch
 
@@ -124,21 +192,35 @@ def _be_rank(
     (Path(folder) / f"{rank}.pid").write_text(str(multiprocessing.current_process().pid))
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
-    try:
-        function, args, options = pickle.loads(call)
-        torch.distributed.init_process_group(
-            backend,
-            store=torch.distributed.FileStore(f"{folder}/store", size),
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-        torch.manual_seed(0)
-        answer = pickle.dumps((None, function(*args, **options)))
-    except BaseException:
-        answer = pickle.dumps((traceback.format_exc(), None))
-    end.send_bytes(answer)
+    gc.freeze()  # as `conftest` does: a search through all objects is to pass over the imported
+    while True:
+        try:
+            function, args, options = pickle.loads(end.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return  # whoever started it is gone
+        try:
+            if not torch.distributed.is_initialized():
+                _join(rank, size, folder, timeout, backend)
+            torch.manual_seed(0)
+            answer = pickle.dumps((None, function(*args, **options)))
+        except BaseException:
+            end.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+            return  # which the others notice
+        end.send_bytes(answer)
     # The process group is not destroyed: in a fork gloo's threads may wait for ever then.
+
+
+def _join(rank: int, size: int, folder: str, timeout: float, backend: str) -> None:
+    """Find the other ranks by a file of the folder."""
+    import torch
+
+    torch.distributed.init_process_group(
+        backend,
+        store=torch.distributed.FileStore(f"{folder}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
 
 
 def _stack_file(folder: Path, rank: int) -> Path:

@@ -162,13 +162,3 @@ def resume_from_states(engine: str, level: str) -> bool:
         load(state)
     run(model, optimizer, 4, 7)
     return all(map(torch.equal, numbers(model, optimizer), went_on))
-
-
-def said_of_flat_parameters(level: str) -> str:
-    """Return what `get_state_dict` says of a model of FSDP1."""
-    model, optimizer = prepare("fsdp1", level)
-    try:
-        get_state_dict(model, optimizer)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"

@@ -29,6 +29,23 @@ def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all() -> None
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
 
 
+def test_a_scale_beside_a_model_of_one_rank_is_told_of() -> None:
+    (said, scales, weight), (others_said, others_scales, others_weight) = ranks.run(
+        agreeing.beside_a_model_of_its_own, 1
+    )
+    assert len(said) == len(others_said) == 1
+    assert "num_losses=2" in said[0]
+    assert scales != others_scales
+    assert not torch.equal(weight, others_weight)
+
+
+def test_a_scale_of_its_own_beside_a_model_of_one_rank_is_that_of_all() -> None:
+    (said, *found), (_, *others) = ranks.run(agreeing.beside_a_model_of_its_own, 2)
+    assert said == []
+    assert found[0] == others[0]
+    assert torch.equal(found[1], others[1])
+
+
 @pytest.mark.parametrize("engine", nightly_but(["fsdp2"], ["ddp", "fsdp2", "sequence"]))
 @pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
 def test_a_scale_that_a_device_moves_is_that_of_all_ranks(engine: str, level: str) -> None:

@@ -4,7 +4,6 @@ After a restart a training goes on from its last checkpoint, with the losses tha
 """
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,16 +21,23 @@ RUNS = [
     for engine in ("ddp", "fsdp2", "zero", "tensor")
     for level in ("O1", "O2", "O5")
     for part in ("forward", "backward", "block", "clip", "step")
-    # in its step each rank changes its share first, and then gets those of the others
-    if (engine, part) != ("zero", "step")
 ]
 
 
-def assert_survived(seen: Seen) -> None:
+def fails_in_step_of_zero(engine: str, level: str, part: str) -> bool:
+    """Return whether the others miss the rank first in ZeRO's own step.
+
+    There each rank changes its share, and then gets those of the others. At O1 it is the first
+    thing after the backward for which ranks wait for each other.
+    """
+    return engine == "zero" and (part == "step" or (level == "O1" and part in ("block", "clip")))
+
+
+def assert_survived(seen: Seen, run: tuple[str, str, str]) -> None:
     """The error comes in the step that fails, or in the next one where it had all it needs."""
     assert seen.error is not None
     assert failing.FAILS_IN <= seen.steps <= failing.FAILS_IN + 1
-    assert seen.is_whole
+    assert seen.is_whole or fails_in_step_of_zero(*run)
 
 
 @pytest.mark.parametrize("run", nightly_but([("fsdp2", "O2", "block")], RUNS), ids="-".join)
@@ -40,7 +46,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(run: tuple[str, str, str]) -
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(failing.survive, *run, failing.die)
     assert caught.value.errors == {1: "died without a word"}
-    assert_survived(caught.value.results[0])
+    assert_survived(caught.value.results[0], run)
     assert time.monotonic() - begin < ranks.TIMEOUT / 2
 
 
@@ -50,7 +56,7 @@ def test_a_rank_that_raises_is_an_error_on_the_others(run: tuple[str, str, str])
         ranks.run(failing.survive, *run, failing.run_out_of_memory)
     assert list(caught.value.errors) == [1]
     assert "OutOfMemoryError: a planted one" in caught.value.errors[1]
-    assert_survived(caught.value.results[0])
+    assert_survived(caught.value.results[0], run)
 
 
 @pytest.mark.slow
@@ -62,7 +68,7 @@ def test_a_rank_that_stalls_is_an_error_on_the_others_after_the_timeout(
         failing.survive, *run, failing.stall, collective_timeout=failing.STALLS / 3
     )
     assert "imed out" in str(waiting.error)
-    assert_survived(waiting)
+    assert_survived(waiting, run)
     assert stalled.error is not None  # it finds nobody when it comes back
 
 
@@ -94,13 +100,9 @@ def test_torchrun_restarts_a_training_from_its_last_checkpoint(
     folder = tmp_path / "restarted"
     folder.mkdir()
     # more than one, for a new process group may miss a rank on a busy machine
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3"]
-    done = subprocess.run(
-        [*torchrun, "--nproc_per_node=2", failing.__file__, engine, level, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    options = "--max-restarts=3", "--nproc_per_node=2"
+    code, _, errors = ranks.torchrun(
+        *options, failing.__file__, engine, level, folder, PYTHONPATH=os.pathsep.join(sys.path)
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, errors
     assert_went_on([torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)], whole)

@@ -34,6 +34,8 @@ def test_a_policy_of_another_half_dtype_is_refused(case: tuple[str, torch.dtype,
     for said in ranks.run(fully_sharding.by_policy, level, dtype):
         assert f"param_dtype={dtype} for opt_level {level}" in said
         assert f"opt_level='{mend}'" in said
+    for said in ranks.run(fully_sharding.by_mixed_precision, level, dtype, size=1):
+        assert f"param_dtype={dtype} for opt_level {level}" in said
 
 
 def test_batch_norms_in_float32_are_gathered_by_themselves() -> None:
@@ -56,6 +58,7 @@ def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> 
         assert are_equal
 
 
-def test_a_model_runs_before_and_after_a_level() -> None:
-    for found in ranks.run(fully_sharding.before_and_after, "O2"):
+@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
+def test_a_model_runs_before_and_after_a_level(engine: str) -> None:
+    for found in ranks.run(fully_sharding.before_and_after, engine, "O2"):
         assert found == [(FLOAT, True), (HALF, True), (FLOAT, True)]

@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,13 +42,7 @@ def test_two_ranks_train_what_one_process_trains(
     ("engine", "size"), [("ddp", 2), ("fsdp2", 2), ("tensor", 4), ("pipeline", 2)]
 )
 def test_the_script_runs_under_torchrun(engine: str, size: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [EXAMPLES / f"{SCRIPT}.py", "--engine", engine, "--opt-level", "O2", "--steps", "60"]
-    done = subprocess.run(
-        [*torchrun, f"--nproc_per_node={size}", *map(str, script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(rf"{engine}, O2: loss [45]\.\d+ -> [23]\.\d+\n", done.stdout)
+    script = [EXAMPLES / f"{SCRIPT}.py", "--engine", engine, "--opt-level", "O2", "--steps", 60]
+    code, output, errors = ranks.torchrun(f"--nproc_per_node={size}", *script)
+    assert code == 0, errors
+    assert re.fullmatch(rf"{engine}, O2: loss [45]\.\d+ -> [23]\.\d+\n", output)

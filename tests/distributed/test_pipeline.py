@@ -15,20 +15,22 @@ from test_engines import LEVELS, assert_trained_alike
 
 
 @pytest.mark.parametrize("clipped", nightly_but([True], [True, False]))
-@pytest.mark.parametrize("schedule", nightly_but(["1F1B"], ["GPipe", "1F1B", "interleaved"]))
+@pytest.mark.parametrize("schedule", nightly_but(["1F1B"], [*piping.SINGLE, *piping.LOOPED]))
 def test_stages_train_what_one_process_trains(schedule: str, clipped: bool) -> None:
     assert_trains_as_one_process(schedule, clipped, LEVELS)
 
 
 def assert_trains_as_one_process(schedule: str, clipped: bool, levels: tuple[str, ...]) -> None:
     found = ranks.run(piping.train_and_compare, schedule, levels, 8, 0.5 if clipped else None)
+    in_order = found if piping.LAST.get(schedule, 1) else found[::-1]
     for level in levels:
-        assert_alike([one[level][0] for one in found], found[0][level][1], level)
+        assert_alike([one[level][0] for one in in_order], found[0][level][1], level)
 
 
 @pytest.mark.slow
-def test_levels_without_masters() -> None:
-    assert_trains_as_one_process("1F1B", True, ("O0", "O3"))
+@pytest.mark.parametrize("schedule", ["1F1B", "zero-bubble", "zero-bubble-v"])
+def test_levels_without_masters(schedule: str) -> None:
+    assert_trains_as_one_process(schedule, True, ("O0", "O3"))
 
 
 @pytest.mark.slow
@@ -67,3 +69,13 @@ def test_stages_that_decide_alone_are_warned() -> None:
         assert together == []
     ((alone, _),) = ranks.run(piping.warnings_with_and_without_a_group, size=1)
     assert alone == []
+
+
+@pytest.mark.parametrize("schedule", nightly_but(["zero-bubble"], piping.LOOPED))
+def test_a_split_backward_of_shards_is_refused(schedule: str) -> None:
+    (said,) = ranks.run(piping.said_of_shards, schedule, size=1)
+    if schedule == "interleaved":
+        assert said == "nothing"
+    else:
+        assert "of 2 stages sharded by fully_shard()" in said
+        assert "ScheduleInterleaved1F1B(stages, ...)" in said

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -47,3 +49,18 @@ def test_a_rank_that_dies_or_hangs_is_told_of_within_the_time() -> None:
     assert "die_on" in caught.value.errors[1]  # where it hung
     assert time.monotonic() - begin < ranks.TIMEOUT / 2
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_torchrun_that_takes_too_long_leaves_no_worker(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        ranks.torchrun("--nproc_per_node=2", script, tmp_path, timeout=25)
+    for rank in ("0", "1"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / rank).read_text()), 0)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from amp_patch.session import session
+from amp_patch.step.gradients import Gradients
+from amp_patch.step.param_pairs import ParamPairs
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 NAMES = ("a", "b", "norm")
@@ -448,3 +450,18 @@ def test_a_model_moved_between_steps_receives_where_it_is(amp: ModuleType, level
         assert got == {"a": [1.0] * 3, "b": [2.0] * 4, "norm": [3.0] * 2}
         optimizer.step()
         assert {param.device.type for param in amp.master_params(optimizer)} == {device}
+
+
+def test_gradients_of_what_other_ranks_step_follow_the_scale_or_go() -> None:
+    """Parameters of a `ZeroRedundancyOptimizer` that are not of this rank's share."""
+    own, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    pairs, gradients = ParamPairs([own], [own]), Gradients()
+    own.grad, elsewhere.grad = torch.full((2,), 4.0), torch.full((2,), 12.0)
+    gradients.delay(pairs, 4.0)
+    gradients.set_aside(pairs, 8.0, [elsewhere])
+    assert own.grad.tolist() == [8.0, 8.0]
+    assert elsewhere.grad.tolist() == [24.0, 24.0]
+    gradients.receive(pairs, 8.0)
+    gradients.finish()
+    gradients.set_aside(pairs, 8.0, [elsewhere])
+    assert elsewhere.grad is None

@@ -1,0 +1,40 @@
+"""A loss scale that moves by what one rank alone finds, and multiplies losses of all ranks, too.
+
+An overflow in a model that each rank has for itself would let the ranks scale the losses of a model
+that they share by different numbers, and train that apart without a word. Knows what was prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from amp_patch.step.optimizer_step import OptimizerStep
+from amp_patch.warn_once import warn_once
+
+
+class ScaleUsers:
+    """Whether the optimizers that use a scaler are shared by ranks; where there are several ranks.
+
+    Args:
+        is_wrapped: returns whether `DistributedDataParallel` holds one of some parameters.
+    """
+
+    def __init__(self, is_wrapped: Callable[[Iterable[Tensor]], bool]) -> None:
+        self._is_wrapped = is_wrapped
+        self._found: dict[int, set[bool]] = {}
+
+    def note(self, steps: Iterable[OptimizerStep], scaler_id: int) -> None:
+        """Optimizers use a scaler that moves; warn where it is of both kinds."""
+        found = self._found.setdefault(scaler_id, set())
+        for step in steps:
+            params = step.backward.pairs().model
+            found.add(bool(step.backward.ranks.groups) or self._is_wrapped(params))
+        if len(found) > 1:
+            warn_once(
+                "a loss scale must move alike on all ranks that share a model; got one for both a "
+                "model that ranks share and one that this rank has alone, whose overflows no other "
+                "rank sees. Call amp.initialize(..., num_losses=2) and amp.scale_loss(loss, "
+                "optimizer, loss_id=1) for one of them; or wrap both in DistributedDataParallel."
+            )
