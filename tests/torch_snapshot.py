@@ -72,7 +72,14 @@ class Snapshot:
     fast_path: bool
 
 
-_last: list[tuple[Any, Snapshot]] = []
+class _Last:
+    """Holds what was recorded last where no patch looks for functions, as it does in tables."""
+
+    identities: Any = None
+    snapshot: Snapshot
+
+
+_last = _Last()
 
 
 def take() -> Snapshot:
@@ -81,11 +88,11 @@ def take() -> Snapshot:
     To record takes longer than many tests. What was recorded last is returned again while all is
     the very object that it was then.
     """
-    if not _last or _last[0][0] != _identities():
+    if _last.identities != _identities():
         attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
-        snapshot = _take(attributes)
-        _last[:] = [(_identities(), snapshot)]
-    return _last[0][1]
+        _last.snapshot = _take(attributes)
+        _last.identities = _identities()
+    return _last.snapshot
 
 
 def _identities() -> Any:
