@@ -13,7 +13,8 @@ def instances(base: type[Kind]) -> list[Kind]:
     """Return every instance of a class, or of its subclasses, in this process.
 
     May take a tenth of a second. An object is asked for its type only: asked for its class, a lazy
-    proxy would load what it stands for.
+    proxy would load what it stands for. Where another thread may free some of them, do not ask for
+    tensors: torch gives the interpreter up while it frees one.
 
     Args:
         base: a class made in Python, for its instances refer to it.

@@ -155,6 +155,7 @@ def wrap(function: Function, rule: Rule) -> Function:
 
     # TorchScript compiles the original: it cannot read a closure.
     wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
+    wrapper.library_original = function  # type: ignore[attr-defined]  # torch.compile looks for it
     return wrapper
 
 

@@ -186,7 +186,8 @@ def _calls_patched(function: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(function))
     own: dict[str, Any] = function.__globals__
-    if id(own.get(function.__name__)) != id(function):
+    current = own.get(function.__name__)
+    if id(function) not in (id(current), id(library_original(current))):
         return False
     for name in function.__code__.co_names:
         if any(is_patched(getattr(place, name, None)) for place in _PLACES):
@@ -194,6 +195,11 @@ def _calls_patched(function: Any, seen: set[int]) -> bool:
         if is_patched(own.get(name)) or _calls_patched(own.get(name), seen):
             return True
     return False
+
+
+def library_original(value: Any) -> Any:
+    """Return what a wrapper of `library_functions` stands for; None for all else."""
+    return getattr(value, "library_original", None)
 
 
 def is_patched(value: Any) -> bool:

@@ -84,7 +84,8 @@ class Casts:
             dtype = mode.dtype or process.dtype
             if dtype is OFF:
                 return original(*args, **kwargs)
-            if takes_sparse and any(map(_is_sparse_on_cpu, args)):
+            # torch.compile lets no custom backward ask for a layout
+            if takes_sparse and not is_compiling() and any(map(_is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
             if _stay(args, kwargs, _OTHERS[dtype]):

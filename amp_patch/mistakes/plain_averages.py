@@ -8,6 +8,7 @@ no optimizer.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -107,6 +108,9 @@ class PlainAverages:
         self._steps += 1
         if self._steps < _FIRST_LOOK:
             return
+        if not _is_alone():
+            self._followed.clear()
+            return
         living = functools.cache(lambda: list(_plain_tensors()))
         is_last = self._steps >= _FIRST_LOOK + _MOST_STEPS
         self._followed = [one for one in self._followed if one.look(living) and not is_last]
@@ -123,6 +127,15 @@ class PlainAverages:
 def _order(param: Tensor) -> tuple[bool, bool, int]:
     """Sort a matrix before a bias, which may be 0, and a small one before a large one."""
     return param.dim() < 2, param.numel() > _SMALL, param.numel()
+
+
+def _is_alone() -> bool:
+    """Tell whether no other thread may free a tensor; tqdm's, which many scripts have, does not.
+
+    One that is found while it is freed would be freed twice, and the process ends.
+    """
+    others = {*threading.enumerate()} - {threading.current_thread()}
+    return all(type(one).__module__.startswith("tqdm.") for one in others)
 
 
 def _plain_tensors() -> Iterator[Tensor]:

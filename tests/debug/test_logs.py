@@ -342,6 +342,7 @@ def test_only_the_first_rank_writes(amp, monkeypatch, rank: int, steps: int) -> 
     model, optimizer = prepared(amp, wandb=run)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     train(amp, model, optimizer)
     assert len(run.logged) == steps
 

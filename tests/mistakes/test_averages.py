@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -175,6 +176,14 @@ def first_values(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
     return average
 
 
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Give the threads that there are, whatever other tests have left."""
+    found = [threading.current_thread()]
+    monkeypatch.setattr(threading, "enumerate", lambda: found)
+    return found
+
+
 def steps_with(
     amp: ModuleType, level: str, update: Any, read: str = "model", still: int | None = None
 ) -> list[Any]:
@@ -199,6 +208,7 @@ def steps_with(
     return [one for one in caught if "average of weights" in str(one.message)]
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("level", [*HALF, "O3"])
 @pytest.mark.parametrize("update", [shadow_in_place, shadow_made_anew, stuck_in_half])
 def test_an_average_in_plain_tensors_is_told_of_once(
@@ -208,20 +218,32 @@ def test_an_average_in_plain_tensors_is_told_of_once(
     assert [one.filename for one in caught] == [__file__]
 
 
+@pytest.mark.parametrize(("kind", "count"), [("tqdm._monitor", 1), ("threading", 0)])
+def test_beside_threads_that_may_free_tensors_no_look_is_taken(
+    amp: ModuleType, threads: list[threading.Thread], kind: str, count: int
+) -> None:
+    threads.append(type("Other", (threading.Thread,), {"__module__": kind})())
+    assert len(steps_with(amp, "O2", shadow_in_place)) == count
+
+
+@pytest.mark.usefixtures("threads")
 def test_a_step_that_changes_nothing_is_no_reason_to_stop(amp: ModuleType) -> None:
     assert len(steps_with(amp, "O2", shadow_in_place, still=17)) == 1
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("update", [last_values, first_values])
 def test_copies_of_values_are_no_averages(amp: ModuleType, update: Any) -> None:
     assert not steps_with(amp, "O2", update)
 
 
+@pytest.mark.usefixtures("threads")
 def test_an_average_of_masters_is_right(amp: ModuleType) -> None:
     assert not steps_with(amp, "O2", shadow_in_place, "masters")
     assert not steps_with(amp, "O1", shadow_in_place)
 
 
+@pytest.mark.usefixtures("threads")
 def test_another_model_that_trains_alike_is_no_average(amp: ModuleType) -> None:
     """Masters keep views of their half parameters, which are plain tensors that move with them."""
     runs = [make() for _ in range(2)]
