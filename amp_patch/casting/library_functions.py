@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches, resolve_in, when_imported
 
 from . import library_rules
@@ -73,7 +74,10 @@ class LibraryFunctions:
         for name in self._rules:
             module = sys.modules.get(name)
             if module is not None:
-                replaced.update(self._patch(module))
+                found = self._patch(module)
+                # Torch's are called as F.normalize: to look for other names in every module that
+                # uses torch would make each initialize a third longer.
+                replaced.update({} if is_left_alone(name) else found)
             elif name not in self._awaited:
                 self._awaited.add(name)
                 when_imported(name, self._imported)
@@ -155,7 +159,6 @@ def wrap(function: Function, rule: Rule) -> Function:
 
     # TorchScript compiles the original: it cannot read a closure.
     wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    wrapper.library_original = function  # type: ignore[attr-defined]  # torch.compile looks for it
     return wrapper
 
 

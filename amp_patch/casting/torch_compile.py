@@ -199,7 +199,9 @@ def _calls_patched(function: Any, seen: set[int]) -> bool:
 
 def library_original(value: Any) -> Any:
     """Return what a wrapper of `library_functions` stands for; None for all else."""
-    return getattr(value, "library_original", None)
+    made_by = "amp_patch.casting.library_functions"
+    is_wrapper = is_patched(value) and value.__globals__.get("__name__") == made_by
+    return value.__wrapped__ if is_wrapper else None
 
 
 def is_patched(value: Any) -> bool:

@@ -27,11 +27,14 @@ def cpu():
 
 def kept(function: Callable[..., Tensor], *args: Tensor) -> int:
     """Return the bytes that live after a call because of it, the result's among them."""
-    gc.collect()  # a cycle that is dropped meanwhile would count
-    with LivingTensors() as living:
-        before = living._bytes
-        result = function(*args)
-        after = living._bytes
+    gc.disable()  # a cycle that is collected meanwhile would count
+    try:
+        with LivingTensors() as living:
+            before = living._bytes
+            result = function(*args)
+            after = living._bytes
+    finally:
+        gc.enable()
     assert result.grad_fn is not None
     return after - before
 
