@@ -55,8 +55,6 @@ from .weights.rollback import Snapshot
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
-#: How many of an optimizer's first passes are looked at for a scale that ranks do not share.
-_WATCHED_PASSES = 16
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
 
 
@@ -319,8 +317,8 @@ class Session:
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
-        is_first = steps[0].backward.passes < _WATCHED_PASSES
-        if is_first and has_others() and self.scalers[scaler_id].rule.dynamic:
+        is_watched = steps[0].backward.is_watched
+        if is_watched and has_others() and self.scalers[scaler_id].rule.dynamic:
             self.guard.scale_users.note(steps, scaler_id)
         return self._pass(steps, scaler_id, self._scaling(steps, scaler_id, device, may_be_delayed))
 

@@ -36,8 +36,6 @@ class Other(Protocol):
 
 #: See `BackwardPass`.
 OpenBlock = Callable[[Tensor, Callable[[], Iterable[Tensor]]], Callable[[], None]]
-#: How many of an optimizer's first passes are watched for a backward that goes astray.
-_WATCHED_PASSES = 16
 
 
 class BackwardPass:
@@ -245,11 +243,8 @@ class BackwardPass:
 
     def _watch(self, scaled_loss: Tensor) -> _WatchedBackward | None:
         """Return what notes the backward of the scaled loss, None where nothing depends on it."""
-        first = self._optimizers[0]
-        # A script that goes astray does so at once: to look at every pass would cost the host more
-        # than the scaling.
         node = scaled_loss.grad_fn
-        if node is None or first.passes > _WATCHED_PASSES:
+        if node is None or not self._optimizers[0].is_watched:
             return None
         watched = _WatchedBackward()
         node.register_prehook(watched)

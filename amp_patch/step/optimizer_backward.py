@@ -28,10 +28,8 @@ from amp_patch.weights.master_weights import MasterWeights
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
 from .param_pairs import ParamPairs, Params
+from .shown_gradients import WATCHED_PASSES
 from .skip import Skip, skips_by_flag
-
-#: How many first passes of an optimizer are watched for gradients that are left where they are.
-_WATCHED_PASSES = 16
 
 
 class OptimizerBackward:
@@ -104,6 +102,11 @@ class OptimizerBackward:
             if self._ranks_follow:
                 self.ranks = StepRanks(groups_of(params))
         return self._pairs
+
+    @property
+    def is_watched(self) -> bool:
+        """True in the first passes, in which mistakes of the script are looked for."""
+        return self.passes <= WATCHED_PASSES
 
     @property
     def takes_grads_as_they_are(self) -> bool:
@@ -299,12 +302,9 @@ class OptimizerBackward:
 
     @property
     def _has_used(self) -> bool:
-        """True where gradients are left that a step has used, and masters have dropped them.
-
-        In the first passes: a script that leaves them does so at once.
-        """
+        """True where gradients are left that a step has used, and masters have dropped them."""
         may_be = self.masters is not None and 0 < self.passes == self._passes_stepped
-        return may_be and self.passes <= _WATCHED_PASSES and self.gradients.are_used(self.pairs())
+        return may_be and self.is_watched and self.gradients.are_used(self.pairs())
 
     def _tell_of_added(self) -> None:
         """Warn, once, of a backward that plain PyTorch would have added to used gradients."""

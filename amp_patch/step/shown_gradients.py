@@ -17,9 +17,9 @@ from amp_patch.weights.lazy_gradients import stored_grad
 
 from .param_pairs import ParamPairs
 
-#: How many of an optimizer's first passes are watched for writes by ``grad.data``. A script that
-#: makes them does so at once: to look at every pass would cost more than the copy.
-_WATCHED_PASSES = 16
+#: How many of an optimizer's first passes are watched for mistakes. A script that makes one does so
+#: at once: to look at every pass would cost the host more than the scaling.
+WATCHED_PASSES = 16
 
 
 def copy_into(halves: list[Tensor], masters: list[Tensor]) -> None:
@@ -56,7 +56,7 @@ class WatchedBits:
     """Finds writes to gradients by ``grad.data``, which move no version; for some passes."""
 
     def __init__(self) -> None:
-        self._left = _WATCHED_PASSES
+        self._left = WATCHED_PASSES
         self._sums: dict[int, Tensor] = {}
 
     def note(self, params: Sequence[Tensor]) -> None:
