@@ -205,10 +205,10 @@ def foreign_assignments(tree: ast.Module) -> list[str]:
     ]
     return calls + [
         ast.unparse(node)
-        for node, owners in assigned_attributes(tree, OWN_CLASSES)
+        for node, owners in assigned_attributes(tree, own_classes())
         if not is_self(node.value)
         and node.attr not in {*FOREIGN_DATA, *METADATA}
-        and not any(OWN_CLASSES.declare(owner, node.attr) for owner in owners)
+        and not any(own_classes().declare(owner, node.attr) for owner in owners)
     ]
 
 
@@ -337,7 +337,11 @@ def is_literal(node: ast.expr | None) -> bool:
     return True
 
 
-OWN_CLASSES = Classes(map(parse, (*CORE, *DROP_IN)))
+@functools.cache
+def own_classes() -> Classes:
+    return Classes(map(parse, (*CORE, *DROP_IN)))
+
+
 #: Assignments of the drop-in that are no patch, and why.
 NO_PATCHES = {
     # of a module that is just made, by its loader
