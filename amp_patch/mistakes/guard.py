@@ -24,6 +24,7 @@ from amp_patch.weights.prepared_models import PreparedModels
 from . import (
     averages,
     checkpoints,
+    clearing,
     clipping,
     conversions,
     early_wrapping,
@@ -82,6 +83,7 @@ class Guard:
         """Return, for each function of torch by its path, what makes its replacement."""
         return {
             **grad_scaler.replacements(self._served),
+            **clearing.replacements(self._optimizers),
             **clipping.replacements(self._optimizers),
             **averages.replacements(self._store, lambda: self._models.levels),
             **checkpoints.replacements(self._optimizers),

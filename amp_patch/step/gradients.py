@@ -131,6 +131,23 @@ class Gradients:
             tensor.grad = None
         self.forget()
 
+    def clear(self, pairs: ParamPairs, cleared: set[int]) -> None:
+        """Clear those of some parameters that are aside, at masters, or waiting.
+
+        Args:
+            pairs: of the optimizer.
+            cleared: ids of parameters.
+        """
+        self._aside = [entry for entry in self._aside if id(entry[0]) not in cleared]
+        masters = [
+            master
+            for param, master in zip(*pairs, strict=True)
+            if param is not master and id(param) in cleared
+        ]
+        if masters and self._lazy is not None and self._lazy.are_waiting:
+            self._lazy.discard(masters)
+        clear_grads(masters)
+
     def set_aside(
         self, pairs: ParamPairs, scale: float | Tensor, elsewhere: Sequence[Tensor] = ()
     ) -> None:

@@ -300,6 +300,14 @@ class OptimizerBackward:
         if self.passes > self._passes_stepped:
             self.was_cleared = not self.is_open or self.gradients.wrote(self.pairs())
 
+    def note_cleared_by_model(self, cleared: set[int]) -> None:
+        """The user is about to clear the gradients of these parameters, by their ids."""
+        if cleared.isdisjoint(map(id, self.pairs().model)):
+            return
+        self.note_cleared()
+        if self.is_open:  # else `drop_cleared` follows
+            self.gradients.clear(self.pairs(), cleared)
+
     @property
     def _has_used(self) -> bool:
         """True where gradients are left that a step has used, and masters have dropped them."""

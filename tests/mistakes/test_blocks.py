@@ -141,36 +141,67 @@ def test_refused(amp: ModuleType, mistake: str, level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["behind the block", "in the block"])
-def test_cleared_between_backward_and_step(amp: ModuleType, level: str, where: str) -> None:
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+def test_cleared_between_backward_and_step(
+    amp: ModuleType, level: str, where: str, by: str
+) -> None:
     model, optimizer = prepared(amp, level)
+    owner = model if by == "model" else optimizer
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for inputs in batches():
             with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
                 scaled_loss.backward()
                 if where == "in the block":
-                    optimizer.zero_grad()
+                    owner.zero_grad()
             if where == "behind the block":
-                optimizer.zero_grad()
+                owner.zero_grad()
             optimizer.step()
     told = [str(one.message)[:37] for one in caught if one.filename == __file__]
     assert told == ["gradients must last until the step; g"]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_clearing_elsewhere_is_right(amp: ModuleType, level: str) -> None:
+@pytest.mark.parametrize("by", ["optimizer", "model"])
+@pytest.mark.parametrize("before", [True, False])
+def test_clearing_elsewhere_is_right(amp: ModuleType, level: str, by: str, before: bool) -> None:
     expected = trained_rightly(level)
     model, optimizer = prepared(amp, level)
+    owner = model if by == "model" else optimizer
     for number, inputs in enumerate(batches()):
-        optimizer.zero_grad()
-        if number == 1:  # a batch that is thrown away
+        if before:
+            owner.zero_grad()
+        if before and number > 0:  # a batch that is thrown away
             one_pass(amp, model, optimizer)
-            optimizer.zero_grad()
+            if number == 1:
+                owner.zero_grad()
         with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
-            optimizer.zero_grad()
+            owner.zero_grad()
             scaled_loss.backward()
         optimizer.step()
     assert_equal(weights(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("level", "fused_step"), [*((level, False) for level in LEVELS), ("O2", True), ("O5", True)]
+)
+def test_a_layer_cleared_in_the_block_keeps_the_gradients_of_the_others(
+    level: str, fused_step: bool
+) -> None:
+    found = []
+    for in_block in (True, False):
+        model, optimizer = prepared(core, level, fused_step=fused_step)
+        one_pass(core, model, optimizer)
+        if not in_block:
+            next(model.children()).zero_grad()
+        with core.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+            if in_block:
+                next(model.children()).zero_grad()
+            scaled_loss.backward()
+        optimizer.step()
+        found.append(weights(model))
+        core.deactivate()
+    assert_equal(*found)
 
 
 # --- right ---
