@@ -373,6 +373,20 @@ def in_loops(
     return torch.stack(rows) if rows else x.new_zeros(0, x.shape[1])
 
 
+def has_ties(
+    message: Any, graph: tuple[int, list[int], list[int]], x: Tensor, w: Tensor, eps: float
+) -> bool:
+    """Tell whether two messages to one node are so near that rounding may make them equal."""
+    nodes, sources, targets = graph
+    for node in range(nodes):
+        got = [message(x[s], w[e]) for e, s in enumerate(sources) if targets[e] == node]
+        if len(got) > 1:
+            largest = torch.stack(got).topk(2, dim=0).values
+            if (largest[0] - largest[1] <= eps * (1 + largest[0].abs())).any():
+                return True
+    return False
+
+
 @pytest.mark.parametrize("level", support.nightly_but(["O1", "O2"], LEVELS))
 def test_messages_of_any_graph_and_dtypes_are_those_of_loops(amp: ModuleType, level: str) -> None:
     """Outside of a model: at O1 and O4 functions cast to half; else mixed dtypes are promoted."""
@@ -403,7 +417,8 @@ def test_messages_of_any_graph_and_dtypes_are_those_of_loops(amp: ModuleType, le
         expected = in_loops(MESSAGES[message], reduce, drawn, *exact)
         eps = 8 * max(torch.finfo(one).eps for one in (found.dtype, F16))
         assert found.double().allclose(expected, atol=eps, rtol=eps)
-        if drawn[1]:
+        # Of messages that are equal, or round to the same, each library picks its own.
+        if drawn[1] and (reduce != "max" or not has_ties(MESSAGES[message], drawn, *exact, eps)):
             found.float().sum().backward()
             expected.sum().backward()
             for ours, theirs in zip((x, w), exact, strict=True):

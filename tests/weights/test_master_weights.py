@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import scaled_backward
 from torch import Tensor, nn
@@ -721,13 +721,19 @@ def test_masters_have_the_requires_grad_of_their_parameters(amp: ModuleType) -> 
 
 
 class Reference:
-    """One weight in fp32, its half copy, and who wins where the two differ."""
+    """One weight in fp32, its half copy, and who wins where the two differ.
+
+    Attributes:
+        exact, half: its values.
+        exposed: the user has had the master, and has not written to the half weight since.
+        expects_step: the user has had the master, and no step has come since, made or skipped.
+    """
 
     def __init__(self, value: Tensor, dtype: torch.dtype) -> None:
         self.exact = value.clone()
         self.half = value.to(dtype)
         self.dtype = dtype
-        self.exposed = False
+        self.exposed = self.expects_step = False
 
     def settle(self) -> None:
         """Let the two agree, as before each step."""
@@ -736,7 +742,7 @@ class Reference:
         else:
             same = self.exact.to(self.dtype) == self.half
             self.exact = torch.where(same, self.exact, self.half.float())
-        self.exposed = False
+        self.exposed = self.expects_step = False
 
     def step(self, gradient: float) -> None:
         self.settle()
@@ -792,13 +798,13 @@ def follow(action: tuple[Any, ...], reference: Reference) -> None:
     kind, *value = action
     if kind == "step":
         reference.step(2.0)
-    elif kind == "skip" and reference.exposed:
+    elif kind == "skip" and reference.expects_step:
         reference.settle()
     elif kind.startswith("half"):
         write_half(kind, value[0], reference)
     elif kind in ("master", "expose"):
         reference.settle()
-        reference.exposed = True
+        reference.exposed = reference.expects_step = True
         if kind == "master":
             reference.exact = torch.full_like(reference.exact, value[0])
     elif kind == "load":
@@ -820,6 +826,7 @@ def write_half(kind: str, value: float, reference: Reference) -> None:
 def test_any_sequence_of_writes_steps_and_loads_follows_the_rule(
     amp: ModuleType, level: str, fused: bool
 ) -> None:
+    @example([("master", 7e4), ("half", 1000.1), ("skip",), ("half data", 1000.1)])
     @given(st.lists(ACTIONS, max_size=12))
     def run(actions: list[tuple[Any, ...]]) -> None:
         model = fine_linear()
