@@ -167,7 +167,7 @@ class Unscale:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         scale: float | Tensor,
-        storage: Sequence[Tensor] = (),
+        storage: Sequence[list[Tensor]] = (),
     ) -> GradCheck:
         """See `torch_kernels.Unscale.run`; ``storage`` is not needed."""
         parts, others = self._dense_rows.split(sources, targets)

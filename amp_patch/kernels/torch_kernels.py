@@ -108,6 +108,11 @@ _TESTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
 )
 
 
+def kinds(storage: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the numbers of tensors in lists of one dtype and device."""
+    return [group for (group,) in alike(dense(storage))]
+
+
 class Unscale:
     """Takes the loss scale out of gradients of the same kinds, again and again, and checks them.
 
@@ -131,7 +136,7 @@ class Unscale:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         scale: float | Tensor,
-        storage: Sequence[Tensor] = (),
+        storage: Sequence[list[Tensor]] = (),
     ) -> GradCheck:
         """Write ``sources[i] / scale`` to ``targets[i]`` and check that all of it is finite.
 
@@ -144,7 +149,8 @@ class Unscale:
             targets: where they go; fp32 targets keep what fp16 would flush to zero.
             scale: the loss scale, above 0, rounded to fp32 as it was when the loss was multiplied;
                 as a tensor (fp32, one element, on any device) it is not waited for.
-            storage: fewer tensors that hold the numbers of all (dense) targets, if there are such.
+            storage: fewer tensors that hold the numbers of all (dense) targets, if there are such;
+                lists of one dtype and device, as `kinds` returns them.
         """
         with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
             return self._run(sources, targets, scale, storage)
@@ -154,15 +160,13 @@ class Unscale:
         sources: Sequence[Tensor],
         targets: Sequence[Tensor],
         scale: float | Tensor,
-        storage: Sequence[Tensor],
+        storage: Sequence[list[Tensor]],
     ) -> GradCheck:
         pairs = self._split(sources, targets, are_dense=bool(storage))
         for received, group in pairs:
             if any(map(operator.is_not, received, group)):
                 torch._foreach_copy_(group, received)
-        groups = [group for _, group in pairs]
-        if storage:
-            groups = [group for (group,) in alike(dense(storage))]
+        groups = storage or [group for _, group in pairs]
         if isinstance(scale, Tensor):
             return GradCheck(
                 targets, self._multiply_and_check(groups, 1.0 / scale.reshape(1), True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import any_spread, local, spread_as
-from amp_patch.kernels import CudaCheck, GradCheck, small_tensors
+from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.reusable import Reusable
+from amp_patch.kernels.tensor_lists import kind_of
 
 from .param_pairs import ParamPairs, Params, same
 
@@ -47,6 +49,10 @@ class GradientBuffers:
         self._devices = _devices(pairs)
         self.is_in_place = same(*pairs)
         self._has_master = list(map(operator.is_not, *pairs))
+        kinds: dict[Any, list[int]] = {}
+        for row in self.rows_of_masters():
+            kinds.setdefault(kind_of([column[row] for column in self._parts]), []).append(row)
+        self._kinds = list(kinds.values())
         self._checker: kernels.Checker | None = None
         self._unscale = kernels.Unscale(*self._parts)
         small = [
@@ -54,6 +60,7 @@ class GradientBuffers:
             for param, master in zip(*self._parts, strict=True)
         ]
         self._pools, self._buffers = small_tensors.allocate(small)
+        self._pools_by_kind = torch_kernels.kinds(self._pools)
         self._reusable = Reusable([buffer for buffer in self._buffers if buffer is not None])
         self._have_all_buffers = len(self._reusable.tensors) == len(self._buffers)
 
@@ -80,10 +87,17 @@ class GradientBuffers:
         """Return the entries of a column that belong to masters."""
         return list(compress(column, self._has_master))
 
-    def dense_of_masters(self, column: list[Tensor]) -> list[Tensor]:
-        """Return what this rank holds of the entries that belong to masters."""
-        column = self._local(column)
-        return column if all(self._has_master) else self.of_masters(column)
+    def copy_back(self, halves: list[Tensor], unscaled: list[Tensor]) -> None:
+        """Round unscaled gradients into the half ones that they come from.
+
+        Args:
+            halves: the dense gradients of all parameters; only those of half ones are written to.
+            unscaled: what `unscale` returned for them.
+        """
+        halves, unscaled = self._local(halves), self._local(unscaled)
+        with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
+            for rows in self._kinds:
+                torch._foreach_copy_([halves[r] for r in rows], [unscaled[r] for r in rows])
 
     def in_place(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries that belong to parameters stepped themselves."""
@@ -127,10 +141,10 @@ class GradientBuffers:
         if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
             return self._unscale.run(grads, self._targets(grads, repeat(None)), scale)
         if self._have_all_buffers:
-            return self._unscale.run(grads, self._reusable.tensors, scale, self._pools)
+            return self._unscale.run(grads, self._reusable.tensors, scale, self._pools_by_kind)
         targets = self._targets(grads, self._buffers)
         new = [t for t, buffer in zip(targets, self._buffers, strict=True) if t is not buffer]
-        return self._unscale.run(grads, targets, scale, [*self._pools, *new])
+        return self._unscale.run(grads, targets, scale, torch_kernels.kinds([*self._pools, *new]))
 
     def _targets(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
         return [

@@ -32,7 +32,7 @@ from amp_patch.weights.lazy_gradients import (
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
-from .shown_gradients import WatchedBits, copy_into, show
+from .shown_gradients import WatchedBits, show
 
 
 class Gradients:
@@ -247,7 +247,7 @@ class Gradients:
         if self._has_added or any(map(_IS_SPARSE, halves)):
             self._used += map(TensorWeakRef, show(self._written))
         else:
-            copy_into(*map(self._buffers.dense_of_masters, (halves, own)))
+            self._buffers.copy_back(halves, own)
 
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""

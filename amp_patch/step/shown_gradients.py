@@ -22,15 +22,9 @@ from .param_pairs import ParamPairs
 WATCHED_PASSES = 16
 
 
-def copy_into(halves: list[Tensor], masters: list[Tensor]) -> None:
-    """Round the gradients of masters into those of their half parameters; all are dense."""
-    with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
-        for targets, sources in alike(halves, masters):
-            torch._foreach_copy_(targets, sources)
-
-
+@torch.no_grad()
 def show(pairs: ParamPairs) -> list[Tensor]:
-    """Do the same with what masters have now, whatever their parameters have.
+    """Round the gradients that masters have now into those of their half parameters.
 
     Returns:
         Gradients that took the place of another: sparse ones, which cannot be written to.
@@ -48,7 +42,8 @@ def show(pairs: ParamPairs) -> list[Tensor]:
         else:
             halves.append(local(half))
             own.append(local(grad))
-    copy_into(halves, own)
+    for targets, sources in alike(halves, own):
+        torch._foreach_copy_(targets, sources)
     return replaced
 
 

@@ -147,7 +147,7 @@ def test_unscale_multiplies_and_checks_the_memory_that_targets_share(
     sources = [torch.tensor([value, 2.0]).half(), torch.tensor([3.0]).half()]
     memory = torch.zeros(4)
     targets = [memory[:2], memory[3:]]
-    check = ops.module.Unscale(sources, targets).run(sources, targets, scale, [memory])
+    check = ops.module.Unscale(sources, targets).run(sources, targets, scale, [[memory]])
     expected = torch.tensor([value / scale, 2.0 / scale, 0.0, 3.0 / scale])
     torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
     assert check.overflow == (value != 1.0)
