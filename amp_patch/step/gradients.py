@@ -60,7 +60,8 @@ class Gradients:
         self._watched = WatchedBits()
         # of the last pass, until `show` and `finish`
         self._written: ParamPairs | None = None
-        self._unscaled: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._halves: list[Tensor] = []
+        self._unscaled: list[Tensor] = []
         self._has_added = False
         # the half gradients that a step has used, or will
         self._used: list[Tensor | TensorWeakRef] = []
@@ -166,7 +167,8 @@ class Gradients:
         if self.scaled.scale is not None:
             self.scaled.bring_to(scale, [*pairs.model, *elsewhere] if elsewhere else pairs.model)
             return
-        clear_grads(elsewhere)
+        if elsewhere:
+            clear_grads(elsewhere)
         self._aside.clear()
         if _are_none(pairs.model):
             return
@@ -224,8 +226,8 @@ class Gradients:
         self._has_added = False
         check = self._take_in(pairs, grads, scale)
         if grads and not self._buffers.is_in_place:
-            self._written = pairs
-            self._unscaled = grads, check.grads
+            self._written, self._halves = pairs, grads
+            self._unscaled = check.grads
             if not self._received:
                 self._used = self._used_aside()
             self._used += self._buffers.references(grads)
@@ -240,14 +242,15 @@ class Gradients:
         Args:
             scale: of which they were unscaled; where it was 1 they may hold it already.
         """
-        (halves, own), self._unscaled = self._unscaled, ([], [])
+        unscaled, self._unscaled = self._unscaled, []
         is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._has_added
         if self._lazy is not None or self._written is None or is_shown:
             return
-        if self._has_added or any(map(_IS_SPARSE, halves)):
+        if self._has_added or any(map(_IS_SPARSE, self._halves)):
             self._used += map(TensorWeakRef, show(self._written))
+            self._halves = list(map(_GRAD, self._written.model))
         else:
-            self._buffers.copy_back(halves, own)
+            self._buffers.copy_back(self._halves, unscaled)
 
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""
@@ -255,21 +258,23 @@ class Gradients:
             self._used += map(TensorWeakRef, show(pairs))
             received = [param for params, _ in self._received for param in params]
             self._received.clear()
-            self._note([param for param in received if _has_grad(param)])
+            params = [param for param in received if _has_grad(param)]
+            self._note(params, list(map(_GRAD, params)))
 
     def finish(self) -> None:
         """End a pass: half gradients are as the script gets them, and those set aside are back."""
         written, self._written = self._written, None
+        halves, self._halves = self._halves, []
         if written is not None:
-            self._note(written.model)
+            self._note(written.model, halves)
         for param, grad in self._aside:
             if param.grad is None:
                 param.grad = grad
         self._aside.clear()
 
-    def _note(self, params: list[Tensor]) -> None:
-        """Note the half gradients of these parameters, to tell what is written to them later."""
-        self._received.append((params, list(map(_GRAD_VERSION, params))))
+    def _note(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Note the gradients of these parameters, to tell what is written to them later."""
+        self._received.append((params, list(map(_VERSION, grads))))
         if self._lazy is None:
             self._watched.note(params)
 
@@ -324,13 +329,11 @@ class Gradients:
         if self._aside:
             return self._add(pairs, targets)
         masters = pairs.master
-        earlier_grads = list(map(_GRAD, masters))
-        if same(earlier_grads, targets):
-            return []
-        if all(map(operator.is_, earlier_grads, repeat(None))):
+        are_waiting = self._lazy is not None and self._lazy.are_waiting
+        if not are_waiting and _are_none(masters):
             store_grads(masters, targets)
             return []
-        return self._add(pairs, targets)
+        return [] if same(list(map(_GRAD, masters)), targets) else self._add(pairs, targets)
 
     @torch.no_grad()
     def _add(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
