@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import report
 from benchmarks.host_models import Concatenated, HostModel, regression
 from benchmarks.host_rows import step_of
+from benchmarks.host_steps import WARM_UP
 from benchmarks.rounds import Seconds, interleave, median_time
 
 CANDIDATES = ("autocast fp16", "bare fp16", "O1", "O2", "O2 fused_step")
@@ -48,7 +49,7 @@ SERIES: dict[str, tuple[Callable[[int], HostModel], tuple[int, ...]]] = {
 
 def timed(name: str, make: Callable[[], HostModel], steps: int) -> Seconds:
     with step_of(name, make, lambda model: model) as step:
-        return median_time(step, 3, steps, time.thread_time)
+        return median_time(step, WARM_UP, steps, time.thread_time)
 
 
 def measure(most: int, rounds: int) -> dict[str, dict[str, dict[str, Seconds]]]:

@@ -59,7 +59,7 @@ def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace
     compiled = torch.compile if args.compile else lambda model: model
     clock = time.thread_time if args.cpu_time else time.perf_counter
     with step_of(name, make, compiled) as step:
-        return median_time(step, args.steps // 2, args.steps, clock)
+        return median_time(step, host_steps.WARM_UP, args.steps, clock)
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Seconds]]]:

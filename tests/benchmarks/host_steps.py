@@ -17,6 +17,8 @@ from amp_patch import amp
 
 Step = Callable[[], None]
 Compile = Callable[[nn.Module], nn.Module]
+#: Steps that are not timed: in the first 32 amp_patch looks for mistakes of the script.
+WARM_UP = 36
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -20,6 +20,7 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import casts, host, report, startup
+from benchmarks.host_steps import WARM_UP
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, ratio
 
@@ -56,7 +57,7 @@ def host_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
     bar = progress.add_task("timing host-bound steps", total=rounds)
     seconds = host.measure(
         rounds,
-        warm_up=2 if args.quick else 20,
+        warm_up=2 if args.quick else WARM_UP,
         steps=3 if args.quick else 40,
         on_round=lambda: progress.advance(bar),
     )
