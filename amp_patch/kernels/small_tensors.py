@@ -22,6 +22,12 @@ def is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= _SMALL
 
 
+def share_most(tensors: Sequence[Tensor]) -> bool:
+    """Return whether several tensors take up most of the memory that they share, as here."""
+    taken = sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    return len(tensors) > 1 and 2 * taken >= tensors[0].untyped_storage().nbytes()
+
+
 def allocate(models: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
     """Make tensors like others, one allocation per device and dtype.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .small_tensors import share_most
 from .tensor_lists import alike
 
 
@@ -104,8 +105,8 @@ def _in_few_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
         members.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     pieces: list[Tensor] = []
     for sharing in members.values():
-        first, storage = sharing[0], sharing[0].untyped_storage()
-        if len(sharing) > 1 and 2 * sum(tensor.nbytes for tensor in sharing) >= storage.nbytes():
+        if share_most(sharing):
+            first, storage = sharing[0], sharing[0].untyped_storage()
             pieces.append(torch.empty(0, dtype=first.dtype, device=first.device).set_(storage))
         else:
             pieces += map(_flat, sharing)

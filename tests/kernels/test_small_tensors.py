@@ -63,3 +63,14 @@ def test_parameters_that_share_a_memory_already_stay() -> None:
     small_tensors.move_together(params)
     assert params[0].data_ptr() == memory.data_ptr()
     assert params[1].data_ptr() == memory[3:].data_ptr()
+
+
+@given(st.lists(st.sampled_from([1, 4, 31, 33, 1000]), min_size=2, max_size=8))
+def test_of_what_is_allocated_together_all_share_most(sizes: list[int]) -> None:
+    """Also of tensors of one number, each of which is followed by a gap."""
+    _, made = small_tensors.allocate([torch.zeros(size).half() for size in sizes])
+    together = [tensor for tensor in made if tensor is not None]
+    assert small_tensors.share_most(together)
+    assert not small_tensors.share_most(together[:1])
+    memory = torch.zeros(10_000)
+    assert not small_tensors.share_most([memory[:1], memory[100:101]])
