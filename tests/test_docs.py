@@ -1,6 +1,7 @@
 """The pages: each snippet runs, tables say what the code does, and the files named exist.
 
-``python tests/test_docs.py`` writes the tables made from the code and from docs/sweep.json.
+``python tests/test_docs.py`` writes the tables made from the code, and from what was measured and
+committed: docs/sweep.json and tests/benchmarks/results/host_rows.json.
 """
 
 import dataclasses
@@ -165,7 +166,26 @@ def _row(level: dict[str, Any]) -> Row:
     return Row(**{**figures, "verdict": verdict})
 
 
+HOST_ROWS = ROOT / "tests" / "benchmarks" / "results" / "host_rows.json"
+
+
+def host_rows_table() -> str:
+    """Return the table of the committed host times: a median of ratios, and its quartiles."""
+    measured = json.loads(text_of(HOST_ROWS))
+    names = list(next(iter(measured["ratios"].values())))
+    lines = [["host time of a step", *names], ["---"] * (1 + len(names))]
+    for model, spreads in measured["ratios"].items():
+        found = [spreads[name] for name in names]
+        cells = [f"{one['median']:.2f} ({one['lower']:.2f}-{one['upper']:.2f})" for one in found]
+        lines.append([model, *cells])
+    about = measured["machine"]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    where = f"one thread of {about['processor']}, torch {about['torch']}"
+    return f"Measured on {about['date']}, {where}.\n\n{table}\n"
+
+
 GENERATED = {
+    "host-rows": (DOCS / "benchmarks.md", host_rows_table),
     "rules": (DOCS / "cast-rules.md", rules_table),
     "differences": (DOCS / "cast-rules.md", differences_table),
     "results": (README, results_table),
