@@ -39,6 +39,7 @@ __all__ = [
     "clip_by_norm",
     "clip_factor",
     "combined",
+    "kinds",
     "multiply",
     "norms_of",
     "values",
