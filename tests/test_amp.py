@@ -591,6 +591,21 @@ def test_enabled_false_makes_every_later_call_do_nothing(
     assert torch_snapshot.differences(before) == []
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_a_norm_that_is_never_reached_is_told_and_clips_nothing(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.randn(4, 4)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    grads = [param.grad.clone() for param in amp.master_params(optimizer)]
+    norm = amp.clip_grad_norm_(optimizer, float("inf"))
+    exact = torch.cat([grad.flatten().double() for grad in grads]).norm()
+    torch.testing.assert_close(norm.double(), exact, rtol=2e-3, atol=0)
+    for param, grad in zip(amp.master_params(optimizer), grads, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
 def test_a_disabled_pair_stays_plain_beside_an_enabled_one(
     amp: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
