@@ -595,7 +595,7 @@ def test_enabled_false_makes_every_later_call_do_nothing(
 def test_a_norm_that_is_never_reached_is_told_and_clips_nothing(
     amp: ModuleType, level: str
 ) -> None:
-    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    model, optimizer = amp.initialize(*make(), opt_level=level, loss_scale=8.0, verbosity=0)
     with amp.scale_loss(model(torch.randn(4, 4)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
     grads = [param.grad.clone() for param in amp.master_params(optimizer)]
