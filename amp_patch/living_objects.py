@@ -1,10 +1,12 @@
-"""Finds the living instances of a class, whatever other threads do meanwhile."""
+"""Finds the living instances of a class, whatever other threads do and state they are in."""
 
 from __future__ import annotations
 
 import gc
 from itertools import chain, starmap
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 Kind = TypeVar("Kind")
 
@@ -25,3 +27,15 @@ def instances(base: type[Kind]) -> list[Kind]:
     kinds = set(map(type, chain.from_iterable(starmap(gc.get_objects, [()]))))
     found: set[Any] = {kind for kind in kinds if issubclass(kind, base)}
     return [one for one in gc.get_referrers(*found) if type(one) in found]
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Return `Tensor.is_leaf`; False where torch raises in the place of an answer.
+
+    It does for a view that was made under ``no_grad()``, once somebody has written to what it is a
+    view of with gradients on. Such a one may live anywhere in the process, unknown to its script.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.living_objects import instances
+from amp_patch.living_objects import instances, is_leaf
 
 
 class Layer(nn.Linear):
@@ -31,6 +31,18 @@ def test_what_lives_is_found_once_and_nothing_else(base: type, make: Any) -> Non
     assert {id(one) for one in found} >= set(map(id, made))
     assert len({id(one) for one in found}) == len(found)
     assert all(isinstance(one, base) for one in found)
+
+
+def test_a_view_that_torch_refuses_to_tell_of_is_no_leaf() -> None:
+    base, leaf = torch.zeros(4), torch.ones(4, requires_grad=True)
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(leaf)
+    with pytest.raises(RuntimeError, match="no_grad mode"):
+        view.is_leaf  # noqa: B018
+    assert not is_leaf(view)
+    assert not is_leaf(base)
+    assert is_leaf(leaf)
 
 
 def test_proxies_are_not_woken() -> None:

@@ -17,7 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.living_objects import instances
+from amp_patch.living_objects import instances, is_leaf
 from amp_patch.warn_once import warn_once
 
 #: Steps until the first look: an average has begun, and the loss scale has come down.
@@ -142,5 +142,5 @@ def _plain_tensors() -> Iterator[Tensor]:
     """Yield the living tensors in half that are, or share the memory of, no trained parameter."""
     tensors = [one for one in instances(Tensor) if type(one) in (Tensor, nn.Parameter)]
     halves = [one for one in tensors if one.layout is torch.strided and one.dtype in HALVES]
-    trained = {one.data_ptr() for one in halves if one.requires_grad and one.is_leaf}
+    trained = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)}
     return (one for one in halves if not one.requires_grad and one.data_ptr() not in trained)

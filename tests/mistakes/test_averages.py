@@ -238,6 +238,15 @@ def test_copies_of_values_are_no_averages(amp: ModuleType, update: Any) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+def test_a_view_that_torch_refuses_to_tell_of_ends_no_training(amp: ModuleType) -> None:
+    base = torch.zeros(4, dtype=torch.half)
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(torch.ones(4, dtype=torch.half, requires_grad=True))
+    assert len(steps_with(amp, "O2", shadow_in_place)) == 1
+    assert view.shape == (2,)
+
+
 def test_an_average_of_masters_is_right(amp: ModuleType) -> None:
     assert not steps_with(amp, "O2", shadow_in_place, "masters")
     assert not steps_with(amp, "O1", shadow_in_place)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amp_patch.living_objects import instances
+from amp_patch.living_objects import instances, is_leaf
 
 _STATUS = Path("/proc/self/status")
 
@@ -92,4 +92,4 @@ class LivingTensors(TorchDispatchMode):
 def _tensors_of_this_process() -> list[Tensor]:
     """Return what lives now and Python knows of, with the gradients."""
     found = instances(Tensor)
-    return found + [one.grad for one in found if one.is_leaf and one.grad is not None]
+    return found + [one.grad for one in found if is_leaf(one) and one.grad is not None]

@@ -74,6 +74,15 @@ def test_nothing_is_left_in_torch_when_the_body_raises() -> None:
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
+def test_views_whose_base_was_written_to_are_in_nobody_s_way() -> None:
+    base = torch.zeros(1000, dtype=torch.half)
+    with torch.no_grad():
+        view = base[:2]
+    base.mul_(torch.ones(1, requires_grad=True))
+    assert peak_of(lambda: torch.empty(1500)) == 6000
+    assert view.shape == (2,)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 def test_the_peak_of_the_process_is_not_below_what_it_has() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
