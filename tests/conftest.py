@@ -124,8 +124,20 @@ def pytest_collection_finish() -> None:
     for logger in logging.getLogger().manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+    _spare_collector()
+
+
+def _spare_collector() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collector_spared() -> Iterator[None]:
+    """Spare it, after each file, also what tests import: Dynamo brings sympy."""
+    yield
+    if len(gc.get_objects()) > 20_000:
+        _spare_collector()
 
 
 @pytest.fixture(scope="module")
