@@ -74,9 +74,9 @@ __device__ __forceinline__ void accumulate_chunk(const Row* tensors, const Chunk
     Accumulate<X, Y, Target> accumulate{part.of(static_cast<const X*>(row.x)),
                                         part.of(static_cast<const Y*>(row.y)),
                                         part.of(static_cast<Target*>(row.target)), a, b, {}};
-    const bool aligned = all_aligned<WIDTH>(accumulate.x, accumulate.y, accumulate.target);
-    sweep<WIDTH, 2>(part.length, aligned, accumulate);
-    const Statistics total = block_total(accumulate.found);
+    const unsigned begins = pack_begins<WIDTH>(accumulate.x, accumulate.y, accumulate.target);
+    sweep<WIDTH, 2>(part.length, begins, accumulate);
+    const Statistics total = block_total(flagged(accumulate.found));
     if (threadIdx.x == 0) found = total;
 }
 

@@ -8,13 +8,15 @@
 //           scale, clip, found_inf)
 //       once per mix of dtypes among float16, bfloat16, float32, with all rows
 //
-//   tensors       const Row*      64 bytes: addresses of gradient, master, exp_avg, exp_avg_sq,
+//   tensors       const Row*      72 bytes: addresses of gradient, master, exp_avg, exp_avg_sq,
 //                                 max_exp_avg_sq (0: no amsgrad), weight (0: none is written) and
-//                                 step, number of elements. The step is a float32 scalar, as in
-//                                 torch's state; what lies between gradient and weight is float32.
+//                                 step, whether the master wins (optimizer.cuh), number of
+//                                 elements. The step is a float32 scalar, as in torch's state;
+//                                 what lies between gradient and weight is float32.
 //   count         int             rows
 //   coefficients  Coefficients*   36 bytes per row, for the second launch
-//   found_inf     const float*    not 0: both launches do nothing; 0 (null): never
+//   found_inf     const float*    not 0: nothing is stepped, but master and weight are made to agree;
+//                                 0 (null): never
 //   lr            double
 //   lr_address    const float*    replaces lr unless it is 0 (null)
 //   beta1, beta2, eps, weight_decay  double
@@ -57,7 +59,7 @@ struct Coefficients {
 
 using Row = ParameterRow<Coefficients::STATES>;
 
-static_assert(sizeof(Row) == 64, "the host packs a row into 64 bytes");
+static_assert(sizeof(Row) == 72, "the host packs a row into 72 bytes");
 static_assert(sizeof(Coefficients) == 36, "the host reserves 36 bytes per row");
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -50,7 +50,7 @@ __device__ __forceinline__ void cast_chunk(const Row* tensors, const Chunk& chun
     const Part part(chunk, row.length);
     Cast<Source, Target> cast{part.of(static_cast<const Source*>(row.source)),
                               part.of(static_cast<Target*>(row.target))};
-    sweep<WIDTH, 4>(part.length, all_aligned<WIDTH>(cast.source, cast.target), cast);
+    sweep<WIDTH, 4>(part.length, pack_begins<WIDTH>(cast.source, cast.target), cast);
 }
 
 #define MAKE_CAST(SOURCE, TARGET)                                           \

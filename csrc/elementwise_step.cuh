@@ -19,6 +19,8 @@ struct ElementwiseStep {
     float* master;
     float* state[STATES];
     Weight* weight;
+    bool follows;
+    bool skips;
     Coefficients coefficients;
     Gradient incoming;
 
@@ -27,14 +29,17 @@ struct ElementwiseStep {
         Pack<GradientType, WIDTH> gradient;
         Pack<float, WIDTH> master;
         Pack<float, WIDTH> state[STATES];
+        Pack<Weight, WIDTH> weight;
     };
 
     __device__ __forceinline__ ElementwiseStep(const ParameterRow<STATES>& row, const Part& part,
                                                const Coefficients& coefficients,
-                                               const float* scale, const float* clip)
+                                               const float* scale, const float* clip, bool skips)
         : gradient(part.of(static_cast<const GradientType*>(row.gradient))),
           master(part.of(row.master)),
           weight(part.of(static_cast<Weight*>(row.weight))),
+          follows(follows_weight<Weight>(row)),
+          skips(skips),
           coefficients(coefficients),
           incoming(scale, clip, coefficients.sign) {
 #pragma unroll
@@ -42,25 +47,34 @@ struct ElementwiseStep {
     }
 
     template <int WIDTH>
-    __device__ __forceinline__ bool is_aligned() const {
-        bool aligned = all_aligned<WIDTH>(gradient, master, weight);
+    __device__ __forceinline__ unsigned begins() const {
+        unsigned begins = pack_begins<WIDTH>(gradient, master, weight);
 #pragma unroll
-        for (int s = 0; s < STATES; ++s) aligned = aligned && all_aligned<WIDTH>(state[s]);
-        return aligned;
+        for (int s = 0; s < STATES; ++s) begins |= pack_begin<WIDTH>(state[s]);
+        return begins;
     }
 
     template <int WIDTH>
     __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        Operands<WIDTH> operands{load<WIDTH>(gradient + i), load<WIDTH>(master + i), {}};
+        Operands<WIDTH> operands{load<WIDTH>(gradient + i), load<WIDTH>(master + i), {}, {}};
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
             if (state[s] != nullptr) operands.state[s] = load<WIDTH>(state[s] + i);
         }
+        if (follows) operands.weight = load<WIDTH>(weight + i);
         return operands;
     }
 
     template <int WIDTH>
     __device__ __forceinline__ void write(int i, Operands<WIDTH> operands) const {
+        if (follows) follow(operands.master, operands.weight);
+        if (!skips) update(i, operands);
+        store(master + i, operands.master);
+        store_weight(weight == nullptr ? nullptr : weight + i, operands.master);
+    }
+
+    template <int WIDTH>
+    __device__ __forceinline__ void update(int i, Operands<WIDTH>& operands) const {
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
             float element[STATES];
@@ -71,29 +85,28 @@ struct ElementwiseStep {
 #pragma unroll
             for (int s = 0; s < STATES; ++s) operands.state[s].element[k] = element[s];
         }
-        store(master + i, operands.master);
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
             if (state[s] != nullptr) store(state[s] + i, operands.state[s]);
         }
-        store_weight(weight == nullptr ? nullptr : weight + i, operands.master);
     }
 };
 
-// Let the block step its chunk, unless the step is skipped.
+// Let the block step its chunk; a skipped step has master and half weight agree, and no more.
 template <typename GradientType, typename Weight, int STATES, typename Coefficients>
 __device__ __forceinline__ void step_chunk(const ParameterRow<STATES>* tensors,
                                            const Chunk* chunks, const Coefficients* coefficients,
                                            const float* scale, const float* clip,
                                            const float* found_inf) {
-    if (is_skipped(found_inf)) return;
     constexpr int WIDTH = vector_width<GradientType, float, Weight>;
     const Chunk chunk = chunks[blockIdx.x];
     const ParameterRow<STATES> row = tensors[chunk.tensor];
     const Part part(chunk, row.length);
+    const bool skips = is_skipped(found_inf);
+    if (skips && row.weight == nullptr) return;
     ElementwiseStep<Coefficients, GradientType, Weight> step(
-        row, part, coefficients[chunk.tensor], scale, clip);
-    sweep<WIDTH, Coefficients::AHEAD>(part.length, step.template is_aligned<WIDTH>(), step);
+        row, part, coefficients[chunk.tensor], scale, clip, skips);
+    sweep<WIDTH, Coefficients::AHEAD>(part.length, step.template begins<WIDTH>(), step);
 }
 
 // Define the kernel {name}_{gradient}_to_{weight} of a source's Row and Coefficients.

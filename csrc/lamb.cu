@@ -5,9 +5,9 @@
 //           gradient_averaging, adapt_always, maximize)
 //       once per parameter group, with the rows of the group
 //
-//   lamb_moments_{gradient}  <<<number of chunks, THREADS>>>(tensors, chunks, coefficients, scale,
-//           clip, found_inf, norms)
-//       once per dtype of gradients, float16, bfloat16 or float32, with all rows
+//   lamb_moments_{gradient}_to_{weight}  <<<number of chunks, THREADS>>>(tensors, chunks,
+//           coefficients, scale, clip, found_inf, norms)
+//       once per mix of dtypes among float16, bfloat16, float32, with all rows
 //
 //   lamb_ratios  <<<number of tensors, THREADS>>>(ranges, norms, coefficients, ratios, found_inf)
 //
@@ -15,13 +15,14 @@
 //           found_inf)
 //       once per dtype of weights, float16, bfloat16 or float32, with all rows
 //
-//   tensors       const Row*      56 bytes: addresses of gradient, master, exp_avg, exp_avg_sq,
-//                                 weight (0: none is written) and step, number of elements. The
-//                                 step is a float32 scalar; what lies between gradient and weight
-//                                 is float32.
+//   tensors       const Row*      64 bytes: addresses of gradient, master, exp_avg, exp_avg_sq,
+//                                 weight (0: none is written) and step, whether the master wins
+//                                 (optimizer.cuh), number of elements. The step is a float32
+//                                 scalar; what lies between gradient and weight is float32.
 //   count         int             rows
 //   coefficients  Coefficients*   48 bytes per row, for the launches that follow
-//   found_inf     const float*    not 0: all launches do nothing; 0 (null): never
+//   found_inf     const float*    not 0: nothing is stepped, but master and weight are made to agree;
+//                                 0 (null): never
 //   lr            double
 //   lr_address    const float*    replaces lr unless it is 0 (null)
 //   beta1, beta2, eps, weight_decay  double
@@ -55,7 +56,7 @@
 
 using Row = ParameterRow<2>;  // exp_avg, exp_avg_sq
 
-static_assert(sizeof(Row) == 56, "the host packs a row into 56 bytes");
+static_assert(sizeof(Row) == 64, "the host packs a row into 64 bytes");
 
 struct Coefficients {
     float correction;         // 1 - beta1 ** step, or 1
@@ -133,12 +134,15 @@ __device__ __forceinline__ float update_of(const Coefficients& c, float master, 
     return exp_avg / c.correction / denominator + c.decoupled_decay * master;
 }
 
-template <typename GradientType>
+template <typename GradientType, typename Weight>
 struct Moments {
     const GradientType* gradient;
-    const float* master;
+    float* master;
     float* exp_avg;
     float* exp_avg_sq;
+    Weight* weight;
+    bool follows;
+    bool skips;
     Coefficients coefficients;
     Gradient incoming;
     Norms norms;
@@ -147,16 +151,29 @@ struct Moments {
     struct Operands {
         Pack<GradientType, WIDTH> gradient;
         Pack<float, WIDTH> master, exp_avg, exp_avg_sq;
+        Pack<Weight, WIDTH> weight;
     };
 
     template <int WIDTH>
     __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        return {load<WIDTH>(gradient + i), load<WIDTH>(master + i), load<WIDTH>(exp_avg + i),
-                load<WIDTH>(exp_avg_sq + i)};
+        Operands<WIDTH> operands{load<WIDTH>(gradient + i), load<WIDTH>(master + i),
+                                 load<WIDTH>(exp_avg + i), load<WIDTH>(exp_avg_sq + i), {}};
+        if (follows) operands.weight = load<WIDTH>(weight + i);
+        return operands;
     }
 
     template <int WIDTH>
     __device__ __forceinline__ void write(int i, Operands<WIDTH> operands) {
+        if (follows && follow(operands.master, operands.weight)) store(master + i, operands.master);
+        if (skips) {
+            store_weight(weight + i, operands.master);
+        } else {
+            update(i, operands);
+        }
+    }
+
+    template <int WIDTH>
+    __device__ __forceinline__ void update(int i, Operands<WIDTH>& operands) {
         const Coefficients& c = coefficients;
         float masters = 0.0f;
         float updates = 0.0f;
@@ -179,24 +196,28 @@ struct Moments {
     }
 };
 
-template <typename GradientType>
+template <typename GradientType, typename Weight>
 __device__ __forceinline__ Norms sweep_moments(const Row* tensors, const Chunk& chunk,
                                                const Coefficients* coefficients, const float* scale,
-                                               const float* clip) {
-    constexpr int WIDTH = vector_width<GradientType, float>;
+                                               const float* clip, bool skips) {
+    constexpr int WIDTH = vector_width<GradientType, float, Weight>;
     const Row row = tensors[chunk.tensor];
+    if (skips && row.weight == nullptr) return {};
     const Part part(chunk, row.length);
     const Coefficients own = coefficients[chunk.tensor];
-    Moments<GradientType> moments{part.of(static_cast<const GradientType*>(row.gradient)),
-                                  part.of(row.master),
-                                  part.of(row.state[0]),
-                                  part.of(row.state[1]),
-                                  own,
-                                  Gradient(scale, clip, own.sign),
-                                  {}};
-    const bool aligned = all_aligned<WIDTH>(moments.gradient, moments.master, moments.exp_avg,
-                                            moments.exp_avg_sq);
-    sweep<WIDTH, 1>(part.length, aligned, moments);
+    Moments<GradientType, Weight> moments{part.of(static_cast<const GradientType*>(row.gradient)),
+                                          part.of(row.master),
+                                          part.of(row.state[0]),
+                                          part.of(row.state[1]),
+                                          part.of(static_cast<Weight*>(row.weight)),
+                                          follows_weight<Weight>(row),
+                                          skips,
+                                          own,
+                                          Gradient(scale, clip, own.sign),
+                                          {}};
+    const unsigned begins = pack_begins<WIDTH>(moments.gradient, moments.master, moments.exp_avg,
+                                               moments.exp_avg_sq, moments.weight);
+    sweep<WIDTH, 1>(part.length, begins, moments);
     return moments.norms;
 }
 
@@ -217,11 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 float* ratios, const float* found_inf) {
     if (is_skipped(found_inf)) return;
     const Range range = ranges[blockIdx.x];
-    Norms mine{};
-    for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += THREADS) {
-        mine.add(norms[i]);
-    }
-    const Norms sum = block_total(mine);
+    const Norms sum = block_total(thread_sum(norms, range.begin, range.end));
     if (threadIdx.x == 0) ratios[blockIdx.x] = ratio_of(coefficients[blockIdx.x], sum);
 }
 
@@ -270,28 +287,29 @@ __device__ __forceinline__ void update_chunk(const Row* tensors, const Chunk& ch
                           part.of(static_cast<Weight*>(row.weight)),
                           coefficients[chunk.tensor],
                           ratios[chunk.tensor]};
-    const bool aligned =
-        all_aligned<WIDTH>(update.master, update.exp_avg, update.exp_avg_sq, update.weight);
-    sweep<WIDTH, 1>(part.length, aligned, update);
+    const unsigned begins =
+        pack_begins<WIDTH>(update.master, update.exp_avg, update.exp_avg_sq, update.weight);
+    sweep<WIDTH, 1>(part.length, begins, update);
 }
 
-#define MAKE_LAMB(DTYPE)                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments_##DTYPE(                \
-        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients,             \
-        const float* scale, const float* clip, const float* found_inf, Norms* norms) {         \
-        if (is_skipped(found_inf)) return;                                                     \
-        const Chunk chunk = chunks[blockIdx.x];                                                \
-        const Norms sum = block_total(                                                         \
-            sweep_moments<DTYPE>(tensors, chunk, coefficients, scale, clip));                  \
-        if (threadIdx.x == 0) norms[blockIdx.x] = sum;                                         \
-    }                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) lamb_update_##DTYPE(                 \
-        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients,             \
-        const float* ratios, const float* found_inf) {                                         \
-        if (is_skipped(found_inf)) return;                                                     \
-        update_chunk<DTYPE>(tensors, chunks[blockIdx.x], coefficients, ratios);                \
+#define MAKE_MOMENTS(GRADIENT, WEIGHT)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS) lamb_moments_##GRADIENT##_to_##WEIGHT( \
+        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients,               \
+        const float* scale, const float* clip, const float* found_inf, Norms* norms) {           \
+        const bool skips = is_skipped(found_inf);                                                \
+        const Norms sum = block_total(sweep_moments<GRADIENT, WEIGHT>(                           \
+            tensors, chunks[blockIdx.x], coefficients, scale, clip, skips));                     \
+        if (threadIdx.x == 0) norms[blockIdx.x] = sum;                                           \
+    }
+#define MAKE_UPDATE(WEIGHT)                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) lamb_update_##WEIGHT(   \
+        const Row* tensors, const Chunk* chunks, const Coefficients* coefficients, \
+        const float* ratios, const float* found_inf) {                            \
+        if (is_skipped(found_inf)) return;                                        \
+        update_chunk<WEIGHT>(tensors, chunks[blockIdx.x], coefficients, ratios);  \
     }
 
-MAKE_LAMB(float16)
-MAKE_LAMB(bfloat16)
-MAKE_LAMB(float32)
+AMP_FOR_EACH_PAIR(MAKE_MOMENTS)
+MAKE_UPDATE(float16)
+MAKE_UPDATE(bfloat16)
+MAKE_UPDATE(float32)

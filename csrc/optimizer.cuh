@@ -7,10 +7,12 @@
 #pragma once
 
 #include "dtypes.cuh"
+#include "reconcile.cuh"
 #include "sweep.cuh"
 #include "tensor_table.cuh"
 
-// A parameter: addresses, 0 (null) for state or weight that it does not have, and its elements.
+// A parameter: addresses, 0 (null) for state or weight that it does not have; whether the master
+// wins where master and weight disagree (0 or 1; reconcile.cuh); and its elements.
 template <int STATES>
 struct ParameterRow {
     const void* gradient;
@@ -18,6 +20,7 @@ struct ParameterRow {
     float* state[STATES];
     void* weight;
     float* step;
+    long long wins;
     long long length;
 };
 
@@ -49,12 +52,16 @@ struct Gradient {
     }
 };
 
+// Whether the master takes what was written to its half weight since the last step, before it is
+// stepped. A skipped step does this, too, and has the weight follow where the master wins: the host
+// need not know that it was skipped, and takes the two for equal.
+template <typename Weight, int STATES>
+__device__ __forceinline__ bool follows_weight(const ParameterRow<STATES>& row) {
+    return sizeof(Weight) == 2 && row.weight != nullptr && row.wins == 0;
+}
+
 // Write the half weight of an updated master, where there is one.
 template <typename Weight, int WIDTH>
 __device__ __forceinline__ void store_weight(Weight* address, const Pack<float, WIDTH>& master) {
-    if (address == nullptr) return;
-    Pack<Weight, WIDTH> weight;
-#pragma unroll
-    for (int k = 0; k < WIDTH; ++k) round_to(weight.element[k], master.element[k]);
-    store(address, weight);
+    if (address != nullptr) store_rounded(address, master);
 }

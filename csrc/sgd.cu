@@ -8,16 +8,17 @@
 //           scale, clip, found_inf)
 //       once per mix of dtypes among float16, bfloat16, float32, with all rows
 //
-//   tensors       const Row*      48 bytes: addresses of gradient, float32 master, float32 momentum
+//   tensors       const Row*      56 bytes: addresses of gradient, float32 master, float32 momentum
 //                                 buffer (0: no momentum), weight (0: none is written) and step,
-//                                 number of elements. The step is a float32 scalar, which counts
-//                                 the steps not skipped: the first of them sets the buffer, torch's
-//                                 rule for a buffer that is None. 1 and above: the buffer holds
-//                                 momentum, as after a checkpoint is loaded; so it does where the
-//                                 step is 0 (null).
+//                                 whether the master wins (optimizer.cuh), number of elements. The
+//                                 step is a float32 scalar, which counts the steps not skipped: the
+//                                 first of them sets the buffer, torch's rule for a buffer that is
+//                                 None. 1 and above: the buffer holds momentum, as after a
+//                                 checkpoint is loaded; so it does where the step is 0 (null).
 //   count         int             rows
 //   coefficients  Coefficients*   32 bytes per row, for the second launch
-//   found_inf     const float*    not 0: both launches do nothing; 0 (null): never
+//   found_inf     const float*    not 0: nothing is stepped, but master and weight are made to agree;
+//                                 0 (null): never
 //   lr            double
 //   lr_address    const float*    replaces lr unless it is 0 (null)
 //   momentum, dampening, weight_decay  double
@@ -56,7 +57,7 @@ struct Coefficients {
 
 using Row = ParameterRow<Coefficients::STATES>;
 
-static_assert(sizeof(Row) == 48, "the host packs a row into 48 bytes");
+static_assert(sizeof(Row) == 56, "the host packs a row into 56 bytes");
 static_assert(sizeof(Coefficients) == 32, "the host reserves 32 bytes per row");
 
 __device__ __forceinline__ bool advance(float* step) {

@@ -32,20 +32,26 @@ static_assert(sizeof(Statistics) == 16, "the host reads statistics of 16 bytes")
 
 // Squares are added up in float32 within a pack, and in float64 from there on: a conversion per
 // pack costs little also where float64 is slow. A square overflows above 1.8e19 in magnitude, and
-// the sum is inf then.
+// the sum is inf then. The flags are left to `flagged`: a look at each element's bits would cost
+// more integer operations than a GPU has time for while the next elements come from memory.
 template <typename Type, int WIDTH>
 __device__ __forceinline__ void examine(const Pack<Type, WIDTH>& pack, Statistics& found) {
-    constexpr unsigned INF_BITS = 0x7f800000u;
     float squares = 0.0f;
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         const float value = to_float(pack.element[k]);
-        const unsigned magnitude = __float_as_uint(value) & 0x7fffffffu;
         squares += value * value;
-        if (magnitude >= INF_BITS) found.flags |= magnitude == INF_BITS ? HAS_INF : HAS_NAN;
         found.largest = fmaxf(found.largest, fabsf(value));
     }
     found.sum_of_squares += squares;
+}
+
+// Return what was examined with its flags. Nothing finite is as large as inf, and a sum of squares
+// is NaN only where a value is: no square is negative, so that infinities add up to inf.
+__device__ __forceinline__ Statistics flagged(Statistics found) {
+    if (__float_as_uint(found.largest) == 0x7f800000u) found.flags |= HAS_INF;
+    if (found.sum_of_squares != found.sum_of_squares) found.flags |= HAS_NAN;
+    return found;
 }
 
 // Add up what the threads of a block found; the result is in thread 0. All threads must call it,

@@ -16,12 +16,14 @@
 //
 // There must be at least one tensor. The same bits come out on every run.
 //
-//   clip_coefficient  <<<1, 32>>>(total, max_norm, norm, coefficient)
+//   clip_coefficient  <<<1, 32>>>(squares, max_norm, eps, norm, coefficient)
 //
-//   total        const Statistics*  of the unscaled gradients
+//   squares      const double*  the sum of squares of the unscaled gradients: that of a Statistics,
+//                               which begins with it, or of several
 //   max_norm     float
-//   norm         float*             written: their norm
-//   coefficient  float*             written: min(1, max_norm / (norm + 1e-6)), torch's bits
+//   eps          float
+//   norm         float*         written: their norm
+//   coefficient  float*         written: min(1, max_norm / (norm + eps)), torch's bits
 
 #include "statistics.cuh"
 
@@ -31,14 +33,6 @@ struct Range {
 };
 
 static_assert(sizeof(Range) == 8, "the host packs a range into 8 bytes");
-
-__device__ __forceinline__ Statistics total_of(const Statistics* statistics, int begin, int end) {
-    Statistics mine{};
-    for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += THREADS) {
-        mine.add(statistics[i]);
-    }
-    return block_total(mine);
-}
 
 // Tell whether all other blocks have written what they had to; one block of a launch gets true.
 __device__ bool is_last_block(unsigned* ticket) {
@@ -56,10 +50,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     summarize(const Range* ranges, const Statistics* chunks, Statistics* tensors, Statistics* total,
               float* found_inf, int keep, unsigned* ticket) {
     const Range range = ranges[blockIdx.x];
-    const Statistics tensor = total_of(chunks, range.begin, range.end);
+    const Statistics tensor = block_total(thread_sum(chunks, range.begin, range.end));
     if (threadIdx.x == 0) tensors[blockIdx.x] = tensor;
     if (!is_last_block(ticket)) return;
-    const Statistics all = total_of(tensors, 0, static_cast<int>(gridDim.x));
+    const Statistics all = block_total(thread_sum(tensors, 0, static_cast<int>(gridDim.x)));
     if (threadIdx.x != 0) return;
     *total = all;
     if (found_inf == nullptr) return;
@@ -70,12 +64,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" __global__ void clip_coefficient(const Statistics* total, float max_norm, float* norm,
-                                            float* coefficient) {
+extern "C" __global__ void clip_coefficient(const double* squares, float max_norm, float eps,
+                                            float* norm, float* coefficient) {
     if (threadIdx.x != 0) return;
-    const float rounded = static_cast<float>(sqrt(total->sum_of_squares));
+    const float rounded = static_cast<float>(sqrt(*squares));
     // The division's two roundings and the NaN that stays one are torch's.
-    const float factor = 1.0f / (rounded + 1e-6f) * max_norm;
+    const float factor = 1.0f / (rounded + eps) * max_norm;
     *norm = rounded;
     *coefficient = factor > 1.0f ? 1.0f : factor;
 }

@@ -25,14 +25,17 @@ __device__ __forceinline__ void store(Type* address, const Pack<Type, WIDTH>& pa
     *reinterpret_cast<Pack<Type, WIDTH>*>(address) = pack;
 }
 
+// Where packs can begin in tensors, as a set of bits to be united with that of others: bit n, behind
+// the first n elements, where an address is aligned to a pack again. A null address adds none.
 template <int WIDTH, typename Type>
-__device__ __forceinline__ bool is_aligned(const Type* address) {
-    return reinterpret_cast<unsigned long long>(address) % alignof(Pack<Type, WIDTH>) == 0;
+__device__ __forceinline__ unsigned pack_begin(const Type* address) {
+    if (address == nullptr) return 0;
+    return 1u << (-(reinterpret_cast<unsigned long long>(address) / sizeof(Type)) % WIDTH);
 }
 
 template <int WIDTH, typename... Types>
-__device__ __forceinline__ bool all_aligned(const Types*... addresses) {
-    return (is_aligned<WIDTH>(addresses) && ...);
+__device__ __forceinline__ unsigned pack_begins(const Types*... addresses) {
+    return (pack_begin<WIDTH>(addresses) | ...);
 }
 
 // Each thread reads AHEAD packs before it uses the first, to keep more bytes on their way.
@@ -64,9 +67,18 @@ __device__ __forceinline__ void sweep_packs(int begin, int end, Operation& opera
 //   Operands<WIDTH>              what it reads for WIDTH elements
 //   read<WIDTH>(i)               returns them for elements i to i + WIDTH - 1
 //   write<WIDTH>(i, operands)    computes and stores; no later element may need what it stored
+// `begins` is where packs can begin in the tensors, not empty; unless it is the same in all of them
+// the elements move one by one.
 template <int WIDTH, int AHEAD, typename Operation>
-__device__ __forceinline__ void sweep(int length, bool aligned, Operation& operation) {
-    const int packed = aligned ? length / WIDTH * WIDTH : 0;
-    sweep_packs<WIDTH, AHEAD>(0, packed, operation);
-    sweep_packs<1, AHEAD>(packed, length, operation);
+__device__ __forceinline__ void sweep(int length, unsigned begins, Operation& operation) {
+    const bool are_alike = (begins & (begins - 1)) == 0;
+    const int head = are_alike ? min(__ffs(begins) - 1, length) : 0;
+    const int tail = are_alike ? head + (length - head) / WIDTH * WIDTH : 0;
+    sweep_packs<WIDTH, AHEAD>(head, tail, operation);
+    // Before the packs, then behind them, by the same code: twice of it would take more registers.
+#pragma unroll 1
+    for (int begin = 0, end = head;; begin = tail, end = length) {
+        sweep_packs<1, AHEAD>(begin, end, operation);
+        if (end == length) break;
+    }
 }

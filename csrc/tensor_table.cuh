@@ -10,9 +10,10 @@
 //
 // and has one block of THREADS threads per chunk. Tensors are dense: their elements fill the memory
 // from the address on, in the same order in every tensor of a row. An address must be aligned to
-// its dtype; where all addresses of a row are aligned to a pack (16 bytes suffice) the elements
-// move in packs. The rows of all dtype mixes may share one table: a launch touches the rows that
-// its chunks name.
+// its dtype. Elements move in packs from the first one on that is aligned to a pack in all tensors
+// of the row (16 bytes suffice), and one by one where there is none: views that begin at one place
+// in memories of different dtypes move in packs, wherever the place is. The rows of all dtype mixes
+// may share one table: a launch touches the rows that its chunks name.
 //
 // Compile with --fmad=false: every operator then rounds as written, in packs and outside of them,
 // so that alignment has no influence on an element's bits (it has on the order of sums).

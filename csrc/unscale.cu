@@ -62,8 +62,9 @@ __device__ __forceinline__ void unscale_chunk(const Row* tensors, const Chunk& c
     const float inverse = scale == nullptr ? 1.0f : 1.0f / *scale;
     Unscale<Source, Target> unscale{part.of(static_cast<const Source*>(row.source)),
                                     part.of(static_cast<Target*>(row.target)), inverse, {}};
-    sweep<WIDTH, 4>(part.length, all_aligned<WIDTH>(unscale.source, unscale.target), unscale);
-    const Statistics total = block_total(unscale.found);
+    constexpr int AHEAD = 16 / WIDTH;  // packs; of 8 halves, more than two would spill
+    sweep<WIDTH, AHEAD>(part.length, pack_begins<WIDTH>(unscale.source, unscale.target), unscale);
+    const Statistics total = block_total(flagged(unscale.found));
     if (threadIdx.x == 0) found = total;
 }
 

@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import processes
 import pytest
-from benchmarks import report
+from benchmarks import cuda_host, report
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
 
@@ -34,7 +35,7 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
 
 def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
-    few = ("--rounds", "2", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
+    few = ("--rounds", "1", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
     done = processes.run(
         [sys.executable, *WARNINGS, HOST_ROWS, *few, "--out", out], env=ENVIRONMENT
     )
@@ -42,6 +43,18 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     (ratios,) = json.loads(out.read_text())["ratios"].values()
     assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
+
+
+def test_the_phase_on_cuda_is_timed_in_its_parts_while_kernels_are_only_launched(
+    amp: ModuleType,
+) -> None:
+    shapes = [cuda_host.cut_down(shape) for shape in [(3,), (300, 200)]]
+    assert shapes == [(3,), (1, 4097)]
+    found = cuda_host.measure(shapes, moves=True, steps=2)
+    assert all(found[name] > 0 for name in (*cuda_host.PARTS, "phase"))
+    # check, summarize, move the scale, clip, prepare, step
+    assert found["launches"] == 6
+    assert "BERT" in cuda_host.as_table({"BERT": found})
 
 
 @pytest.mark.parametrize("partly", [["--quick"], ["--only", "casts"]])

@@ -87,7 +87,7 @@ def test_on_a_gpu_what_is_timed_are_the_kernels(
     modules.launched.clear()
     run()
     assert [one.partition("_")[0] for one in modules.launched] == [
-        *("unscale", "summarize", "update", "reconcile", "adamw", "adamw"),
+        *("unscale", "summarize", "update", "clip", "adamw", "adamw"),
     ]
     amp.deactivate()  # as long as there are kernels
 

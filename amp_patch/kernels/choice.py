@@ -20,6 +20,7 @@ from . import cuda_kernels, cuda_module, scaler_state, torch_kernels
 from .dense_rows import forget_splits
 from .scaler_state import Rule, ScalerState
 
+_NUMBER = Tensor.get_device
 _IS_CUDA = operator.attrgetter("is_cuda")
 
 # These four are called as the classes would be of which they return an instance.
@@ -106,8 +107,11 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
     """
     if not _are_candidates(columns):
         return False
-    devices = {tensor.device for column in columns for tensor in column}
-    return all(_works(device, sources, _forced()) for device in devices)
+    # To compare numbers takes less time than to compare devices.
+    by_number = {
+        number: one for c in columns for number, one in zip(map(_NUMBER, c), c, strict=True)
+    }
+    return all(_works(one.device, sources, _forced()) for one in by_number.values())
 
 
 def _are_candidates(columns: Sequence[Sequence[Tensor]]) -> bool:

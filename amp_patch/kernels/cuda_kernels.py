@@ -14,9 +14,11 @@ from torch import Tensor
 from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
-from .cuda_unscale import Check, GradCheck, Unscale, clip_by_norm, statistics_memory
+from .cuda_norms import clip_by_norm
+from .cuda_unscale import Check, GradCheck, Unscale, statistics_memory
 from .dense_rows import DenseRows, chosen, split
 from .scaler_state import Rule, ScalerState
+from .tensor_tables import addresses
 
 __all__ = [
     "Cast",
@@ -84,7 +86,12 @@ class Comparison(torch_kernels.Comparison):
         super().__init__(sources, copies)
         self._sources = [source for source, _ in self._pairs]
         self._copies = [copy for _, copy in self._pairs]
-        self._dense_rows = DenseRows(_is_rounded)
+        # These tensors are its own, so that nobody gives one other memory or strides.
+        self._parts, self._others = DenseRows(_is_rounded).split(self._sources, self._copies)
+        self._addresses = [
+            [addresses(chosen(column, part.rows)) for column in (self._sources, self._copies)]
+            for part in self._parts
+        ]
 
     def note_equal(self) -> None:
         """Do nothing: `reconcile` reads all sources again, which costs the host nothing."""
@@ -102,11 +109,9 @@ class Comparison(torch_kernels.Comparison):
             True where torch compared some pairs and found that one differs. What kernels find is
             not known to the host.
         """
-        parts, others = self._dense_rows.split(self._sources, self._copies)
-        winning = wins()
-        for part in parts:
-            sources, copies = chosen(self._sources, part.rows), chosen(self._copies, part.rows)
-            rows = part.table.rows(sources, copies, chosen(winning, part.rows))
+        winning, others = wins(), self._others
+        for part, columns in zip(self._parts, self._addresses, strict=True):
+            rows = part.table.rows_of(*columns, chosen(winning, part.rows))
             launch(part, "reconcile.cu", "reconcile_{1}", "PP", rows)
         if not others:
             return False

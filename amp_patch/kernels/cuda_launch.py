@@ -46,5 +46,20 @@ def launch(
 
 def note_written(tensors: Sequence[Tensor]) -> None:
     """Count up the versions of tensors that a kernel wrote to: autograd cannot see that it did."""
-    for tensor in tensors:
-        increment_version(tensor)
+    if _TAKES_LISTS:
+        increment_version(tensors)
+    else:
+        for tensor in tensors:
+            increment_version(tensor)
+
+
+def _takes_lists() -> bool:
+    """Return whether one call counts up a whole list, which older versions of torch do not."""
+    try:
+        increment_version([])
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_TAKES_LISTS = _takes_lists()

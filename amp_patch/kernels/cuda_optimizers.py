@@ -8,8 +8,10 @@ counter. Where parameters have no such tensor the column holds None.
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 from . import cuda_module
 from .cuda_launch import launch, note_written
 from .cuda_module import THREADS, Argument, Kernel
-from .dense_rows import DenseRows, Part, chosen
+from .dense_rows import DenseRows, Part, chosen, layouts
+from .tensor_tables import addresses
 
 Column = Sequence[Tensor | None]
 
@@ -59,6 +62,13 @@ class Operands(NamedTuple):
     scale: Tensor | None
     clip: Tensor | None
     found_inf: Tensor | None
+
+
+class Span(NamedTuple):
+    """Rows that follow each other: the first, and how many."""
+
+    first: int
+    rows: int
 
 
 class OptimizerKernels:
@@ -108,60 +118,103 @@ class KernelStep:
 
     def __init__(self, kernels: OptimizerKernels) -> None:
         self._kernels = kernels
-        self._rows = DenseRows()
-        self._params: Column = []
         self._groups: Sequence[GroupRows] = ()
         self._columns: list[Column] = []
+        self._addresses: list[list[int]] = []
+        # What follows was looked up for the tensors that `_key` describes.
+        self._params: Column = []
+        self._key: Any = None
+        self._rows = DenseRows(_are_fp32_between)
         self._parts: list[Part] = []
+        self._others: Sequence[int] = ()
+        self._spans: list[list[Span]] = []
 
     def take(self, groups: Sequence[GroupRows]) -> bool:
-        """Take the rows that `step` is to step; return whether there are kernels for all."""
-        self._groups = groups
-        columns = zip(*(group.columns for group in groups), strict=True)
-        self._columns = [[one for part in column for one in part] for column in columns]
-        params = self._columns[1]
-        if len(params) != len(self._params) or any(map(operator.is_not, params, self._params)):
-            self._rows, self._params = DenseRows(_are_fp32_between), params
+        """Take the rows that `step` is to step; return whether there are kernels for all.
+
+        Nothing is looked up where the parameters are those of the step before, and all tensors but
+        the gradients lie where they did. Gradients are others in each step, and users give their
+        parameters other strides; nobody does that to a state, which stays where it is.
+        """
+        self._groups, self._columns = groups, _joined(groups)
+        try:
+            self._addresses = list(map(addresses, self._columns))
+        except RuntimeError:  # a sparse gradient has no memory of its own
+            return False
+        columns: Any = self._columns
+        grads, params, weights = columns[0], columns[1], columns[-2]
+        of_users = (grads, weights) if 0 not in self._addresses[-2] else (grads, weights, params)
+        sizes = [len(group.columns[0]) for group in groups]
+        key = (sizes, list(map(_DTYPE, grads)), layouts(of_users), self._addresses[1:])
+        if key != self._key or not all(map(operator.is_, params, self._params)):
+            self._look_up(params, sizes)
+            # The list may be the optimizer's own, which users change in place.
+            self._key, self._params = key, list(params)
+        return not self._others
+
+    def _look_up(self, params: Column, sizes: Sequence[int]) -> None:
+        """Find out which kernels step the columns, and by which tables."""
         # A counter is one number; where a row has no weight or state its parameter stands in.
         models: Any = [
             [param if one is None else one for one, param in zip(column, params, strict=True)]
             for column in self._columns[:-1]
         ]
-        self._parts, others = self._rows.split(*models)
-        return not others
+        self._parts, self._others = self._rows.split_anew(*models)
+        self._spans = [_spans(part, sizes) for part in self._parts]
 
     @torch.no_grad()
-    def step(self, factors: Factors, found_inf: Tensor | None) -> None:
+    def step(
+        self, factors: Factors, found_inf: Tensor | None, wins: Sequence[bool] | None = None
+    ) -> None:
         """Step the rows.
 
         Args:
             factors: on any device.
-            found_inf: float32, one element; not 0: nothing changes. None: it is 0.
+            found_inf: float32, one element; not 0: nothing is stepped. None: it is 0.
+            wins: what comes first, also where nothing is stepped. For each row whether its half
+                weight follows the float32 parameter where the two disagree; else the parameter
+                follows, in the elements that disagree. None: all half weights follow.
         """
-        for part in self._parts:
-            table = part.table.rows(*(chosen(column, part.rows) for column in self._columns))
+        wins = [True] * len(self._params) if wins is None else wins
+        for part, spans in zip(self._parts, self._spans, strict=True):
+            columns = [chosen(column, part.rows) for column in (*self._addresses, wins)]
+            table = part.table.rows_of(*columns)
             coefficients = byte_rows(part, len(part.rows), self._kernels.coefficient_bytes)
             shared = (_on(part.device, one) for one in (*factors, found_inf))
             operands = Operands(table, coefficients, *shared)
-            self._prepare(part, operands)
+            self._prepare(part, operands, spans)
             self._kernels.update(part, operands, weight=len(self._columns) - 2)
-        for column in self._columns[1:-1]:
-            note_written([tensor for tensor in column if tensor is not None])
+        # Who asks for versions asks for those of parameters.
+        for column in (self._columns[1], self._columns[-2]):
+            note_written([one for one in column if one is not None])
 
     def release(self) -> None:
         """Let go of the tensors of the last `take`, but for the parameters."""
         self._groups, self._columns = (), []
 
-    def _prepare(self, part: Part, operands: Operands) -> None:
-        """Launch once for each group that has rows in this part, where they follow each other."""
-        positions = {row: position for position, row in enumerate(part.rows)}
-        end = 0
-        for group in self._groups:
-            begin, end = end, end + len(group.columns[0])
-            own = [positions[row] for row in range(begin, end) if row in positions]
-            if own:
+    def _prepare(self, part: Part, operands: Operands, spans: Sequence[Span]) -> None:
+        """Launch once for each group that has rows in this part."""
+        for group, (first, rows) in zip(self._groups, spans, strict=True):
+            if rows:
                 arguments = [_address(part.device, one) for one in group.arguments]
-                self._kernels.prepare(part, operands, own[0], len(own), arguments)
+                self._kernels.prepare(part, operands, first, rows, arguments)
+
+
+def _joined(groups: Sequence[GroupRows]) -> list[Column]:
+    """Return the columns of all groups, one below the other."""
+    if len(groups) == 1:
+        return list(groups[0].columns)
+    columns = zip(*(group.columns for group in groups), strict=True)
+    return [list(chain.from_iterable(column)) for column in columns]
+
+
+def _spans(part: Part, sizes: Sequence[int]) -> list[Span]:
+    """Return, for groups of these sizes, which of the part's rows are theirs: they are in a row."""
+    ends = [bisect.bisect_left(part.rows, end) for end in accumulate(sizes, initial=0)]
+    return [Span(begin, end - begin) for begin, end in pairwise(ends)]
+
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def _are_fp32_between(mix: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Unscales, checks and clips gradients by the CUDA kernels of csrc/; knows lists of tensors.
+"""Unscales and checks gradients by the CUDA kernels of csrc/; knows lists of tensors.
 
 One pass over the gradients leaves statistics on the device: whether there is inf or NaN, and the
 sum of squares, for each tensor. Flags, reports and norms are told from these without another pass.
@@ -7,20 +7,22 @@ Rows that no kernel takes go to torch_kernels.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import cuda_module, tensor_tables, torch_kernels
+from . import cuda_module, torch_kernels
 from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
-from .dense_rows import DenseRows, Part, chosen, split
+from .dense_rows import DenseRows, Part, Split, chosen, layouts
+from .resident import Resident, scalar
 
 _STATISTICS_BYTES = 16  # as in statistics.cuh
 _KINDS = {1: "inf", 2: "NaN", 3: "inf and NaN"}
 _SUMMARIZE = Kernel("summarize.cu", "summarize", "PPPPPiP")
-_CLIP_COEFFICIENT = Kernel("summarize.cu", "clip_coefficient", "PfPP", 32)
 
 
 class Statistics:
@@ -78,16 +80,20 @@ class Statistics:
 
     def norm(self) -> Tensor:
         """Return the 2-norm, 0-dim fp32."""
-        return self.total[:8].view(torch.float64)[0].sqrt().float()
+        return self.squares().sqrt().float()
 
-    def norm_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the 2-norm of those of the part's rows that are among these, 0-dim fp32."""
+    def squares(self) -> Tensor:
+        """Return the sum of squares, 0-dim float64."""
+        return self.total[:8].view(torch.float64)[0]
+
+    def squares_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the sum of squares of those of the part's rows that are among these."""
         wanted = set(rows)
         places = [place for place, row in enumerate(self.part.rows) if row in wanted]
         if len(places) == len(self.part.rows):
-            return self.norm()
+            return self.squares()
         squares = self.tensors.view(torch.float64)[:, 0]
-        return torch.stack([squares[place] for place in places]).sum().sqrt().float()
+        return torch.stack([squares[place] for place in places]).sum()
 
 
 class Flags:
@@ -141,17 +147,20 @@ class GradCheck(torch_kernels.GradCheck):
         norms = [one.norm() for one in self._statistics]
         return torch_kernels.combined([*norms, check.norm()] if rows else norms, 2.0)
 
-    def norm_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the 2-norm of some gradients as they were checked, 0-dim fp32.
+    def squares_of(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return the sums of squares of some gradients as they were checked.
 
         Args:
             rows: their indices; kernels must have taken them.
+
+        Returns:
+            One for each device, float64, 0-dim.
         """
+        if len(rows) == sum(len(one.part.rows) for one in self._statistics):
+            return [one.squares() for one in self._statistics]
         wanted = set(rows)
-        norms = [
-            one.norm_of(rows) for one in self._statistics if wanted.intersection(one.part.rows)
-        ]
-        return torch_kernels.combined(norms, 2.0)
+        parts = [one for one in self._statistics if wanted.intersection(one.part.rows)]
+        return [one.squares_of(rows) for one in parts]
 
 
 class Unscale:
@@ -159,7 +168,7 @@ class Unscale:
 
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self._dense_rows = DenseRows()
-        self._scales: dict[torch.device, tensor_tables.Resident] = {}
+        self._scales: dict[torch.device, Resident] = {}
 
     @torch.no_grad()
     def run(
@@ -186,7 +195,7 @@ class Unscale:
         if isinstance(scale, Tensor):
             return scale.to(device, non_blocking=True)
         if device not in self._scales:
-            self._scales[device] = tensor_tables.scalar(device)
+            self._scales[device] = scalar(device)
         return self._scales[device].holding(scale)
 
 
@@ -197,6 +206,11 @@ class Check(Unscale):
         sources: tensors of the dtypes and devices of the gradients to come.
         models: tensors of the dtypes and devices that they are to be unscaled to.
     """
+
+    def __init__(self, sources: Sequence[Tensor], models: Sequence[Tensor]) -> None:
+        super().__init__(sources, models)
+        self._key: Any = None
+        self._split: Split | None = None
 
     @torch.no_grad()
     def look(
@@ -218,19 +232,28 @@ class Check(Unscale):
         Returns:
             What was found, or None where no kernel takes all of them: nothing was done then.
         """
-        parts, others = self._dense_rows.split(sources, models)
+        # The models are the same at each call, and none of their numbers is read.
+        key = layouts((sources,)), list(map(_DTYPE, sources))
+        if self._split is None or key != self._key:
+            self._key, self._split = key, self._dense_rows.split_anew(sources, models)
+        parts, others = self._split
         if others:
             return None
         statistics = []
         for part in parts:
             ours = chosen(sources, part.rows)
-            pairs = zip(ours, chosen(in_place, part.rows), strict=True)
-            targets = [source if unscales else None for source, unscales in pairs]
+            targets: list[Tensor | None] = [None] * len(ours)
+            if any(in_place):
+                pairs = zip(ours, chosen(in_place, part.rows), strict=True)
+                targets = [source if unscales else None for source, unscales in pairs]
             one = Statistics(part, None)
             examine(one, ours, targets, self._scale_on(part.device, scale))
             note_written([target for target in targets if target is not None])
             statistics.append(one)
         return GradCheck(sources, ([], torch_kernels.GradCheck([], [])), statistics)
+
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def _unscale_others(
@@ -264,26 +287,3 @@ def statistics_memory(part: Part) -> Tensor:
     """Return memory for the statistics of each chunk of a part, uint8, shape (chunks, 16)."""
     shape = (part.table.chunk_count, _STATISTICS_BYTES)
     return torch.empty(shape, dtype=torch.uint8, device=part.device)
-
-
-@torch.no_grad()
-def clip_by_norm(
-    grads: Sequence[Tensor], max_norm: float, norm_type: float, norm: Tensor | None = None
-) -> Tensor:
-    """See `torch_kernels.clip_by_norm`; the norm is taken in one pass where it is the 2-norm."""
-    if norm_type != 2.0 or norm is not None:
-        return torch_kernels.clip_by_norm(grads, max_norm, norm_type, norm)
-    parts, others = split("clip_by_norm", grads, grads)
-    statistics = [Statistics(part, None) for part in parts]
-    for one in statistics:
-        examine(one, chosen(grads, one.part.rows), [None] * len(one.part.rows), None)
-    if len(statistics) != 1 or others:
-        norms = [one.norm() for one in statistics]
-        rest = torch_kernels.norms_of(chosen(grads, others), 2.0)
-        total = torch_kernels.combined(norms + rest, 2.0)
-        return torch_kernels.clip_by_norm(grads, max_norm, 2.0, total)
-    norm, coefficient = torch.empty(2, dtype=torch.float32, device=parts[0].device).unbind()
-    arguments = (statistics[0].total, max_norm, norm, coefficient)
-    cuda_module.modules.launch(_CLIP_COEFFICIENT, 1, parts[0].device, *arguments)
-    torch_kernels.multiply(grads, coefficient)
-    return norm

@@ -67,18 +67,22 @@ class DenseRows:
         Args:
             columns: parallel lists of tensors.
         """
-        key: Any
-        if not all(map(_all_strided, columns)):
-            key = _kinds(columns, self._takes)
-        # Of strided tensors nothing but the strides can change.
-        elif not all(map(_all_contiguous, columns)):
-            key = [list(map(Tensor.stride, column)) for column in columns]
-        else:
+        key: Any = layouts(columns)
+        if key == CONTIGUOUS:
             if self._contiguous is None:
                 self._contiguous = self._make(columns)
             return self._contiguous
+        if key is None:  # of strided tensors nothing but the strides can change
+            key = _kinds(columns, self._takes)
         if key != self._last[0]:
             self._last = key, self._make(columns)
+        return self._last[1]
+
+    def split_anew(self, *columns: Sequence[Tensor]) -> Split:
+        """As `split`, of lists of any dtypes, devices and sizes; equal ones share tables."""
+        key = _kinds(columns, self._takes), _lengths(columns)
+        if key != self._last[0]:
+            self._last = key, _make_split(*key)
         return self._last[1]
 
     def _make(self, columns: tuple[Sequence[Tensor], ...]) -> Split:
@@ -157,12 +161,41 @@ def _fills_memory(tensor: Tensor) -> bool:
     return True
 
 
+#: What `layouts` returns where each tensor lies in memory in the order of its indices.
+CONTIGUOUS: list[Any] = []
+
+
+def layouts(columns: Sequence[Sequence[Tensor | None]]) -> list[Any] | None:
+    """Return what is equal for two lists of the same sizes in the same memory order.
+
+    Args:
+        columns: tensors, or None for no tensor.
+
+    Returns:
+        `CONTIGUOUS`, or the strides; None where a tensor is not strided.
+    """
+    if all(map(_all_contiguous, columns)):
+        return CONTIGUOUS
+    tensors = [[one for one in column if one is not None] for column in columns]
+    if not all(map(_all_strided, tensors)):
+        return None
+    return [list(map(Tensor.stride, column)) for column in tensors]
+
+
 def _all_strided(tensors: Sequence[Tensor]) -> bool:
     return all(map(operator.is_, map(_LAYOUT, tensors), repeat(torch.strided)))
 
 
-def _all_contiguous(tensors: Sequence[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, tensors))
+def _all_contiguous(tensors: Sequence[Tensor | None]) -> bool:
+    try:
+        return all(map(_IS_CONTIGUOUS, tensors))
+    except RuntimeError:  # torch has no answer for compressed sparse ones
+        return False
+    except TypeError:
+        return _all_contiguous([one for one in tensors if one is not None])
+
+
+_IS_CONTIGUOUS: Any = Tensor.is_contiguous
 
 
 def _make_split(kinds: tuple[Kind | None, ...], lengths: tuple[int, ...]) -> Split:

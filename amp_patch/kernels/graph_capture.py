@@ -20,7 +20,8 @@ class HostSide:
 
     Attributes:
         actions: to be called after each replay.
-        memory: of the host, that the graph copies from at each replay: it must live as long.
+        memory: made outside of the graph, which reads or copies it at each replay: it must live as
+            long.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Captures:
             self._collected = None
 
     def keep(self, memory: Tensor) -> None:
-        """Keep memory of the host alive for the graph that is captured."""
+        """Keep memory alive for the graph that is captured, and was not made in it."""
         collected = self._collected
         owner = self._memory_of_others if collected is None else collected.memory
         owner[id(memory)] = memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Comparison:
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._pairs = [(s.detach(), c.detach()) for s, c in zip(sources, copies, strict=True)]
         together = [c for _, c in self._pairs if c.numel() <= _TOGETHER and _is_view(_flat(c), c)]
+        self._are_on_cpu = all(copy.is_cpu for copy in copies)
         ids = set(map(id, together))
         self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
         self._together = [list(map(_bits, group)) for (group,) in alike(_in_few_pieces(together))]
@@ -51,16 +52,19 @@ class Comparison:
 
         Between `note_equal` and `forget`, what is written to a small source is not seen.
         """
-        pairs = self._pairs if self._seen is None else self._alone
-        cast = [(_bits(source.to(copy.dtype)), _bits(copy)) for source, copy in pairs]
-        if self._seen is not None:
-            cast += zip(self._seen, map(_joined, self._together), strict=True)
-        if all(copy.is_cpu for _, copy in cast):
-            return not all(torch.equal(expected, copy) for expected, copy in cast)
-        flags = [(expected != copy).any() for expected, copy in cast]
+        if self._are_on_cpu:
+            return not all(torch.equal(expected, copy) for expected, copy in self._expected())
+        flags = [(expected != copy).any() for expected, copy in self._expected()]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
+
+    def _expected(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the bits that copies must have and have; one cast is in memory at a time."""
+        for source, copy in self._pairs if self._seen is None else self._alone:
+            yield _bits(source.to(copy.dtype)), _bits(copy)
+        if self._seen is not None:
+            yield from zip(self._seen, map(_joined, self._together), strict=True)
 
     def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
         """Make every copy and its source equal again, where one of them was written to.

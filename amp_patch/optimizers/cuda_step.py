@@ -6,18 +6,22 @@ hooks, closures, formulas or how the loss scale moves.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.kernels import alike, are_used, tensor_tables, torch_kernels
+from amp_patch.kernels import are_used, cuda_kernels, cuda_norms
 from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, OptimizerKernels
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.resident import Resident, scalar
 from amp_patch.weights.half_gradients import HalfGradients
-from amp_patch.weights.lazy_gradients import LazyGradients, stored_grad
+from amp_patch.weights.lazy_gradients import LazyGradients, are_none, stored_grad
+from amp_patch.weights.master_weights import MasterWeights
 
 from .groups import CachedGroups, GroupUpdate
 
@@ -34,11 +38,12 @@ class CudaStep:
     def __init__(
         self, update_type: type[GroupUpdate], kernels: OptimizerKernels, lazy: LazyGradients
     ) -> None:
-        self._update_type, self._source, self._lazy = update_type, kernels.source, lazy
+        self._update_type, self._lazy = update_type, lazy
+        self._sources = (kernels.source, *cuda_kernels.SOURCES["clip_by_norm"])
         # One launch takes gradients that all bear the same scale, so rows whose gradients wait,
         # still scaled, have launches of their own.
         self._scaled, self._unscaled = (_Launches(update_type, kernels) for _ in range(2))
-        self._scales: dict[torch.device, tensor_tables.Resident] = {}
+        self._scales: dict[torch.device, Resident] = {}
 
     def is_expected(self, optimizer: Optimizer) -> bool:
         """Return whether kernels can step all groups, as far as the first tensor of each tells."""
@@ -48,14 +53,14 @@ class CudaStep:
     def step(
         self,
         optimizer: Optimizer,
-        param_of: Callable[[Tensor], Tensor],
+        masters: MasterWeights | None,
         found_inf: Tensor | None,
     ) -> bool:
         """Step all groups; return False, with no parameter changed, where kernels cannot.
 
         Args:
             optimizer: whose groups and state are read.
-            param_of: returns the half parameter of a master, or what it is given.
+            masters: whose half parameters are written, too; None: there are none.
             found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
                 for where the host enters new state, of which a skipped step is to leave no trace.
         """
@@ -63,15 +68,19 @@ class CudaStep:
         if not self._are_used(optimizer, params):
             return False
         try:
-            half = self._half_gradients()
-            if not self._take(optimizer, param_of, half):
+            stored = list(map(stored_grad, params))
+            half = self._half_gradients(stored)
+            if half is None:
+                stored = list(map(stored_grad, params))
+            param_of = _itself if masters is None else masters.param_of
+            if not self._take(optimizer, param_of, half, stored):
                 return False
             entries = self._new_entries(optimizer)
             if entries and found_inf is not None and captures.wait_for(found_inf):
                 return True
             for owner, name, value in entries:
                 owner[name] = value
-            self._launch(optimizer, half, found_inf)
+            self._launch(optimizer, half, found_inf, self._wins(masters))
             return True
         finally:  # nobody but the user keeps gradients alive
             self._scaled.release()
@@ -82,14 +91,19 @@ class CudaStep:
         optimizer: Optimizer,
         param_of: Callable[[Tensor], Tensor],
         half: HalfGradients | None,
+        stored: list[Tensor | None],
     ) -> bool:
         """Take the rows to step; return whether there are kernels for all of them."""
         waiting: dict[int, Tensor] = {}
         if half is not None:
             waiting = dict(zip(map(id, self._lazy.params), half.grads, strict=True))
-        return self._scaled.take(
-            optimizer, param_of, lambda param: waiting.get(id(param))
-        ) and self._unscaled.take(optimizer, param_of, stored_grad)
+        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        scaled = [list(map(waiting.get, map(id, params))) for params in groups]
+        ends = accumulate(map(len, groups), initial=0)
+        unscaled = [stored[begin:end] for begin, end in pairwise(ends)]
+        return self._scaled.take(optimizer, param_of, scaled) and self._unscaled.take(
+            optimizer, param_of, unscaled
+        )
 
     def _new_entries(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
         """Return what the host enters in dicts where the step is not skipped."""
@@ -100,16 +114,35 @@ class CudaStep:
         ]
         return [*options, *self._scaled.new_state(), *self._unscaled.new_state()]
 
+    def _wins(self, masters: MasterWeights | None) -> list[bool]:
+        """Return for each row that was taken whether its half weight is to follow its master."""
+        stepped = [*self._scaled.params(), *self._unscaled.params()]
+        return [True] * len(stepped) if masters is None else masters.reconcile_all_but(stepped)
+
     def _launch(
-        self, optimizer: Optimizer, half: HalfGradients | None, found_inf: Tensor | None
+        self,
+        optimizer: Optimizer,
+        half: HalfGradients | None,
+        found_inf: Tensor | None,
+        wins: list[bool],
     ) -> None:
         """Step the rows that were taken."""
         scaled, unscaled = self._scaled, self._unscaled
-        clip = self._update_type.clip_factor(optimizer, lambda: _norms(half, unscaled.grads()))
+        count = len(scaled.params())
+        clip = self._own_clip(optimizer, half)
         if half is not None and scaled.groups:
-            scaled.step(self._factors(half, clip), found_inf)
+            scaled.step(self._factors(half, clip), found_inf, wins[:count])
         if unscaled.groups:
-            unscaled.step(Factors(None, clip), found_inf)
+            unscaled.step(Factors(None, clip), found_inf, wins[count:])
+
+    def _own_clip(self, optimizer: Optimizer, half: HalfGradients | None) -> Tensor | None:
+        """Return what the optimizer itself clips the gradients that were taken by, if it does."""
+        max_norm = self._update_type.max_norm(optimizer)
+        if not max_norm:
+            return None
+        squares = [] if half is None else half.squares()
+        squares += cuda_norms.squares_of(self._unscaled.grads())[0]
+        return cuda_norms.clip_factor(squares, max_norm, 0.0)[1] if squares else None
 
     @torch.no_grad()
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
@@ -118,25 +151,30 @@ class CudaStep:
         Returns:
             The norm before, 0-dim; None, with nothing done, where none wait in half.
         """
-        half = self._half_gradients()
+        stored = [stored_grad(p) for group in optimizer.param_groups for p in group["params"]]
+        half = self._half_gradients(stored)
         if half is None or half.clip is not None:
             return None
-        stored = [stored_grad(p) for group in optimizer.param_groups for p in group["params"]]
         others = [grad for grad in stored if grad is not None]
-        total = torch_kernels.combined([half.norm(), *torch_kernels.norms_of(others, 2.0)], 2.0)
-        half.clip = torch_kernels.clip_factor(total, max_norm, torch_kernels.CLIP_EPS)
-        torch_kernels.multiply(others, half.clip)
-        return total
+        norm, half.clip = cuda_norms.clip_together(half.squares(), others, max_norm)
+        return norm
 
     def _are_used(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        if not are_used(self._sources, params):
+            return False
         update = self._update_type
         options = (update.options(optimizer, group) for group in optimizer.param_groups)
-        return all(map(update.suits_kernels, options)) and are_used((self._source,), params)
+        return all(map(update.suits_kernels, options))
 
-    def _half_gradients(self) -> HalfGradients | None:
-        """Return the gradients that wait in half, checked; all others are stored."""
+    def _half_gradients(self, stored: list[Tensor | None]) -> HalfGradients | None:
+        """Return the gradients that wait in half, checked; where there are none, all are stored.
+
+        Args:
+            stored: the gradients of all parameters that are stored now.
+        """
         source = self._lazy.source
-        if not isinstance(source, HalfGradients) or not self._lazy.are_alone():
+        are_alone = are_none(stored) or self._lazy.are_alone()
+        if not isinstance(source, HalfGradients) or not are_alone:
             self._lazy.materialize()
             return None
         source.refuse_written(range(len(source.grads)))
@@ -151,7 +189,7 @@ class CudaStep:
         if isinstance(scale, Tensor):
             return scale
         if device not in self._scales:
-            self._scales[device] = tensor_tables.scalar(device)
+            self._scales[device] = scalar(device)
         return self._scales[device].holding(scale)
 
 
@@ -163,28 +201,33 @@ class _Launches:
     """
 
     def __init__(self, update_type: type[GroupUpdate], kernels: OptimizerKernels) -> None:
-        self._kernel_step = KernelStep(kernels)
-        self._cached = CachedGroups(update_type)
+        self._make_cached = functools.partial(CachedGroups, update_type)
+        self._make_step = functools.partial(KernelStep, kernels)
+        self._cached, self._kernel_step = self._make_cached(), self._make_step()
         self.groups: list[GroupRows] = []
 
     def take(
         self,
         optimizer: Optimizer,
         param_of: Callable[[Tensor], Tensor],
-        grad_of: Callable[[Tensor], Tensor | None],
+        grads: list[list[Tensor | None]],
     ) -> bool:
         """Take the rows to step; return whether there are kernels for all of them."""
         self.groups = []
+        if all(map(are_none, grads)):
+            if self._cached.groups:  # what is known of them may be gone
+                self._cached, self._kernel_step = self._make_cached(), self._make_step()
+            return True
         self._cached.look_up(optimizer)
-        for cached, group in zip(self._cached.groups, optimizer.param_groups, strict=True):
-            inputs = cached.inputs(optimizer, group, list(map(grad_of, group["params"])))
+        columns = zip(self._cached.groups, optimizer.param_groups, grads, strict=True)
+        for cached, group, found in columns:
+            inputs = cached.inputs(optimizer, group, found)
             if inputs is None:
                 continue
-            if not cached.are_plain(inputs.grads):
+            if not cached.are_plain(inputs.grads):  # before a state is made
                 return False
-            weights = [None if (one := param_of(p)) is p else one for p in inputs.params]
-            self.groups.append(cached.update.kernel_rows(inputs, weights))
-        return not self.groups or self._kernel_step.take(self.groups)
+            self.groups.append(cached.update.kernel_rows(inputs, cached.weights(param_of)))
+        return self._kernel_step.take(self.groups)
 
     def new_state(self) -> list[tuple[dict[str, Any], str, Any]]:
         """Return what is to be entered where these rows are stepped."""
@@ -194,6 +237,10 @@ class _Launches:
         """Return the gradients of all rows."""
         return [grad for group in self.groups for grad in group.columns[0]]
 
+    def params(self) -> list[Any]:
+        """Return the float32 parameters of all rows."""
+        return [param for group in self.groups for param in group.columns[1]]
+
     @property
     def device(self) -> torch.device:
         """That of the first row."""
@@ -201,9 +248,9 @@ class _Launches:
         device: torch.device = first.device
         return device
 
-    def step(self, factors: Factors, found_inf: Tensor | None) -> None:
+    def step(self, factors: Factors, found_inf: Tensor | None, wins: list[bool]) -> None:
         """Step the rows, of which there are some; see `KernelStep.step`."""
-        self._kernel_step.step(factors, found_inf)
+        self._kernel_step.step(factors, found_inf, wins)
 
     def release(self) -> None:
         """Let go of the tensors of the last `take`, but for the parameters."""
@@ -211,11 +258,5 @@ class _Launches:
         self._kernel_step.release()
 
 
-def _norms(half: HalfGradients | None, stored: list[Tensor]) -> list[Tensor]:
-    """Return 2-norms whose 2-norm is that of all gradients, unscaled."""
-    norms = [norm for (part,) in alike(stored) for norm in _norms_alike(part)]
-    return norms if half is None else [half.norm(), *norms]
-
-
-def _norms_alike(grads: list[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(grads, 2.0, dtype=torch.float32))
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

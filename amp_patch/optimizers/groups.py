@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.distributed.shards import any_spread
 from amp_patch.kernels.cuda_optimizers import Column, GroupRows, OptimizerKernels
+from amp_patch.kernels.torch_kernels import clip_factor, combined
 
 #: What an optimizer keeps for one parameter, ``optimizer.state[param]``.
 ParamState = dict[str, Any]
@@ -59,6 +61,14 @@ class GroupUpdate:
         return group
 
     @classmethod
+    def max_norm(cls, optimizer: Optimizer) -> float | None:
+        """Return the 2-norm to which the optimizer clips the gradients of all groups together.
+
+        None or 0 where it does not clip, as most optimizers do not.
+        """
+        return None
+
+    @classmethod
     def clip_factor(
         cls, optimizer: Optimizer, norms: Callable[[], Sequence[Tensor]]
     ) -> Tensor | None:
@@ -70,9 +80,10 @@ class GroupUpdate:
                 gradients.
 
         Returns:
-            0-dim, or None where it does not clip, as most optimizers do not.
+            0-dim, or None where it does not clip.
         """
-        return None
+        max_norm = cls.max_norm(optimizer)
+        return clip_factor(combined(norms(), 2.0), max_norm) if max_norm else None
 
     @classmethod
     def changed_options(cls, group: dict[str, Any]) -> dict[str, Any]:
@@ -172,18 +183,28 @@ class StepCounters:
 
 
 class CachedGroup:
-    """What was looked up for the parameters of a group, until somebody changes that."""
+    """What was looked up for the parameters of a group, until somebody changes that.
+
+    Attributes:
+        update: how it steps.
+        are_float32_on_one_device: what the parameters of the last `inputs` are.
+    """
 
     def __init__(self, owner: CachedGroups, update: GroupUpdate) -> None:
         self.update = update
         self._owner = weakref.proxy(owner)
         self._params: list[Tensor] = []
         self._states: list[ParamState] = []
-        self._are_float32_on_one_device = False
+        self._weights: Column | None = None
+        self.are_float32_on_one_device = False
         self._seen = -1
 
     def inputs(
-        self, optimizer: Optimizer, group: dict[str, Any], grads: list[Tensor | None]
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        grads: list[Tensor | None],
+        params: list[Tensor] | None = None,
     ) -> StepInputs | None:
         """Return what the group steps; None where no parameter has a gradient.
 
@@ -191,8 +212,9 @@ class CachedGroup:
             optimizer: the group's.
             group: of ``optimizer.param_groups``.
             grads: for each of its parameters the gradient, or None.
+            params: those of its parameters that are meant; None: all.
         """
-        params, found = _with_grads(group["params"], grads)
+        params, found = _with_grads(group["params"] if params is None else params, grads)
         if not params:
             return None
         options = self.update.options(optimizer, group)
@@ -205,10 +227,21 @@ class CachedGroup:
             return
         state = self._owner.state
         self._seen = self._owner.changes
-        self._params = list(params)
+        self._params, self._weights = list(params), None
         self._states = [state[param] for param in params] if has_state else []
         kinds = {(param.dtype, param.device) for param in params}
-        self._are_float32_on_one_device = len(kinds) == 1 and params[0].dtype is torch.float32
+        is_one = len(kinds) == 1 and not any_spread(params)
+        self.are_float32_on_one_device = is_one and params[0].dtype is torch.float32
+
+    def weights(self, param_of: Callable[[Tensor], Tensor]) -> Column:
+        """Return the half parameters that belong to those of the last `inputs`; None for no such.
+
+        Args:
+            param_of: returns the half parameter of a master, and any other tensor itself.
+        """
+        if self._weights is None:
+            self._weights = [None if (one := param_of(p)) is p else one for p in self._params]
+        return self._weights
 
     def are_plain(self, grads: Sequence[Tensor]) -> bool:
         """Return whether parameters and gradients are such as fused steps take.
@@ -219,7 +252,7 @@ class CachedGroup:
         Returns:
             True for parameters of float32 on one device, with dense gradients.
         """
-        return self._are_float32_on_one_device and not any(map(_IS_SPARSE, grads))
+        return self.are_float32_on_one_device and not any(map(_IS_SPARSE, grads))
 
 
 _IS_SPARSE = operator.attrgetter("is_sparse")

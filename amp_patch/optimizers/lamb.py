@@ -5,7 +5,7 @@ Knows no loss scales or masters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from amp_patch.kernels.cuda_optimizers import (
     learning_rate,
 )
 from amp_patch.kernels.dense_rows import Part
-from amp_patch.kernels.torch_kernels import alike, clip_factor, combined, norms_of
+from amp_patch.kernels.torch_kernels import alike, norms_of
 
 from .adam import state_columns
 from .groups import GroupUpdate, ParamState, StepCounters, StepInputs
@@ -180,7 +180,8 @@ class _LambKernels(OptimizerKernels):
         rows, coefficients, _, _, found_inf = operands
         norms = byte_rows(part, part.table.chunk_count, _NORMS_BYTES)
         ratios = torch.empty(len(part.rows), dtype=torch.float32, device=part.device)
-        launch(part, self.source, "lamb_moments_{0}", "PPPPPPP", *operands, per_chunk=norms)
+        name = f"lamb_moments_{{0}}_to_{{{weight}}}"
+        launch(part, self.source, name, "PPPPPPP", *operands, per_chunk=norms)
         sums = (part.table.ranges()[0], norms, coefficients, ratios, found_inf)
         cuda_module.modules.launch(_RATIOS, len(part.rows), part.device, *sums)
         name = f"lamb_update_{{{weight}}}"
@@ -202,12 +203,10 @@ class LambUpdate(GroupUpdate):
         self._counters = StepCounters()
 
     @classmethod
-    def clip_factor(
-        cls, optimizer: Optimizer, norms: Callable[[], Sequence[Tensor]]
-    ) -> Tensor | None:
-        """See `GroupUpdate.clip_factor`."""
-        max_norm = optimizer.defaults["max_grad_norm"]
-        return clip_factor(combined(norms(), 2.0), max_norm) if max_norm else None
+    def max_norm(cls, optimizer: Optimizer) -> float | None:
+        """See `GroupUpdate.max_norm`."""
+        max_norm: float | None = optimizer.defaults["max_grad_norm"]
+        return max_norm
 
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""

@@ -79,13 +79,13 @@ def operations(shapes: list[Shape], device: torch.device) -> list[Operation]:
         ("sgd with momentum", 20, lambda: one_pass(sgd, shapes, device)),
         ("torch's SGD(fused=True)", 20, lambda: torch_step(sgd, shapes, device)),
         ("lamb", 40, lambda: one_pass(FusedLAMB, shapes, device)),
-        # 2 to check, 6 to reconcile master and weight, 28 to step
-        (PHASE, 36, lambda: our_phase(shapes, device)),
+        # 2 to check, 28 to step, 2 to see whether somebody wrote to the half weight
+        (PHASE, 32, lambda: our_phase(shapes, device)),
         (FUSED_PHASE, 48, lambda: torch_phase(shapes, device, fused=True)),
         (FOREACH_PHASE, 48, lambda: torch_phase(shapes, device, foreach=True)),
     ]
     if device.type == "cuda":
-        makers.append((REPLAYED_PHASE, 36, lambda: replayed_phase(shapes, device)))
+        makers.append((REPLAYED_PHASE, 32, lambda: replayed_phase(shapes, device)))
     return simple + [Operation(*maker) for maker in makers]
 
 

@@ -40,23 +40,27 @@ CASES = {
         Case(
             "adamw_float16_to_float16",
             (HALF, FULL, FULL, FULL, FULL, HALF),
-            (0,),
+            (0, 0),
             (NUMBERS, None, None, None),
         )
     ],
     "cast.cu": [Case("cast_float32_to_float16", (FULL, HALF))],
     "lamb.cu": [
         Case(
-            "lamb_moments_float16",
+            "lamb_moments_float16_to_float16",
             (HALF, FULL, FULL, FULL, HALF),
-            (0,),
+            (0, 0),
             (NUMBERS, None, None, None, NUMBERS),
         ),
-        Case("lamb_update_float16", (HALF, FULL, FULL, FULL, HALF), (0,), (NUMBERS, NUMBERS, None)),
+        Case(
+            "lamb_update_float16", (HALF, FULL, FULL, FULL, HALF), (0, 0), (NUMBERS, NUMBERS, None)
+        ),
     ],
     "reconcile.cu": [Case("reconcile_float16", (FULL, HALF), (1,))],
     "sgd.cu": [
-        Case("sgd_float16_to_float16", (HALF, FULL, FULL, HALF), (0,), (NUMBERS, None, None, None))
+        Case(
+            "sgd_float16_to_float16", (HALF, FULL, FULL, HALF), (0, 0), (NUMBERS, None, None, None)
+        )
     ],
     "unscale.cu": [Case("unscale_float16_to_float32", (HALF, FULL), arguments=(None, NUMBERS))],
 }

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cuda_on_cpu
 import pytest
@@ -261,6 +262,78 @@ def test_the_gradient_is_rounded_as_if_unscaled_and_clipped_in_memory(
     assert torch.equal(together["exp_avg"][0], apart["gradient"][0])
 
 
+# --- what was written to the half weight or to the master since the last step ---
+
+
+def scribbled(values: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Write to about a share of the elements: other numbers, zeros of both signs, infinities."""
+    chosen = torch.rand(values.shape, generator=generator) < share
+    numbers = torch.randn(values.shape, generator=generator)
+    for number in (0.0, -0.0, torch.inf):
+        numbers[torch.rand(values.shape, generator=generator) < 0.1] = number
+    return torch.where(chosen, numbers.to(values.dtype), values)
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(data=st.data(), shares=st.tuples(*[st.sampled_from([0.0, 0.001, 0.5, 1.0])] * 2))
+def test_a_step_sees_masters_and_weights_agree_first(
+    kernels: LoadKernels, name: str, data: st.DataObject, shares: tuple[float, float]
+) -> None:
+    case = data.draw(CASES[name])
+    count, rule = len(case.masters), case.rule
+    wins = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    options: Any = {"has_weight": case.has_weight, "offsets": case.offsets}
+    ours = Parameters(case.masters, rule, case.dtypes, wins=wins, **options)
+    apart = Parameters(case.masters, rule, case.dtypes, **options)
+    generator = torch.Generator().manual_seed(case.seed)
+    for master, other in zip(ours["master"], apart["master"], strict=True):
+        other.copy_(master.copy_(scribbled(master, shares[0], generator)))
+    rows = zip(ours["weight"], apart["weight"], apart["master"], wins, strict=False)
+    for weight, expected, master, win in rows:
+        is_half = weight.dtype is not torch.float32
+        expected.copy_(master)
+        weight.copy_(scribbled(expected, shares[1], generator) if is_half else expected)
+        if is_half and not win:
+            same = bits_of(master.to(weight.dtype)) == bits_of(weight)
+            master.copy_(torch.where(same, master, weight.float()))
+            expected.copy_(weight)
+    for parameters in (ours, apart):
+        parameters.receive(case.gradients(0))
+        step = {range(count): rule}
+        flag = float(case.skipped[0])
+        launch(kernels(rule), parameters, step, scale=case.scale, found_inf=flag, seed=case.seed)
+        parameters.memory.check()
+    assert ours.bits() == apart.bits()
+
+
+@each_optimizer
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("wins", [False, True])
+def test_the_loser_follows_whether_the_step_is_made_or_not(
+    kernels: LoadKernels, rule: Rule, wins: bool, skipped: bool
+) -> None:
+    values = torch.arange(1.0, 80.0)
+    ours, apart = (Parameters([values], rule, PAIRS[0], wins=[wins]) for _ in range(2))
+    apart["weight"][0].copy_(values)
+    ours["weight"][0].copy_(values)
+    (apart if wins else ours)["weight"][0][7] = -3.0
+    if wins:
+        ours["master"][0][7] = apart["master"][0][7] = -3.0
+    else:
+        apart["master"][0][7] = -3.0
+        apart["weight"][0][7] = -3.0
+    for parameters in (ours, apart):
+        parameters.receive([values.flip(0)])
+        launch(kernels(rule), parameters, {range(1): rule}, found_inf=float(skipped))
+    assert ours.bits() == apart.bits()
+    assert torch.equal(ours["weight"][0], ours["master"][0].half())
+    assert (ours["master"][0][7] == -3.0) == skipped
+
+
+def bits_of(half: Tensor) -> Tensor:
+    return half.view(torch.int16)
+
+
 # --- what only one of them has ---
 
 
@@ -317,3 +390,17 @@ def test_the_ratio_of_the_norms(
     parameters.receive([torch.full((length,), gradient), torch.zeros(0)])
     ratios = launch(kernels(rule), parameters, {range(2): rule})
     torch.testing.assert_close(ratios, torch.tensor([ratio, 0.125]), rtol=3e-6, atol=0)
+
+
+def test_the_norms_of_thousands_of_chunks_enter_the_ratio(kernels: LoadKernels) -> None:
+    counts = torch.tensor([0, 3, 8 * THREADS + 1, 17 * THREADS + 9])
+    ends = counts.cumsum(0)
+    norms = torch.rand(int(ends[-1]), 2, dtype=torch.float64)
+    coefficients = torch.full((len(counts), 12), 0.5)
+    coefficients.view(torch.int32)[:, 11] = 1  # the ratio adapts
+    ranges = torch.stack([ends - counts, ends], 1).int()
+    ratios = torch.full((len(counts),), torch.nan)
+    kernels(Lamb()).launch("lamb_ratios", 4, ranges, norms, coefficients, ratios, None)
+    sums = torch.stack([part.sum(0) for part in norms.split(counts.tolist())])[1:]
+    expected = 0.5 * (sums[:, 0] / sums[:, 1]).sqrt().float()
+    torch.testing.assert_close(ratios, torch.cat([torch.tensor([0.5]), expected]))

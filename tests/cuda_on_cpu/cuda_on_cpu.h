@@ -283,6 +283,8 @@ constexpr Type min(Type one, Type other) {
 
 inline void __threadfence() { cuda_on_cpu::current().fenced = true; }
 
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
 inline bool __isGlobal(const void*) { return true; }
 
 inline unsigned __float_as_uint(float value) {

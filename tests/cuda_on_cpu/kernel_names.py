@@ -15,7 +15,8 @@ KERNELS = {
     "cast.cu": ["cast_{}_to_{}".format(*pair) for pair in PAIRS],
     "lamb.cu": [
         *("lamb_prepare", "lamb_ratios"),
-        *(f"lamb_{phase}_{dtype}" for phase in ("moments", "update") for dtype in DTYPES),
+        *("lamb_moments_{}_to_{}".format(*pair) for pair in PAIRS),
+        *(f"lamb_update_{dtype}" for dtype in DTYPES),
     ],
     "reconcile.cu": ["reconcile_float16", "reconcile_bfloat16"],
     "sgd.cu": ["sgd_prepare", *("sgd_{}_to_{}".format(*pair) for pair in PAIRS)],

@@ -23,6 +23,7 @@ class Parameters:
         dtypes: of the gradients, and of the weights.
         has_weight: whether there are weights at all.
         offsets: elements from an aligned address to where the tensors of a column begin, by name.
+        wins: for each master, whether it wins where its weight disagrees; None: all do.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Parameters:
         *,
         has_weight: bool = True,
         offsets: Offsets | None = None,
+        wins: Sequence[bool] | None = None,
     ) -> None:
         self.memory, self.dtypes = Memory(), dtypes
         self.lengths = [len(master) for master in masters]
@@ -46,7 +48,9 @@ class Parameters:
         weight = DTYPES[dtypes[1]]
         self.columns["weight"] = self._filled("weight", weight, 0.0 if has_weight else None)
         self.columns["step"] = [self.memory.place(torch.zeros(1)) for _ in masters]
-        self.rows = row_table(list(zip(*self.columns.values(), strict=True)))
+        rows = row_table(list(zip(*self.columns.values(), strict=True)))
+        winning = torch.tensor([True] * len(rows) if wins is None else wins).long().reshape(-1, 1)
+        self.rows = torch.cat([rows[:, :-1], winning, rows[:, -1:]], dim=1)
         self.chunks = chunk_table(self.lengths)
 
     def _filled(
@@ -126,9 +130,9 @@ def _launch_lamb(
     norms = memory.empty(torch.uint8, len(chunks), 16)
     ratios = memory.empty(torch.float32, len(rows))
     tables, grid = (rows, chunks, coefficients), len(chunks)
-    gradient, weight = parameters.dtypes
-    kernels.launch(f"lamb_moments_{gradient}", grid, *tables, *factors, flag, norms, seed=seed)
+    name = "lamb_moments_{}_to_{}".format(*parameters.dtypes)
+    kernels.launch(name, grid, *tables, *factors, flag, norms, seed=seed)
     sums = (chunk_ranges(parameters.lengths), norms, coefficients, ratios)
     kernels.launch("lamb_ratios", len(rows), *sums, flag, seed=seed)
-    kernels.launch(f"lamb_update_{weight}", grid, *tables, ratios, flag, seed=seed)
+    kernels.launch(f"lamb_update_{parameters.dtypes[1]}", grid, *tables, ratios, flag, seed=seed)
     return ratios

@@ -79,6 +79,24 @@ def test_a_list_that_is_not_all_on_a_gpu_is_torchs(gpu: Gpu) -> None:
     assert chosen() is torch_kernels
 
 
+def test_kernels_must_work_on_each_device_of_any_column(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ones, others = [torch.ones(1), torch.ones(2)], [torch.ones(1), torch.ones(3)]
+    asked: list[int] = []
+    monkeypatch.setattr(choice, "_NUMBER", Tensor.numel)  # as if a size were a GPU's number
+
+    def works(sources: object, device: torch.device) -> bool:
+        asked.append(len(asked))
+        return len(asked) < 3
+
+    monkeypatch.setattr(gpu.modules, "can_launch", works)
+    gpu.modules.failure = RuntimeError("no compiler")
+    with pytest.warns(UserWarning, match="no compiler"):
+        assert not choice.are_used(("cast.cu",), ones, others)
+    assert len(asked) == 3
+
+
 @pytest.mark.parametrize("build", ["ROCm", "no device"])
 def test_other_builds_are_torchs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     if build == "ROCm":

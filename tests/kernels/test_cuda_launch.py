@@ -1,8 +1,10 @@
 """One kernel for each mix of dtypes, with the tables of its own rows."""
 
+import pytest
 import torch
 from cuda_on_cpu.launcher import EmulatedModules
 
+from amp_patch.kernels import cuda_launch
 from amp_patch.kernels.cuda_launch import launch, note_written
 from amp_patch.kernels.dense_rows import split
 from amp_patch.kernels.tensor_tables import CHUNK
@@ -22,7 +24,14 @@ def test_each_mix_gets_its_kernel_its_chunks_and_their_memory(modules: EmulatedM
     assert squares == [3 * 0.25, CHUNK * 1.0, 1.0, 2 * 1.5**2]
 
 
-def test_what_was_written_to_by_address_has_another_version() -> None:
+@pytest.mark.parametrize("takes_lists", [True, False])
+def test_what_was_written_to_by_address_has_another_version(
+    monkeypatch: pytest.MonkeyPatch, takes_lists: bool
+) -> None:
+    if not takes_lists:  # as older versions of torch, whose function takes one tensor
+        monkeypatch.setattr(cuda_launch, "_TAKES_LISTS", False)
+        one = cuda_launch.increment_version
+        monkeypatch.setattr(cuda_launch, "increment_version", lambda tensor: one(tensor.view(-1)))
     tensors = [torch.ones(1), torch.ones(2)]
     versions = [tensor._version for tensor in tensors]
     note_written(tensors)

@@ -104,6 +104,113 @@ def test_rows_that_no_kernel_takes_are_refused_as_a_whole(step: KernelStep) -> N
     assert step.take([group(0.5, row(2, 1.0))])
 
 
+# --- what is known of a step is for these tensors, in this memory and layout, alone ---
+
+
+class Rows:
+    """A group with one row of 2 x 2 elements, stepped once.
+
+    Attributes:
+        columns: gradient, parameter, momentum, half weight and counter.
+    """
+
+    def __init__(self, step: KernelStep, has_weight: bool = True) -> None:
+        self._step = step
+        weight = torch.ones(2, 2, dtype=F16) if has_weight else None
+        grad = torch.full((2, 2), 2.0, dtype=F16 if has_weight else F32)
+        self.columns = [grad, torch.ones(2, 2), torch.ones(2, 2), weight, None]
+        assert self.step() == -0.25
+
+    def step(self) -> float | None:
+        """Return the last element of the parameter then; None where no kernel takes the row."""
+        arguments = [*learning_rate(0.5), 0.5, 0.0, 0.0, 0, 0, 0]
+        if not self._step.take([GroupRows(arguments, [[one] for one in self.columns])]):
+            return None
+        self._step.step(NONE, None)
+        return self.columns[1].flatten()[-1].item()
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """Return the same values in the other order of memory."""
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("column", [0, 1, 2, 3])
+def test_a_column_in_another_order_of_memory_is_not_taken(step: KernelStep, column: int) -> None:
+    rows = Rows(step)
+    before = rows.columns[column]
+    rows.columns[column] = transposed(before)
+    assert rows.step() is None
+    rows.columns[column] = before
+    assert rows.step() is not None
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(("column", "has_weight"), [(3, True), (1, False)])
+def test_other_strides_of_the_same_memory_are_noticed(
+    step: KernelStep, column: int, has_weight: bool
+) -> None:
+    rows = Rows(step, has_weight)
+    rows.columns[column].data = rows.columns[column].data.t()
+    assert rows.step() is None
+
+
+def test_a_gradient_of_another_dtype_gets_its_own_kernel(
+    step: KernelStep, modules: EmulatedModules
+) -> None:
+    rows = Rows(step)
+    for dtype, kernel in ((F32, "sgd_float32_to_float16"), (F16, "sgd_float16_to_float16")):
+        rows.columns[0] = rows.columns[0].to(dtype)
+        rows.step()
+        assert modules.launched[-1] == kernel
+
+
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize(("column", "dtype"), [(1, torch.float64), (2, F16), (3, torch.float64)])
+def test_another_dtype_of_what_is_stepped_is_noticed(
+    step: KernelStep, column: int, dtype: torch.dtype
+) -> None:
+    rows = Rows(step)
+    rows.columns[column].data = rows.columns[column].data.to(dtype)
+    assert rows.step() is None
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_smaller_parameter_in_the_same_memory_is_noticed(step: KernelStep) -> None:
+    rows = Rows(step)
+    whole = rows.columns[1]
+    rows.columns = [None if one is None else one[:1] for one in rows.columns]
+    assert rows.step() is not None
+    assert whole[1].tolist() == [-0.25, -0.25]
+    assert whole[0].tolist() != [-0.25, -0.25]
+
+
+@pytest.mark.usefixtures("modules")
+def test_another_parameter_in_the_same_list_and_memory_is_noticed(step: KernelStep) -> None:
+    """As after `group["params"][0] = smaller`, where the new one got the memory of the old one."""
+    first, second = row(2, 2.0), row(2, 2.0)
+    one = group(1.0, first, second)
+    for grad in (2.0, 2.0):
+        first[0].fill_(grad)
+        assert step.take([one])
+        step.step(NONE, None)
+    for column in one.columns:
+        if column[0] is not None:
+            column[0] = column[0][:1]
+    assert step.take([one])
+    step.step(NONE, None)
+    assert first[1].tolist() == [-5.0, -3.0]
+    assert second[1].tolist() == [-5.0, -5.0]
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_sparse_gradient_is_not_taken(step: KernelStep) -> None:
+    rows = Rows(step)
+    rows.columns[0] = rows.columns[0].to_sparse()
+    assert rows.step() is None
+
+
 @pytest.mark.usefixtures("modules")
 def test_no_gradient_is_held_after_release(step: KernelStep) -> None:
     grad, param, weight = row(2, 2.0)

@@ -1,12 +1,12 @@
-"""What only the CUDA side of unscaling and clipping does: launches, and what goes to torch."""
+"""What only the CUDA side of unscaling does: launches, and what goes to torch."""
 
 import pytest
 import torch
 from cuda_on_cpu.launcher import EmulatedModules
 from torch import Tensor
 
-from amp_patch.kernels import cuda_kernels, torch_kernels
-from amp_patch.kernels.cuda_unscale import Unscale
+from amp_patch.kernels import resident, torch_kernels
+from amp_patch.kernels.cuda_unscale import Check, Unscale
 from amp_patch.kernels.tensor_tables import CHUNK
 
 INF, NAN = float("inf"), float("nan")
@@ -87,12 +87,12 @@ def test_tables_stay_where_the_addresses_do(
     modules: EmulatedModules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    tensor = torch.tensor
+    upload = resident._without_waiting
     grads = [torch.ones(3), torch.ones(4)]
     unscale = Unscale(grads, grads)
     unscale.run(grads, grads, 2.0)
     monkeypatch.setattr(
-        torch, "tensor", lambda *args, **kw: made.append(args) or tensor(*args, **kw)
+        resident, "_without_waiting", lambda *args: made.append(args) or upload(*args)
     )
     unscale.run(grads, grads, 2.0)
     assert made == []
@@ -109,26 +109,30 @@ def test_the_scale_of_the_next_step_is_another(modules: EmulatedModules) -> None
         assert grads[0].tolist() == [expected] * 3
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_the_norm_of_kernels_and_torch_together_clips_all(
-    modules: EmulatedModules, max_norm: float
-) -> None:
-    grads = [torch.full((4,), 3.0), torch.full((4,), 4.0).double()]
-    assert cuda_kernels.clip_by_norm(grads, max_norm, 2.0).item() == pytest.approx(10.0)
-    factor = min(1.0, max_norm / 10)
-    assert torch.cat([grads[0].double(), grads[1]]).tolist() == pytest.approx(
-        [3.0 * factor] * 4 + [4.0 * factor] * 4, rel=1e-5
-    )
-
-
-def test_other_norms_are_torchs(modules: EmulatedModules) -> None:
-    grads = [torch.tensor([3.0, -4.0])]
-    assert cuda_kernels.clip_by_norm(grads, 1.0, INF).item() == 4.0
-    assert modules.launched == []
-
-
 def test_the_first_launch_of_an_unscale_may_be_without_rows(modules: EmulatedModules) -> None:
     check = Unscale([], []).run([], [], 2.0)
     assert (check.overflow, check.nonfinite(), check.norm().item()) == (False, [], 0.0)
     assert isinstance(check, torch_kernels.GradCheck)
     assert modules.launched == []
+
+
+def test_a_check_notices_gradients_that_are_not_like_those_before(modules: EmulatedModules) -> None:
+    models = [torch.zeros(3), torch.zeros(2, 2)]
+    square = torch.ones(2, 2, dtype=torch.float16)
+    check = Check([one.half() for one in models], models)
+
+    def look(first: Tensor, second: Tensor = square) -> bool:
+        """Return whether the check was made by kernels, and found nothing."""
+        found = check.look([first, second], models, [False, False], 1.0)
+        return found is not None and not found.overflow
+
+    dense = torch.ones(3, dtype=torch.float16)
+    assert look(dense)
+    assert not look(dense[:1].expand(3))  # its memory ends behind the first element
+    assert not look(sparse(1.0, 1.0, 1.0).half())
+    assert not look(dense, square.t().contiguous().t())
+    assert look(dense)
+    modules.launched.clear()
+    assert look(dense.bfloat16())
+    assert modules.launched[:1] == ["unscale_bfloat16_to_float32"]
+    assert look(dense)

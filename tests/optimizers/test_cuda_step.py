@@ -279,7 +279,11 @@ def test_every_rule_has_kernels_for_halves_and_for_the_rest(
                 "adamw": {"adamw_prepare", *(f"adamw_{one}_to_{one}" for one in dtypes)},
                 "lamb": {
                     *("lamb_prepare", "lamb_ratios"),
-                    *(f"lamb_{phase}_{one}" for phase in ("moments", "update") for one in dtypes),
+                    *(
+                        f"lamb_{kernel}"
+                        for one in dtypes
+                        for kernel in (f"moments_{one}_to_{one}", f"update_{one}")
+                    ),
                 },
             }[RULES[name].source]
         )
@@ -376,6 +380,22 @@ def test_no_gradient_is_unscaled_before_somebody_reads_it(amp: ModuleType, on_gp
     assert torch.equal(half.grad, scaled)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
+def test_a_clip_reads_again_only_what_does_not_wait(
+    amp: ModuleType, on_gpu: Gpu, optimizer: str
+) -> None:
+    trial = Trial(amp, RULES[optimizer], "O2", 64.0)
+    trial.backward(0, 9, 1.0)
+    launched = on_gpu.modules.launched
+    launched.clear()
+    if optimizer == "lamb":  # it clips in its step
+        trial.step(True)
+    else:
+        trial.clip(0.5)
+    looks = ["unscale_float32_to_float32", "summarize", "clip_coefficient"]
+    assert [name for name in launched if not name.startswith(("reconcile", "lamb"))] == looks
+
+
 WRITTEN = (
     "with fused_step=True the gradients of half parameters must stay, from the end of "
     "scale_loss() until optimizer.step(), as backward() left them; got 1 of 4 written to in "
@@ -430,6 +450,18 @@ def test_another_optimizers_backward_leaves_waiting_gradients_alone(
     with amp.scale_loss(trial.model(given), other.optimizer) as scaled_loss:
         scaled_loss.backward()
     with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+        trial.step(True)
+
+
+def test_what_a_backward_leaves_at_a_master_is_added_to_what_waits(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    trial = Trial(amp, RULES["adamw"], "O2", 64.0)
+    for seed in range(2):
+        trial.backward(seed, 9, 1.0)
+        (trial.masters[1] * 3.0).sum().backward()
+        assert stored_grad(trial.masters[1]) is not None
+        trial.grads[1] = trial.grads[1] + 3.0
         trial.step(True)
 
 
@@ -541,7 +573,7 @@ def test_the_launches_keep_no_gradient_alive(on_gpu: Gpu) -> None:
     for param in params:
         param.grad = torch.ones_like(param)
     grads = [weakref.ref(param.grad) for param in params]
-    assert step.step(optimizer, lambda param: param, None)
+    assert step.step(optimizer, None, None)
     assert on_gpu.modules.launched == ["adamw_prepare", "adamw_float32_to_float32"]
     optimizer.zero_grad()
     assert [grad() for grad in grads] == [None, None]

@@ -1,0 +1,157 @@
+"""Small tensors that stay on a device until others are needed; knows not what they mean.
+
+They are uploaded only where their numbers have changed. A CUDA graph that is captured gets what its
+replays may read, whatever steps outside of it do by then.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph_capture import captures
+
+#: So many different contents of a table can be captured before it is uploaded outside of a graph.
+_SPARE = 4
+
+
+class Resident:
+    """A small tensor on a device, made again only where its content or the stream changed.
+
+    Another stream gets another tensor, for what one stream uploads may not have arrived when the
+    other reads it. A CUDA graph that is captured gets another one, too, which each replay uploads:
+    the upload is part of the graph.
+
+    Args:
+        device: where it lies.
+        make: returns the tensor for a content, made on the current stream.
+        capture: the same while a CUDA graph is captured.
+    """
+
+    def __init__(
+        self, device: torch.device, make: Callable[[Any], Tensor], capture: Callable[[Any], Tensor]
+    ) -> None:
+        self._device = device
+        self._make, self._capture = make, capture
+        self._content: Any = None
+        self._stream = -1
+        self._made = torch.empty(0, device="cpu")
+
+    def holding(self, content: Any) -> Tensor:
+        """Return the tensor for a content."""
+        stream = 0
+        if self._device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return self._capture(content)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        same = content is self._content or content == self._content
+        if not same or stream != self._stream:
+            self._made = self._make(content)
+            self._content, self._stream = content, stream
+        return self._made
+
+
+def scalar(device: torch.device) -> Resident:
+    """Return a float32 number on a device, shape (1,); its content is the number."""
+
+    def make(number: float) -> Tensor:
+        return torch.full((1,), number, dtype=torch.float32, device=device)
+
+    return Resident(device, make, make)
+
+
+class FixedTable:
+    """Integers on a device that never change. Replays of a CUDA graph read them where they are.
+
+    They were uploaded for a step before the capture, which the replays come after all the same: it
+    wrote to the parameters that they step.
+    """
+
+    def __init__(self, numbers: list[int], device: torch.device) -> None:
+        self._numbers, self._device = numbers, device
+        self._last: Tensor | None = None
+        self._resident = Resident(device, self._upload, self._keep)
+
+    def tensor(self) -> Tensor:
+        """Return them, int32."""
+        return self._resident.holding(self._numbers)
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        host = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        self._last = _without_waiting(host, self._device)
+        return self._last
+
+    def _keep(self, numbers: list[int]) -> Tensor:
+        """Return what was uploaded last, which is to live as long as the graph."""
+        if self._last is None:
+            raise _no_step_before(len(numbers))
+        captures.keep(self._last)
+        return self._last
+
+
+class AddressTable:
+    """Columns of integers on a device, of which most are those of the step before.
+
+    Args:
+        rows: how many there are.
+        device: where the table lies.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self._columns: list[Any] = []
+        self._host = torch.empty((rows, 0), dtype=torch.int64, device="cpu")
+        self._spare: list[Tensor] = []
+        self._captured: tuple[Any, Tensor] | None = None
+        self._resident = Resident(device, self._upload, self._capture)
+
+    def holding(self, columns: list[Sequence[int]]) -> Tensor:
+        """Return the table of these columns, int64, shape (rows, columns)."""
+        return self._resident.holding(columns)
+
+    def _on_host(self, columns: list[Sequence[int]]) -> Tensor:
+        if len(columns) != len(self._columns):
+            self._columns = [None] * len(columns)
+            self._host = self._host.new_empty((self._rows, len(columns)))
+        for place, column in enumerate(columns if self._rows else ()):
+            if column != self._columns[place]:
+                numbers = torch.frombuffer(array("q", column), dtype=torch.int64)
+                self._host[:, place] = numbers
+        self._columns = columns
+        return self._host
+
+    def _upload(self, columns: list[Sequence[int]]) -> Tensor:
+        host = self._on_host(columns)
+        # Older versions of torch cannot allocate pinned memory during a capture.
+        while self._device.type == "cuda" and len(self._spare) < _SPARE:
+            self._spare.append(torch.empty_like(host, pin_memory=True))
+        return _without_waiting(host, self._device)
+
+    def _capture(self, columns: list[Sequence[int]]) -> Tensor:
+        """Return a table that each replay uploads: what is eager may need other addresses."""
+        if self._captured is None or columns != self._captured[0]:
+            if not self._spare:
+                raise _no_step_before(self._rows)
+            self._captured = columns, self._spare.pop().copy_(self._on_host(columns))
+        memory = self._captured[1]
+        captures.keep(memory)
+        return memory.to(self._device, non_blocking=True)
+
+
+def _without_waiting(host: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on a device, through pinned memory, which nobody writes to."""
+    if device.type != "cuda":
+        return host.clone()
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def _no_step_before(rows: int) -> RuntimeError:
+    return RuntimeError(
+        "a step must run before a CUDA graph captures it, so that its tables have memory to be "
+        f"uploaded from; got a capture of {rows} rows without any; run the step outside of "
+        "torch.cuda.graph() first, and again before each capture."
+    )
