@@ -19,21 +19,23 @@ from . import flat_parameters, fully_sharded
 
 
 class Unsynced:
-    """The models of which that may be so; false without any."""
+    """The models of which that may be so; false where there never were any."""
 
     def __init__(self) -> None:
+        self._has_any = False
         self._wrapped: MutableMapping[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __bool__(self) -> bool:
-        return bool(self._wrapped or self._sharded or self._flat)
+        return self._has_any
 
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Models were initialized: sharded by FSDP2 or FSDP1, in a wrapper, or neither."""
         for model in models:
             self._sharded.update(fully_sharded.sharded_modules(model))
             self._flat.update(flat_parameters.flat_modules(model))
+            self._has_any |= bool(self._sharded or self._flat)
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):
                     self._watch(module)
@@ -53,7 +55,7 @@ class Unsynced:
 
     def _watch(self, wrapper: nn.Module) -> None:
         if wrapper not in self._wrapped:
-            self._wrapped[wrapper] = False
+            self._wrapped[wrapper], self._has_any = False, True
             wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
 
     def is_wrapped(self, params: Iterable[Tensor]) -> bool:

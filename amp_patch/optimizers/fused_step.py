@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from amp_patch.kernels import torch_kernels, torch_optimizers
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.weights.lazy_gradients import LazyGradients
+from amp_patch.weights.lazy_gradients import LazyGradients, as_plain_tensors
+from amp_patch.weights.master_weights import MasterWeights
 
 from .cuda_step import CudaStep
-from .groups import CachedGroups, GroupUpdate, StepInputs
+from .reference_step import ReferenceStep
 from .registry import refuse_unknown, update_of
 
 
@@ -28,25 +29,28 @@ class FusedStep:
 
     Args:
         optimizer: of a type that `registry` knows.
+        by_kernels: whether kernels of csrc/ may step it, and gradients may wait for them. Where
+            they may not, its own step makes what torch's fused kernels cannot.
 
     Attributes:
         lazy: the gradients that its masters have unless somebody reads or sets them.
-        param_of: returns the half parameter of a master, and any other tensor itself.
+        masters: of half parameters; None where there are none.
         has_published: True where the last step wrote the half weights, too.
 
     Raises:
-        TypeError, RuntimeError: see `registry.refuse_unknown`.
+        TypeError, RuntimeError: see `registry.refuse_unknown`; by kernels only.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        refuse_unknown(optimizer)
+    def __init__(self, optimizer: Optimizer, by_kernels: bool = True) -> None:
+        if by_kernels:
+            refuse_unknown(optimizer)
         self.lazy = LazyGradients()
-        self.param_of: Callable[[Tensor], Tensor] = _itself
+        self.masters: MasterWeights | None = None
         self._found_inf: Tensor | None = None
         self.has_published = False
         self._update_type = update_of(optimizer)
-        self._groups = CachedGroups(self._update_type)
-        kernels = self._update_type.kernels
+        self._reference = ReferenceStep(self._update_type, self.lazy)
+        kernels = self._update_type.kernels if by_kernels else None
         self._cuda_step = (
             None if kernels is None else CudaStep(self._update_type, kernels, self.lazy)
         )
@@ -57,12 +61,22 @@ class FusedStep:
         self._hooked = Optimizer.profile_hook_step(lambda *args, **kw: step()(*args, **kw))  # type: ignore[misc]
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
-        """Clip gradients to a 2-norm; see `CudaStep.clip`."""
-        return None if self._cuda_step is None else self._cuda_step.clip(optimizer, max_norm)
+        """Clip gradients that wait to a total 2-norm; return that, or None where none can wait."""
+        norm = self._reference.clip(optimizer, max_norm)
+        if norm is None and self._cuda_step is not None:
+            norm = self._cuda_step.clip(optimizer, max_norm)
+        return norm
 
     def skips_by_flag(self, optimizer: Optimizer) -> bool:
         """Return whether the next step's kernels can skip it; else it waits for the flag."""
         return self._cuda_step is not None and self._cuda_step.is_expected(optimizer)
+
+    def reconciles(self, optimizer: Optimizer) -> bool:
+        """Return whether the next step's kernels make masters and half parameters agree.
+
+        Not where hooks come before them, who see and change what is stepped.
+        """
+        return not _has_pre_hooks(optimizer) and self.skips_by_flag(optimizer)
 
     def run(self, optimizer: Optimizer, found_inf: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Step as ``type(optimizer).step`` does.
@@ -89,45 +103,28 @@ class FusedStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found_inf = self._found_inf
-        if self._cuda_step is not None:
-            self.has_published = self._cuda_step.step(optimizer, self.param_of, found_inf)
-        if self.has_published or (found_inf is not None and captures.wait_for(found_inf)):
-            return loss
-        if not self._step_by_reference(optimizer):
+        with as_plain_tensors():
+            is_over = self._step_or_skip(optimizer, self._found_inf)
+        if not is_over:
             self.lazy.materialize()
             self._plain(optimizer)
         return loss
 
-    def _step_by_reference(self, optimizer: Optimizer) -> bool:
-        """Step all groups, or return False where one does not suit."""
-        groups = optimizer.param_groups
-        self._groups.look_up(optimizer)
-        work: list[tuple[GroupUpdate, StepInputs]] = []
-        found = self.lazy.take([group["params"] for group in groups])
-        for cached, group, grads in zip(self._groups.groups, groups, found, strict=True):
-            inputs = cached.inputs(optimizer, group, grads)
-            if inputs is None:
-                continue
-            if not (cached.are_plain(inputs.grads) and cached.update.suits_reference(inputs)):
-                return False
-            work.append((cached.update, inputs))
-        clip = self._update_type.clip_factor(optimizer, lambda: _norms(work))
-        for update, inputs in work:
-            update.step(inputs if clip is None else _clipped(inputs, clip))
-        return True
+    def _step_or_skip(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
+        """Step by kernels or the reference, or not where ``found_inf`` says so; False: neither."""
+        if self._cuda_step is not None:
+            self.has_published = self._cuda_step.step(optimizer, self.masters, found_inf)
+        if self.masters is not None:
+            self.masters.catch_up()  # where kernels have stepped nothing
+        if self.has_published or (found_inf is not None and captures.wait_for(found_inf)):
+            return True
+        return self._reference.step(optimizer)
 
 
-def _norms(work: list[tuple[GroupUpdate, StepInputs]]) -> list[Tensor]:
-    return torch_kernels.norms_of([grad for _, inputs in work for grad in inputs.grads], 2.0)
-
-
-def _clipped(inputs: StepInputs, factor: Tensor) -> StepInputs:
-    return inputs._replace(grads=torch_optimizers.scaled(inputs.grads, factor))
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _has_pre_hooks(optimizer: Optimizer) -> bool:
+    """Return whether a step has hooks before it, beside amp_patch's own, which write nothing."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+    return not all(str(hook.__module__).startswith("amp_patch.") for hook in hooks)
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:

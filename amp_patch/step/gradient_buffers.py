@@ -7,13 +7,13 @@ unscaled into a new fp32 tensor, which becomes the gradient of its master.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import any_spread, local, spread_as
@@ -38,6 +38,8 @@ class GradientBuffers:
         params: the parameters; the same object until there are others.
         is_spread: True where a parameter lies on several ranks (DTensor).
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
+        are_all_masters: True where none is stepped itself.
+        masters: the masters; the same object until there are other parameters.
     """
 
     def __init__(self, pairs: ParamPairs) -> None:
@@ -49,10 +51,11 @@ class GradientBuffers:
         self._devices = _devices(pairs)
         self.is_in_place = same(*pairs)
         self._has_master = list(map(operator.is_not, *pairs))
-        kinds: dict[Any, list[int]] = {}
-        for row in self.rows_of_masters():
-            kinds.setdefault(kind_of([column[row] for column in self._parts]), []).append(row)
-        self._kinds = list(kinds.values())
+        self._without_master = [not has for has in self._has_master]
+        self.are_all_masters = all(self._has_master)
+        self.masters = self.of_masters(pairs.master)
+        rows = self.rows_of_masters()
+        self._kinds = _by_kind({row: [column[row] for column in self._parts] for row in rows})
         self._checker: kernels.Checker | None = None
         self._unscale = kernels.Unscale(*self._parts)
         small = [
@@ -60,9 +63,13 @@ class GradientBuffers:
             for param, master in zip(*self._parts, strict=True)
         ]
         self._pools, self._buffers = small_tensors.allocate(small)
-        self._pools_by_kind = torch_kernels.kinds(self._pools)
         self._reusable = Reusable([buffer for buffer in self._buffers if buffer is not None])
-        self._have_all_buffers = len(self._reusable.tensors) == len(self._buffers)
+        self._have_buffer = [buffer is not None for buffer in self._buffers]
+        self._have_all_buffers = all(self._have_buffer)
+        self._storage = self._places()
+        # The buffers of all others, with whether a row is theirs; None until somebody asks.
+        self._rest: tuple[list[bool], GradientBuffers] | None = None
+        self._large = [row for row in rows if not self._have_buffer[row]]
 
     def fits(self, pairs: ParamPairs) -> bool:
         """Return whether this was made for the same tensors, and they are where they were."""
@@ -76,8 +83,34 @@ class GradientBuffers:
         """
         if self._checker is None:
             self._checker = kernels.Check(*self._parts)
-        in_place = [not has for has in self._has_master]
-        return self._checker.look(self._local(grads), self._parts.master, in_place, scale)
+        return self._checker.look(
+            self._local(grads), self._parts.master, self._without_master, scale
+        )
+
+    def unscale_small(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck | None:
+        """Check all gradients, and unscale those that take little memory, or have no master.
+
+        Returns:
+            What was found, with the half gradients themselves for large masters, that are unscaled
+            when the step reads them. None, with nothing done, where there are no such; on devices
+            where kernels do this; and where an unscaled gradient may overflow though the half one
+            does not.
+        """
+        if not self._large or self._devices or self.is_spread or any(map(_IS_SPARSE, grads)):
+            return None
+        if isinstance(scale, Tensor) or scale < 1.0:
+            return None
+        if self._rest is None:
+            is_rest = [True] * len(grads)
+            for row in self._large:
+                is_rest[row] = False
+            self._rest = is_rest, GradientBuffers(self._pairs.select(is_rest))
+        is_rest, buffers = self._rest
+        check = buffers.unscale(list(compress(grads, is_rest)), scale)
+        unscaled = iter(check.grads)
+        found = torch_kernels.find_nonfinite([grads[row] for row in self._large])
+        all_grads = [next(unscaled) if r else g for r, g in zip(is_rest, grads, strict=True)]
+        return GradCheck(all_grads, [*check.found_inf, *found])
 
     def rows_of_masters(self) -> list[int]:
         """Return which rows belong to masters."""
@@ -103,14 +136,14 @@ class GradientBuffers:
         """Return the entries that belong to parameters stepped themselves."""
         return [entry for entry, has in zip(column, self._has_master, strict=True) if not has]
 
-    def references(self, grads: list[Tensor]) -> Sequence[Tensor | TensorWeakRef]:
-        """Return what tells these gradients from later ones, and keeps no large one alive."""
+    def references(self, grads: list[Tensor]) -> Sequence[Tensor | weakref.ref[Tensor]]:
+        """Return what tells these half gradients from later ones, and keeps no large one alive."""
         if self._have_all_buffers:
             return grads
-        return [
-            grad if small_tensors.is_small(master) else TensorWeakRef(grad)
-            for grad, master in zip(grads, self._parts.master, strict=True)
+        small = [
+            grad for grad, buffer in zip(grads, self._buffers, strict=True) if buffer is not None
         ]
+        return [*small, *(weakref.ref(grads[row]) for row in self._large)]
 
     def _local(self, column: list[Tensor]) -> list[Tensor]:
         return list(map(local, column)) if self.is_spread else column
@@ -141,10 +174,24 @@ class GradientBuffers:
         if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
             return self._unscale.run(grads, self._targets(grads, repeat(None)), scale)
         if self._have_all_buffers:
-            return self._unscale.run(grads, self._reusable.tensors, scale, self._pools_by_kind)
-        targets = self._targets(grads, self._buffers)
-        new = [t for t, buffer in zip(targets, self._buffers, strict=True) if t is not buffer]
-        return self._unscale.run(grads, targets, scale, torch_kernels.kinds([*self._pools, *new]))
+            targets = self._reusable.tensors
+        else:
+            targets = self._targets(grads, self._buffers)
+        storage = [[*pools, *(targets[row] for row in rows)] for pools, rows in self._storage]
+        return self._unscale.run(grads, targets, scale, storage)
+
+    def _places(self) -> list[tuple[list[Tensor], list[int]]]:
+        """Return for each kind where the numbers of targets are: in which pools and rows."""
+        masters = self._parts.master
+        if any(map(Tensor.is_complex, masters)):
+            return []
+        alone = {row: [masters[row]] for row, one in enumerate(self._buffers) if one is None}
+        places: dict[Any, tuple[list[Tensor], list[int]]] = {}
+        for pool in self._pools:
+            places.setdefault(kind_of([pool]), ([], []))[0].append(pool)
+        for rows in _by_kind(alone):
+            places.setdefault(kind_of(alone[rows[0]]), ([], []))[1].extend(rows)
+        return list(places.values())
 
     def _targets(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
         return [
@@ -153,7 +200,17 @@ class GradientBuffers:
         ]
 
 
+def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:
+    """Return rows in lists, in each of which all tensors have the same devices and dtypes."""
+    rows: dict[Any, list[int]] = {}
+    for row, own in tensors.items():
+        rows.setdefault(kind_of(own), []).append(row)
+    return list(rows.values())
+
+
 def _devices(pairs: ParamPairs) -> list[int]:
+    if all(map(_IS_CPU, pairs.master)):  # takes the host a fraction of what a number for each does
+        return []
     return list(map(Tensor.get_device, pairs.master))
 
 
@@ -167,4 +224,5 @@ def _new_target(grad: Tensor, master: Tensor) -> Tensor:
     return torch.empty_like(grad, dtype=master.dtype, device=master.device)
 
 
+_IS_CPU = operator.attrgetter("is_cpu")
 _IS_SPARSE = operator.attrgetter("is_sparse")

@@ -7,23 +7,24 @@ unscaled is `gradient_buffers`' subject, gradients that stay scaled are `scaled_
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
 from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.warn_once import warn
-from amp_patch.weights.half_gradients import HalfGradients
+from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
     Source,
+    as_plain_tensors,
     clear_grads,
     store_grads,
     stored_grad,
@@ -64,7 +65,7 @@ class Gradients:
         self._unscaled: list[Tensor] = []
         self._has_added = False
         # the half gradients that a step has used, or will
-        self._used: list[Tensor | TensorWeakRef] = []
+        self._used: list[Tensor | weakref.ref[Tensor]] = []
         self._buffers = GradientBuffers(ParamPairs([], []))
         self._has_warned = False
 
@@ -78,9 +79,10 @@ class Gradients:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.scaled.scale is not None:
             return True
-        if not all(_untouched(*noted) for noted in self._received):
-            return True
-        return any(self._watched.written(params) for params, _ in self._received)
+        for params, versions in self._received:
+            if not _untouched(params, versions) or self._watched.written(params):
+                return True
+        return False
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -110,14 +112,17 @@ class Gradients:
 
     def _used_ones(self) -> list[Tensor]:
         used = (noted if isinstance(noted, Tensor) else noted() for noted in self._used)
-        return [grad for grad in used if grad is not None]
+        alive: list[Any] = [grad for grad in used if grad is not None]
+        for grad in alive:
+            grad._fix_weakref()  # as torch's TensorWeakRef does, which takes four times as long
+        return alive
 
-    def _used_aside(self) -> list[Tensor | TensorWeakRef]:
+    def _used_aside(self) -> list[Tensor | weakref.ref[Tensor]]:
         """Return references to the used ones that go back to parameters that got none since."""
         if not self._aside:
             return []
         used = {id(one) for one in self._used_ones()}
-        return [TensorWeakRef(grad) for _, grad in self._aside if id(grad) in used]
+        return [weakref.ref(grad) for _, grad in self._aside if id(grad) in used]
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -247,7 +252,7 @@ class Gradients:
         if self._lazy is not None or self._written is None or is_shown:
             return
         if self._has_added or any(map(_IS_SPARSE, self._halves)):
-            self._used += map(TensorWeakRef, show(self._written))
+            self._used += map(weakref.ref, show(self._written))
             self._halves = list(map(_GRAD, self._written.model))
         else:
             self._buffers.copy_back(self._halves, unscaled)
@@ -255,7 +260,7 @@ class Gradients:
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""
         if self._received and self._lazy is None:
-            self._used += map(TensorWeakRef, show(pairs))
+            self._used += map(weakref.ref, show(pairs))
             received = [param for params, _ in self._received for param in params]
             self._received.clear()
             params = [param for param in received if _has_grad(param)]
@@ -298,22 +303,28 @@ class Gradients:
 
     def _take_in(self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
         buffers, lazy = self._buffers, self._lazy
-        masters = [] if lazy is None else buffers.of_masters(pairs.master)
+        masters = [] if lazy is None else buffers.masters
         if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
             check = buffers.unscale(grads, scale)
             if self._aside or not buffers.is_in_place:
                 unscaled = buffers.spread(grads, check.grads)
+                if not self._aside and not buffers.are_all_masters:  # others have theirs in place
+                    pairs = ParamPairs(*map(buffers.of_masters, pairs))
+                    unscaled = buffers.of_masters(unscaled)
                 check.found_inf += self._add_earlier(pairs, unscaled)
             return check
         checked = buffers.check(grads, scale)
-        check = buffers.unscale(grads, scale) if checked is None else checked
+        late = None if checked is not None else buffers.unscale_small(grads, scale)
+        check = checked or late or buffers.unscale(grads, scale)
         received = buffers.of_masters(check.grads)
-        if any(map(_IS_SPARSE, received)):
+        if checked is None and any(map(_IS_SPARSE, received)):
             check.found_inf += self._add_earlier(pairs, check.grads)
             return check
         source: Source = Made(received)
-        if checked is not None:
+        if checked is not None:  # by kernels, which take dense ones
             source = HalfGradients(received, scale, checked, buffers.rows_of_masters())
+        elif late is not None and not isinstance(scale, Tensor):
+            source = LargeInHalf(received, scale)
         lazy.hold(masters, source)
         if len(masters) < len(grads):
             others = ParamPairs(*map(buffers.in_place, pairs))
@@ -423,7 +434,8 @@ def _untouched(params: list[Tensor], versions: list[int]) -> bool:
 
 def _are_none(params: list[Tensor]) -> bool:
     """Return whether no gradient is stored, though some may be waiting."""
-    return all(map(operator.is_, map(stored_grad, params), repeat(None)))
+    with as_plain_tensors():
+        return all(map(operator.is_, map(stored_grad, params), repeat(None)))
 
 
 def _complete(grads: list[Any]) -> bool:

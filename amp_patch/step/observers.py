@@ -104,7 +104,8 @@ class Observers:
     @property
     def wait_for_overflows(self) -> bool:
         """Whether somebody must hear of an overflow at once."""
-        return any(observer.waits_for_overflows for observer in self._attached)
+        attached = self._attached
+        return bool(attached) and any(observer.waits_for_overflows for observer in attached)
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver.prepared`."""

@@ -20,8 +20,7 @@ from amp_patch.distributed.groups import StepRanks, groups_of
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.warn_once import warn_once
-from amp_patch.weights.half_gradients import HalfGradients
+from amp_patch.warn_once import warn, warn_once
 from amp_patch.weights.lazy_gradients import stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
@@ -211,7 +210,8 @@ class OptimizerBackward:
         Returns:
             What `note_foreign` needs.
         """
-        if self._fused is not None and isinstance(self._fused.lazy.source, HalfGradients):
+        source = None if self._fused is None else self._fused.lazy.source
+        if self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # A half gradient that a master was given is not read again. And another thread trains its
@@ -359,6 +359,13 @@ class OptimizerBackward:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None
         self.skip.forget()
+        self._store_waiting()
+
+    def _store_waiting(self) -> None:
+        """Nobody makes gradients later: those that wait are stored, or are lost with a warning."""
+        written = None if self._fused is None else self._fused.lazy.materialize_or_drop()
+        if written is not None:
+            warn(str(written))
 
 
 def _warn_of_used(place: str) -> None:

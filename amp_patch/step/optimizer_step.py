@@ -18,6 +18,7 @@ from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.saved_masters import SavedMasters
+from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
@@ -71,10 +72,12 @@ class OptimizerStep:
         self._has_own_groups = False
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
+        is_direct = not fused and DirectStep.suits(optimizer)
+        self._direct = DirectStep(optimizer) if is_direct else None
         lazy = None if self._fused is None else self._fused.lazy
         self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
         if self._fused is not None and self.masters is not None:
-            self._fused.param_of = self.masters.param_of
+            self._fused.masters = self.masters
         self.skip = Skip(announce)
         self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip, ranks)
         self.ended = 0
@@ -148,14 +151,15 @@ class OptimizerStep:
         """
         weak = weakref.WeakMethod(method)
         own = vars(optimizer).get(name)
-        inherited = getattr(type(optimizer), name)
-        reference = self._optimizer
+        kind, reference = type(optimizer), self._optimizer
 
         def original(*args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs) if own else inherited(reference(), *args, **kwargs)
+            if own:
+                return own(*args, **kwargs)
+            return getattr(kind, name)(reference(), *args, **kwargs)  # replaced since, perhaps
 
         # wraps() also hands on the mark by which LR schedulers know a step they have seen.
-        @functools.wraps(own or inherited)
+        @functools.wraps(own or getattr(kind, name))
         @never_trace
         def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             alive = weak()
@@ -179,8 +183,16 @@ class OptimizerStep:
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
-            self.masters.reconcile()
+            self._reconcile(self.masters)
         return self._run(self.skip.flag, original, *args, **kwargs)
+
+    def _reconcile(self, masters: MasterWeights) -> None:
+        """Make masters and half parameters agree, now or in the pass that steps them."""
+        optimizer = self._optimizer()
+        if self._fused is not None and optimizer is not None and self._fused.reconciles(optimizer):
+            masters.reconcile_later()
+        else:
+            masters.reconcile()
 
     def _look_for_scale(self, was_scaled: Callable[[OptimizerStep], bool]) -> None:
         """Warn where the first gradients come from a backward that was not of a scaled loss."""
@@ -244,7 +256,12 @@ class OptimizerStep:
         optimizer = self._optimizer()
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
-        if optimizer is None or flag is None:
+        if optimizer is None:
+            return original(*args, **kwargs)
+        if flag is None:
+            direct = None if args or kwargs else self._direct
+            if direct is not None and direct.is_right(optimizer):
+                return direct.run(optimizer)
             return original(*args, **kwargs)
         return step_by_flag(optimizer, flag, lambda: original(*args, **kwargs))
 
@@ -298,6 +315,8 @@ class OptimizerStep:
             if self.masters is not None:
                 clear_grads(pairs.model)
         else:
+            if self._fused is not None:
+                self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
             original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))

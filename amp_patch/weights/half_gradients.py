@@ -1,4 +1,7 @@
-"""Half gradients as a backward left them, checked and not yet unscaled; knows no optimizer."""
+"""Half gradients as a backward left them, checked and not yet unscaled; knows no optimizer.
+
+From the backward to the step they stand for fp32 ones, which would take twice their memory.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +12,29 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import CudaCheck
 
 _VERSION = operator.attrgetter("_version")
 
 
-class HalfGradients:
-    """The gradients of half parameters, for a kernel that unscales them itself.
+class UnscaledLater:
+    """Half gradients that are unscaled when the step reads them.
 
     Args:
         grads: multiplied by ``scale``; they stay as they are until this is not needed any more.
         scale: the loss scale, a number or a tensor of one element on the device.
-        check: what was found in them, and in others checked at the same time.
-        rows: their places in the check.
 
     Attributes:
         clip: a factor for the unscaled gradients, 0-dim fp32, or None.
     """
 
-    def __init__(
-        self, grads: Sequence[Tensor], scale: float | Tensor, check: CudaCheck, rows: Sequence[int]
-    ) -> None:
+    is_half = True
+
+    def __init__(self, grads: Sequence[Tensor], scale: float | Tensor) -> None:
         self.grads, self.scale = list(grads), scale
-        self._check, self._checked_as = check, list(rows)
         self.clip: Tensor | None = None
         self._versions = list(map(_VERSION, self.grads))
-
-    def norm(self) -> Tensor:
-        """Return the 2-norm of all, unscaled and clipped, 0-dim fp32."""
-        norm = self._check.norm_of(self._checked_as)
-        return norm if self.clip is None else norm * self.clip
 
     @torch.no_grad()
     def make(self, rows: Sequence[int]) -> list[Tensor]:
@@ -61,6 +57,8 @@ class HalfGradients:
         Raises:
             RuntimeError: as said.
         """
+        if list(map(_VERSION, self.grads)) == self._versions:
+            return
         written = sum(self.grads[row]._version != self._versions[row] for row in rows)
         if written:
             raise RuntimeError(
@@ -70,3 +68,59 @@ class HalfGradients:
                 "amp.master_params(optimizer), call amp.clip_grad_norm_(optimizer, ...) to clip, "
                 "and clear gradients before a backward() outside of scale_loss()."
             )
+
+
+class HalfGradients(UnscaledLater):
+    """Half gradients that kernels have checked, and are to step with.
+
+    Args:
+        grads, scale: see `UnscaledLater`.
+        check: what was found in them, and in others checked at the same time.
+        rows: their places in the check.
+    """
+
+    def __init__(
+        self, grads: Sequence[Tensor], scale: float | Tensor, check: CudaCheck, rows: Sequence[int]
+    ) -> None:
+        super().__init__(grads, scale)
+        self._check, self._checked_as = check, list(rows)
+
+    def squares(self) -> list[Tensor]:
+        """Return sums of the squares of all, unscaled and clipped: float64, one for each device."""
+        squares = self._check.squares_of(self._checked_as)
+        clip = self.clip
+        return squares if clip is None else [one * clip.to(one).square() for one in squares]
+
+
+class LargeInHalf:
+    """Gradients of which the large ones wait in half; small ones are there, in fp32.
+
+    Args:
+        grads: fp32, or half and multiplied by ``scale``.
+        scale: the loss scale.
+    """
+
+    is_half = True
+
+    def __init__(self, grads: Sequence[Tensor], scale: float) -> None:
+        self._grads = list(grads)
+        large = [row for row, grad in enumerate(grads) if grad.dtype in HALVES]
+        self._places = {row: place for place, row in enumerate(large)}
+        self._large = UnscaledLater([grads[row] for row in large], scale)
+
+    @property
+    def is_clipped(self) -> bool:
+        """True where large ones are to be multiplied by a factor when they are unscaled."""
+        return self._large.clip is not None
+
+    def make(self, rows: Sequence[int]) -> list[Tensor]:
+        """See `UnscaledLater.make`."""
+        places = self._places
+        made = iter(self._large.make([places[row] for row in rows if row in places]))
+        return [next(made) if row in places else self._grads[row] for row in rows]
+
+    def clip(self, factor: Tensor) -> None:
+        """Multiply all gradients by a factor, 0-dim fp32; may be called once."""
+        small = [grad for row, grad in enumerate(self._grads) if row not in self._places]
+        kernels.multiply(small, factor)
+        self._large.clip = factor

@@ -10,9 +10,10 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise, repeat
+from itertools import repeat
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 _GRAD: Any = Tensor.grad
@@ -21,8 +22,19 @@ stored_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
 
+#: Within it torch does not ask each `LazyGradParameter` for its ``__torch_function__``, of which it
+#: has none, at each call: that takes the host longer than the calls themselves.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+
+
 class Source(Protocol):
-    """Where gradients come from."""
+    """Where gradients come from.
+
+    Attributes:
+        is_half: True where some are half gradients, which must stay as they are until then.
+    """
+
+    is_half: bool
 
     def make(self, rows: Sequence[int]) -> list[Tensor]:
         """Return the gradients of these rows."""
@@ -30,6 +42,8 @@ class Source(Protocol):
 
 class Made:
     """Gradients that are there already."""
+
+    is_half = False
 
     def __init__(self, grads: list[Tensor]) -> None:
         self._grads = grads
@@ -76,10 +90,19 @@ class LazyGradients:
             self.drop()
             # There is one already of a backward that reached the parameter itself.
             earlier = list(map(stored_grad, params))
-            if not _are_none(earlier):
+            if not are_none(earlier):
                 pairs = zip(earlier, grads, strict=True)
                 grads = [grad if one is None else one + grad for one, grad in pairs]
             store_grads(params, grads)
+
+    def materialize_or_drop(self) -> RuntimeError | None:
+        """Make and store the gradients; drop them where they cannot be made, and return why."""
+        try:
+            self.materialize()
+        except RuntimeError as error:
+            self.drop()
+            return error
+        return None
 
     def discard(self, params: Iterable[Tensor]) -> None:
         """These parameters are to have no gradient; what the others have is stored."""
@@ -94,25 +117,10 @@ class LazyGradients:
         else:
             self.drop()
 
-    def take(self, groups: Sequence[list[Tensor]]) -> list[list[Tensor | None]]:
-        """Return the gradients of groups of parameters, which are not stored if none need be."""
-        grads = self._unstored([param for group in groups for param in group])
-        if grads is None:
-            self.materialize()
-            return [list(map(stored_grad, group)) for group in groups]
-        ends = list(accumulate(map(len, groups), initial=0))
-        return [grads[begin:end] for begin, end in pairwise(ends)]
-
-    def _unstored(self, params: list[Tensor]) -> list[Tensor | None] | None:
-        """Return the gradients that are waiting, if these very parameters have them and no more."""
-        own, source = self.params, self.source
-        if source is None or len(own) != len(params) or not all(map(operator.is_, own, params)):
-            return None
-        return [*source.make(self._rows)] if self.are_alone() else None
-
     def are_alone(self) -> bool:
         """Return whether no gradient is stored beside those that are waiting."""
-        return _are_none(list(map(stored_grad, self.params)))
+        with as_plain_tensors():
+            return are_none(list(map(stored_grad, self.params)))
 
     def drop(self) -> None:
         """Nobody will ask for the gradients any more."""
@@ -162,8 +170,10 @@ def clear_grads(params: Iterable[Tensor]) -> None:
 
 def store_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set the gradients that are there; those that wait stay, and are added to these."""
-    deque(map(store_grad, params, grads), maxlen=0)
+    with as_plain_tensors():
+        deque(map(store_grad, params, grads), maxlen=0)
 
 
-def _are_none(grads: list[Tensor | None]) -> bool:
+def are_none(grads: list[Tensor | None]) -> bool:
+    """Return whether there is no gradient among these."""
     return all(map(operator.is_, grads, repeat(None)))

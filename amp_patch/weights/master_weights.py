@@ -22,7 +22,7 @@ from amp_patch.distributed.shards import is_spread, local, set_data
 from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values
-from .lazy_gradients import LazyGradients, clear_grads
+from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads
 
 _VERSION = operator.attrgetter("_version")
 
@@ -47,6 +47,8 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions: list[int] = []
         self._exposed: list[int] | None = None
+        self._is_due = False
+        self._others: tuple[list[int], torch_kernels.Comparison] | None = None
         self._are_spread = False
         self._params_by_master: dict[int, Tensor] = {}
         self._forget_places()
@@ -157,6 +159,7 @@ class MasterWeights:
 
     def reconcile(self) -> None:
         """Make each half parameter agree with its master, by the rule of `FP32Values`."""
+        self._is_due = False
         comparison = self._compare()
         if self._exposed is not None and self._exposed != list(map(_VERSION, self._params)):
             # Parameters were written to, and perhaps masters as well: say that the user set p to 0
@@ -167,6 +170,43 @@ class MasterWeights:
             self._note_equal()
         elif judged:  # kernels have made them equal, without a word
             self._versions[:] = judged
+
+    def reconcile_later(self) -> None:
+        """As `reconcile`, but in the step, or else before the next `publish`."""
+        self._is_due = True
+
+    def catch_up(self) -> None:
+        """Do what `reconcile_later` has left to do."""
+        if self._is_due:
+            self.reconcile()
+
+    def reconcile_all_but(self, stepped: Sequence[Tensor]) -> list[bool]:
+        """Do what `reconcile_later` has left to do, but for those that a kernel reconciles.
+
+        Args:
+            stepped: masters, and parameters that have none.
+
+        Returns:
+            For each whether its parameter is to follow it, should the two disagree.
+        """
+        if not self._is_due:
+            return [True] * len(stepped)
+        self._is_due = False
+        self._compare()
+        wins = dict(zip(map(id, self._masters), self._masters_that_win([]), strict=True))
+        found = [wins.pop(id(one), True) for one in stepped]
+        if wins:
+            self._reconcile_these(wins)
+        return found
+
+    def _reconcile_these(self, wins: dict[int, bool]) -> None:
+        """Reconcile some masters, given by their ids, with whether they win."""
+        key = list(wins)
+        if self._others is None or self._others[0] != key:
+            rows = [row for row, one in enumerate(self._masters) if id(one) in wins]
+            chosen = [[column[row] for row in rows] for column in (self._masters, self._params)]
+            self._others = key, kernels.Comparison(*map(self._local, chosen))
+        self._others[1].reconcile(lambda: list(wins.values()))
 
     def _masters_that_win(self, versions: list[int]) -> list[bool]:
         """Return which parameters have to follow their masters; the others are followed.
@@ -181,10 +221,12 @@ class MasterWeights:
 
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
-        if not are_written:
-            self._cast.run()
-        self._comparison.note_equal()
-        self._note_equal()
+        self.catch_up()
+        with as_plain_tensors():
+            if not are_written:
+                self._cast.run()
+            self._comparison.note_equal()
+            self._note_equal()
         if self._exposed is not None:
             self._end_exposure()
 
@@ -250,6 +292,7 @@ class MasterWeights:
         self._places: list[int] = []
         self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
+        self._others = None
 
     def _compare(self) -> torch_kernels.Comparison:
         """Return the comparison of masters and parameters, made anew where any was replaced.
@@ -265,6 +308,7 @@ class MasterWeights:
             masters = self._local(self._masters)
             self._cast = kernels.Cast(masters, params)
             self._comparison = kernels.Comparison(masters, params)
+            self._others = None
         return self._comparison
 
     def _local(self, tensors: list[Tensor]) -> list[Tensor]:

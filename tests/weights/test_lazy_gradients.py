@@ -89,30 +89,6 @@ def test_a_gradient_of_another_backward_is_added(made: Waiting) -> None:
     assert made.params[0].grad is made.grads[0]
 
 
-def test_gradients_are_taken_without_being_stored(made: Waiting) -> None:
-    first, second = made.params
-    assert made.lazy.take([[first], [], [second]]) == [[made.grads[0]], [], [made.grads[1]]]
-    assert stored_grad(first) is None
-
-
-@pytest.mark.parametrize("which", ["other parameter", "fewer", "stored"])
-def test_gradients_are_stored_where_others_are_taken_too(made: Waiting, which: str) -> None:
-    groups = [made.params]
-    other = nn.Parameter(torch.ones(1))
-    other.grad = torch.ones(1)
-    expected = list(made.grads)
-    if which == "other parameter":
-        groups, expected = [[*made.params, other]], [*expected, other.grad]
-    elif which == "fewer":
-        groups, expected = [made.params[:1]], expected[:1]
-    else:
-        store_grad(made.params[0], torch.ones(2))
-        expected[0] = torch.full((2,), 3.0)
-    (taken,) = made.lazy.take(groups)
-    assert all(map(torch.equal, taken, expected))
-    assert torch.equal(stored_grad(made.params[0]), expected[0])
-
-
 def test_clearing_leaves_what_waits(made: Waiting) -> None:
     store_grad(made.params[0], torch.ones(2))
     clear_grads(made.params)

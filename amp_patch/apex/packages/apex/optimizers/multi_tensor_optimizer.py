@@ -98,7 +98,7 @@ class MultiTensorOptimizer(Optimizer):
             return False
         if self._cuda_step is None:
             self._cuda_step = CudaStep(update, update.kernels, LazyGradients())
-        return self._cuda_step.step(self, lambda param: param, None)
+        return self._cuda_step.step(self, None, None)
 
     def _count_step(self, group: dict[str, Any]) -> int:
         count = int(group.get("step", 0)) + 1

@@ -1,0 +1,234 @@
+"""One optimizer's step on functions of torch: the reference for the kernels, on every device.
+
+Large parameters whose gradients wait in half are stepped some at a time, so that few of these are
+in memory in fp32 at once. Knows groups and waiting gradients; no hooks, masters or loss scales.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch.kernels import small_tensors, torch_kernels, torch_optimizers
+from amp_patch.weights.half_gradients import LargeInHalf
+from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter, stored_grad
+
+from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
+
+#: How many elements of large parameters are stepped at once: 16 MB of fp32 gradients.
+_AT_ONCE = 1 << 22
+
+
+class _Part(NamedTuple):
+    """Parameters of one group that are stepped at once.
+
+    Attributes:
+        group: its place in ``optimizer.param_groups``.
+        params: in the group's order.
+        places: theirs among the parameters of all groups.
+        are_large: whether their gradients may wait in half.
+        cached: what was looked up for them.
+    """
+
+    group: int
+    params: list[Tensor]
+    places: list[int]
+    are_large: bool
+    cached: CachedGroup
+
+
+class _Work(NamedTuple):
+    """What is stepped of a part: those of its parameters that have gradients.
+
+    Attributes:
+        part: it.
+        inputs: with the masters in the place of gradients that are made when their turn comes.
+        rows: of these gradients in their source; empty where all are there.
+    """
+
+    part: _Part
+    inputs: StepInputs
+    rows: list[int]
+
+
+class ReferenceStep:
+    """Steps one optimizer, again and again.
+
+    Args:
+        update_type: how the optimizer steps.
+        lazy: what gradients wait.
+    """
+
+    def __init__(self, update_type: type[GroupUpdate], lazy: LazyGradients) -> None:
+        self._update_type, self._lazy = update_type, lazy
+        self._groups = CachedGroups(update_type)
+        self._parts: list[_Part] = []
+        self._params: list[Tensor] = []
+        self._lengths: list[int] = []
+        # The parameters whose gradients waited last, and which rows each part has of these.
+        self._waited: Sequence[Tensor] = ()
+        self._rows: list[list[int | None]] = []
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step all groups; return False, with nothing changed, where one does not suit."""
+        self._groups.look_up(optimizer)
+        self._look_up_parts(optimizer)
+        work: list[_Work] = []
+        for part, rows in zip(self._parts, self._rows_of_parts(), strict=True):
+            one = self._work(optimizer, part, rows)
+            if one is None:
+                continue
+            cached, inputs = part.cached, one.inputs
+            if not (cached.are_plain(inputs.grads) and cached.update.suits_reference(inputs)):
+                return False
+            work.append(one)
+        clip = self._update_type.clip_factor(optimizer, lambda: self._norms(work))
+        for one in work:
+            self._step(one, clip)
+        return True
+
+    def _step(self, work: _Work, clip: Tensor | None) -> None:
+        grads = self._made(work)
+        if clip is not None:
+            grads = torch_optimizers.scaled(grads, clip)
+        work.part.cached.update.step(work.inputs._replace(grads=grads))
+
+    @torch.no_grad()
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
+        """Clip gradients to a total 2-norm: large ones when the step unscales them.
+
+        Returns:
+            The norm before, 0-dim; None, with nothing done, where none wait in half for this class.
+        """
+        source = self._lazy.source
+        if not isinstance(source, LargeInHalf) or source.is_clipped:
+            return None
+        if not self._lazy.are_alone():
+            return None
+        waiting = self._waiting()
+        norms: list[Tensor] = []
+        others: list[Tensor] = []
+        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            row, grad = waiting.get(id(param)), stored_grad(param)
+            if row is not None:
+                norms += torch_kernels.norms_of(source.make([row]), 2.0)
+            elif grad is not None:
+                norms += torch_kernels.norms_of([grad], 2.0)
+                others.append(grad)
+        total = torch_kernels.combined(norms, 2.0)
+        factor = torch_kernels.clip_factor(total, max_norm, torch_kernels.CLIP_EPS)
+        source.clip(factor)
+        torch_kernels.multiply(others, factor)
+        return total
+
+    def _look_up_parts(self, optimizer: Optimizer) -> None:
+        """Share the parameters among parts, unless they are those of the last step."""
+        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        params = groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
+        lengths = list(map(len, groups))
+        is_known = len(params) == len(self._params) and lengths == self._lengths
+        if is_known and all(map(operator.is_, params, self._params)):
+            return
+        self._params, self._lengths, self._parts = list(params), lengths, []
+        self._waited = ()
+        begin = 0
+        for group, members in enumerate(groups):
+            for rows in _shares(members):
+                places = [begin + row for row in rows]
+                are_large = _is_large(members[rows[0]])
+                cached = CachedGroup(self._groups, self._update_type())
+                own = [members[row] for row in rows]
+                self._parts.append(_Part(group, own, places, are_large, cached))
+            begin += len(members)
+
+    def _waiting(self) -> Mapping[int, int]:
+        """Return the rows of gradients that wait, by the ids of their parameters."""
+        params = self._lazy.params
+        return dict(zip(map(id, params), range(len(params)), strict=True))
+
+    def _rows_of_parts(self) -> list[list[int | None]]:
+        """Return for each part the row of each gradient that waits; an empty list where none does.
+
+        Looked up again only where other parameters wait, or parts are others.
+        """
+        lazy = self._lazy
+        if lazy.are_waiting and not lazy.are_alone():
+            lazy.materialize()
+        if not lazy.are_waiting:
+            return [[] for _ in self._parts]
+        if lazy.params is not self._waited:
+            rows = self._waiting()
+            self._rows = [list(map(rows.get, map(id, part.params))) for part in self._parts]
+            self._waited = lazy.params
+        return self._rows
+
+    def _work(self, optimizer: Optimizer, part: _Part, rows: list[int | None]) -> _Work | None:
+        """Return what is to be stepped of a part; None where no parameter has a gradient."""
+        own = [row for row in rows if row is not None]
+        if own:
+            waiting = iter(self._make(own)) if not part.are_large else None
+            grads = [
+                stored_grad(param) if row is None else param if waiting is None else next(waiting)
+                for param, row in zip(part.params, rows, strict=True)
+            ]
+        else:
+            grads = list(map(stored_grad, part.params))
+        group = optimizer.param_groups[part.group]
+        inputs = part.cached.inputs(optimizer, group, grads, part.params)
+        return None if inputs is None else _Work(part, inputs, own if part.are_large else [])
+
+    def _make(self, rows: list[int]) -> list[Tensor]:
+        source = self._lazy.source
+        assert source is not None
+        return source.make(rows)
+
+    def _made(self, work: _Work) -> list[Tensor]:
+        """Return the gradients of a part, large ones unscaled just now."""
+        inputs = work.inputs
+        if not work.rows:
+            return inputs.grads
+        made = iter(self._make(work.rows))
+        return [
+            next(made) if grad is param else grad
+            for param, grad in zip(inputs.params, inputs.grads, strict=True)
+        ]
+
+    def _norms(self, works: Sequence[_Work]) -> list[Tensor]:
+        """Return the 2-norm of each gradient, in the order of the parameters."""
+        norms: dict[int, Tensor] = {}
+        for work in works:
+            places = dict(zip(map(id, work.part.params), work.part.places, strict=True))
+            for param, grad in zip(work.inputs.params, self._made(work), strict=True):
+                for norm in torch_kernels.norms_of([grad], 2.0):
+                    norms[places[id(param)]] = norm
+        return [norms[place] for place in sorted(norms)]
+
+
+def _is_large(param: Tensor) -> bool:
+    """Return whether a parameter's gradient may wait in half, as `LargeInHalf` has it."""
+    return isinstance(param, LazyGradParameter) and not small_tensors.is_small(param)
+
+
+def _shares(params: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the rows that are stepped at once: all but the large ones, then some of these."""
+    rest = [row for row, param in enumerate(params) if not _is_large(param)]
+    if rest:
+        yield rest
+    share: list[int] = []
+    elements = 0
+    for row, param in enumerate(params):
+        if not _is_large(param):
+            continue
+        if share and elements + param.numel() > _AT_ONCE:
+            yield share
+            share, elements = [], 0
+        share.append(row)
+        elements += param.numel()
+    if share:
+        yield share

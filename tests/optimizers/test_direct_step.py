@@ -1,0 +1,333 @@
+"""torch's fused steps without torch's Python do what torch's own do, to the bit, or give way."""
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drawn_trainings import ACTIONS, EPS, Run, assert_same, gradients_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.optimizers.direct_step import DirectStep
+
+LEVELS = ["O0", "O1", "O2", "O4", "O5"]
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: AdamW(p, lr=0.05, eps=EPS, fused=True),
+    "adam": lambda p: Adam(
+        p, lr=0.05, eps=EPS, fused=True, amsgrad=True, weight_decay=0.1, maximize=True
+    ),
+    "sgd": lambda p: SGD(p, lr=0.05, fused=True, weight_decay=0.1),
+}
+
+
+@pytest.fixture
+def own_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the list of calls of torch's own steps."""
+    calls: list[str] = []
+    for name in ("adam", "sgd"):
+        module = sys.modules[f"torch.optim.{name}"]
+        original = getattr(module, name)
+
+        def counted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            calls.append(name)
+            original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the mistakes that are drawn, too
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_training_is_the_same(
+    amp: ModuleType, name: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(is_direct: bool) -> Run:
+        with monkeypatch.context() as patch:
+            if not is_direct:
+                patch.setattr(DirectStep, "suits", staticmethod(lambda optimizer: False))
+            return Run(amp, False, level, OPTIMIZERS[name])
+
+    kept = started(True)  # torch stays patched while it lives
+
+    @given(st.lists(ACTIONS, max_size=8))
+    def run(actions: list[tuple[str, dict[str, Any]]]) -> None:
+        direct, own = started(True), started(False)
+        for action, options in actions:
+            results = [getattr(one, action)(**options) for one in (direct, own)]
+            assert_same(*results)
+            assert_same(direct.everything(), own.everything())
+            assert_same(gradients_of(direct), gradients_of(own))
+        for one in (direct, own):
+            one.clear("plain")
+            one.train()
+        assert_same(direct.everything(), own.everything())
+
+    run()
+    del kept
+
+
+class Training:
+    """A layer at a level, stepped by one of the optimizers."""
+
+    def __init__(self, amp: ModuleType, optimizer_type: Any = AdamW, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.amp = amp
+        model = nn.Linear(3, 2)
+        optimizer = optimizer_type(model.parameters(), **{"lr": 0.1, "fused": True, **options})
+        self.prepare(optimizer)
+        self.model, self.optimizer = amp.initialize(
+            model, optimizer, opt_level="O1", verbosity=0, loss_scale=8.0
+        )
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        pass
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(4, 3)).float().square().mean()
+        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer_type", [AdamW, Adam, SGD])
+def test_torchs_python_is_not_called(
+    amp: ModuleType, own_steps: list[str], optimizer_type: Any
+) -> None:
+    training = Training(amp, optimizer_type)
+    for _ in range(3):
+        training.train()
+    assert own_steps == []
+    training.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    training.train()
+    assert len(own_steps) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fused": False},
+        {"fused": None},
+        {"foreach": True, "fused": False},
+        {"betas": (torch.tensor(0.9), torch.tensor(0.999))},
+    ],
+)
+def test_other_steps_of_torch_are_called(
+    amp: ModuleType, own_steps: list[str], options: dict[str, Any]
+) -> None:
+    Training(amp, **options).train()
+    assert own_steps == ["adam"]
+
+
+def test_a_group_that_is_not_fused_is_stepped_by_torch(
+    amp: ModuleType, own_steps: list[str]
+) -> None:
+    training = Training(amp)
+    training.optimizer.param_groups[0]["fused"] = False
+    training.train()
+    assert own_steps == ["adam"]
+
+
+def test_a_subclass_steps_itself(amp: ModuleType) -> None:
+    class Counting(AdamW):
+        looked_up = 0
+
+        def _init_group(self, *args: Any) -> Any:
+            self.looked_up += 1
+            return super()._init_group(*args)
+
+    training = Training(amp, Counting)
+    training.train()
+    assert training.optimizer.looked_up == 1
+
+
+def test_a_step_with_a_closure_evaluates_it(amp: ModuleType) -> None:
+    training = Training(amp)
+    losses = []
+
+    def closure() -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.model(torch.ones(4, 3)).float().square().mean()
+        with amp.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        losses.append(loss.detach())
+        return losses[-1]
+
+    results = [training.optimizer.step(closure) for _ in range(2)]
+    assert_same(results, losses)
+    assert losses[1] != losses[0]
+
+
+def test_no_kernel_of_ours_steps(amp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("amp_patch.optimizers.fused_step.CudaStep", refuse)
+    Training(amp).train()
+
+
+def counting(calls: list[Any], original: Any, copies_marks: bool = False) -> Any:
+    """Return a step that somebody writes around another."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls.append("own")
+        return original(*args, **kwargs)
+
+    return functools.wraps(original)(step) if copies_marks else step
+
+
+@pytest.mark.parametrize("copies_marks", [True, False])
+def test_a_step_that_was_replaced_on_the_optimizer_is_called(
+    amp: ModuleType, copies_marks: bool
+) -> None:
+    calls: list[Any] = []
+
+    class Replaced(Training):
+        def prepare(self, optimizer: Optimizer) -> None:
+            step = counting(calls, AdamW.step, copies_marks)
+            optimizer.step = types.MethodType(step, optimizer)
+
+    Replaced(amp).train()
+    assert calls == ["own"]
+
+
+@pytest.mark.parametrize("copies_marks", [True, False])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_step_that_was_replaced_on_the_class_is_called(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, is_before: bool, copies_marks: bool
+) -> None:
+    calls: list[Any] = []
+    replaced = counting(calls, AdamW.step, copies_marks)
+    if is_before:
+        monkeypatch.setattr(AdamW, "step", replaced)
+    training = Training(amp)
+    if not is_before:
+        monkeypatch.setattr(AdamW, "step", replaced)
+    training.train()
+    assert calls == ["own"]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_schedulers_see_the_step(
+    amp: ModuleType, own_steps: list[str], recwarn: pytest.WarningsRecorder, is_before: bool
+) -> None:
+    class Scheduled(Training):
+        def prepare(self, optimizer: Optimizer) -> None:
+            self.scheduler = ExponentialLR(optimizer, 0.5) if is_before else None
+
+    training = Scheduled(amp)
+    scheduler = training.scheduler or ExponentialLR(training.optimizer, 0.5)
+    for lr in (0.05, 0.025):
+        training.train()
+        scheduler.step()
+        assert training.optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+    assert not [one for one in recwarn if "lr_scheduler" in str(one.message)]
+    assert own_steps == []
+
+
+def test_a_step_that_was_replaced_and_then_wrapped_by_a_scheduler_is_called(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class Scheduled(Training):
+        def prepare(self, optimizer: Optimizer) -> None:
+            optimizer.step = types.MethodType(counting(calls, AdamW.step), optimizer)
+            ExponentialLR(optimizer, 0.5)
+
+    Scheduled(amp).train()
+    assert calls == ["own"]
+
+
+def test_parameters_on_several_ranks_are_stepped_by_torch(own_steps: list[str]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        param = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+        optimizer = AdamW([param], fused=True)
+        param.grad = distribute_tensor(torch.ones(4), mesh)
+        DirectStep(optimizer).run(optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert own_steps == ["adam"]
+
+
+def test_hooks_run_in_torchs_order(amp: ModuleType) -> None:
+    training = Training(amp)
+    seen: list[Any] = []
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(("before", training.model.weight.detach().clone()))
+        training.model.weight.grad.zero_()
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(("after", training.model.weight.detach().clone()))
+
+    training.optimizer.register_step_pre_hook(before)
+    training.optimizer.register_step_post_hook(after)
+    training.train()
+    (first, old), (second, new) = seen
+    assert (first, second) == ("before", "after")
+    # the gradient that the hook wrote moves nothing; AdamW's decay does: 1 - 0.1 * 0.01
+    torch.testing.assert_close(new, old * 0.999)
+
+
+def test_a_scaler_of_others_that_skips_the_step_is_obeyed(amp: ModuleType) -> None:
+    training = Training(amp)
+    training.train()
+    before = copy.deepcopy(training.model.state_dict())
+    training.optimizer.found_inf = torch.tensor(1.0)
+    training.optimizer.grad_scale = None
+    training.train()
+    assert_same(dict(training.model.state_dict()), dict(before))
+
+
+def test_in_a_capture_torch_looks_whether_it_may_step(
+    amp: ModuleType, own_steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(amp)
+    training.train()
+    monkeypatch.setattr(type(captures), "are_made", lambda self, device: True)
+    direct = DirectStep(AdamW([torch.ones(2, requires_grad=True)], fused=True))
+    assert not direct.is_right(training.optimizer)
+
+
+def test_a_group_without_parameters_is_no_hindrance(amp: ModuleType) -> None:
+    training = Training(amp)
+    training.optimizer.param_groups.insert(0, {**training.optimizer.param_groups[0], "params": []})
+    before = training.model.weight.detach().clone()
+    training.train()
+    assert not torch.equal(training.model.weight, before)
+
+
+def test_state_is_saved_and_loaded_as_torchs(amp: ModuleType, tmp_path: Any) -> None:
+    training = Training(amp)
+    training.train()
+    path = tmp_path / "state.pt"
+    torch.save(training.optimizer.state_dict(), path)
+    saved = torch.load(path)
+    alone = nn.Linear(3, 2)
+    alone.load_state_dict(training.model.state_dict())
+    optimizer = AdamW(alone.parameters(), lr=0.1, fused=True)
+    optimizer.load_state_dict(saved)
+    inputs = torch.ones(4, 3)
+    amp.deactivate()
+    for model, stepped in ((alone, optimizer), (training.model, training.optimizer)):
+        stepped.zero_grad()
+        model(inputs).square().mean().backward()
+        stepped.step()
+    assert_same(dict(training.model.state_dict()), dict(alone.state_dict()))
+    assert all(isinstance(state["step"], Tensor) for state in optimizer.state.values())

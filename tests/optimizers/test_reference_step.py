@@ -1,0 +1,331 @@
+"""Large gradients wait in half until the step, which makes few of them in fp32 at once."""
+
+import gc
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from drawn_trainings import assert_same
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from amp_patch.living_objects import instances, is_leaf
+from amp_patch.optimizers import FusedLAMB, reference_step
+from amp_patch.tools.sweep.memory import LivingTensors
+from amp_patch.weights.lazy_gradients import stored_grad
+
+WIDTH, DEPTH = 512, 6
+#: Weights, masters and two moments; and half gradients: bytes for each parameter.
+BETWEEN, GRADIENTS = 2 + 4 + 8, 2
+
+
+def living_bytes() -> int:
+    gc.collect()
+    tensors = instances(Tensor)
+    grads = [stored_grad(one) for one in tensors if is_leaf(one)]
+    tensors += [grad for grad in grads if grad is not None]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+    return sum(storages.values())
+
+
+class Training:
+    """Layers of which only the biases are small, counted without what lived before."""
+
+    def __init__(
+        self, amp: ModuleType, make: Callable[[Any], Optimizer] = AdamW, **options: Any
+    ) -> None:
+        self.amp, self.before = amp, living_bytes()
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
+        model = nn.Sequential(
+            *layers, nn.LayerNorm(WIDTH) if options.pop("norm", False) else nn.Identity()
+        )
+        options = {"opt_level": "O2", "loss_scale": 64.0, "verbosity": 0, **options}
+        self.model, self.optimizer = amp.initialize(model, make(model.parameters()), **options)
+        self.count = sum(param.numel() for param in self.model.parameters())
+
+    def per_param(self) -> float:
+        return (living_bytes() - self.before) / self.count
+
+    def backward(self) -> None:
+        loss = self.model(torch.ones(2, WIDTH)).float().square().mean()
+        with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(("fused_step", "after_backward"), [(True, 16), (False, 20)])
+def test_bytes_per_parameter(
+    amp: ModuleType, level: str, fused_step: bool, after_backward: int
+) -> None:
+    training = Training(amp, opt_level=level, fused_step=fused_step)
+    for _ in range(2):
+        training.train()
+    training.optimizer.zero_grad()
+    assert training.per_param() == pytest.approx(BETWEEN, abs=0.3)
+    training.backward()
+    assert training.per_param() == pytest.approx(after_backward, abs=0.3)
+    if fused_step:
+        amp.clip_grad_norm_(training.optimizer, 0.1)
+        assert training.per_param() == pytest.approx(after_backward, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("make", "temporary"),
+    [
+        (lambda params: AdamW(params, fused=True), 0),
+        (AdamW, 4),  # denominators
+        (lambda params: SGD(params, lr=0.1, fused=True), 0),
+        (FusedLAMB, 12),  # clipped gradients, updates, denominators
+    ],
+    ids=["fused AdamW", "AdamW", "fused SGD", "LAMB"],
+)
+def test_the_step_makes_few_gradients_at_once(
+    amp: ModuleType, make: Any, temporary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_step, "_AT_ONCE", WIDTH * WIDTH)
+    training = Training(amp, make, fused_step=True)
+    training.train()
+    training.optimizer.zero_grad()
+    training.backward()
+    gc.collect()
+    counted = LivingTensors()
+    with counted:
+        before = counted.peak
+        training.optimizer.step()
+    for_one_layer = 4 * WIDTH * WIDTH
+    assert for_one_layer <= counted.peak - before <= 1.1 * for_one_layer * (1 + temporary / 4)
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda params: SGD(params, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norms_in_float32_beside_and_clipping_change_nothing(
+    amp: ModuleType, make: Any, norm_type: float
+) -> None:
+    """The batch norms' gradients are stored, in one group with those that wait in half."""
+    results = []
+    for fused_step in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 96), nn.BatchNorm1d(96), nn.Linear(96, 96))
+        model, optimizer = amp.initialize(
+            model, make(model.parameters()), opt_level="O2", verbosity=0, fused_step=fused_step
+        )
+        norms = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            norms.append(amp.clip_grad_norm_(optimizer, 0.1, norm_type=norm_type))
+            optimizer.step()
+        assert amp.step_was_skipped(optimizer) is False
+        results.append([norms, [p.detach().clone() for p in amp.master_params(optimizer)]])
+    assert_same(*results)
+
+
+def test_writing_to_a_large_half_gradient_is_refused_at_the_step(amp: ModuleType) -> None:
+    training = Training(amp, fused_step=True)
+    training.train()
+    training.optimizer.zero_grad()
+    training.backward()
+    training.model[0].weight.grad.mul_(0.5)
+    with (
+        pytest.warns(UserWarning, match="What is written to the gradients of half parameters"),
+        pytest.raises(RuntimeError, match=r"must stay, .* got 1 of 6 written to"),
+    ):
+        training.optimizer.step()
+    with pytest.warns(UserWarning, match="must stay, .* got 1 of 6 written to"):
+        amp.deactivate()
+    assert all(type(param) is nn.Parameter for param in training.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:What is written to the gradients of half parameters")
+@pytest.mark.parametrize(("make", "options"), [(FusedLAMB, {}), (AdamW, {"set_to_none": False})])
+def test_what_was_written_to_can_be_cleared(amp: ModuleType, make: Any, options: Any) -> None:
+    training, straight = (Training(amp, make, fused_step=True) for _ in range(2))
+    training.backward()
+    training.model[0].weight.grad.mul_(0.5)
+    training.optimizer.zero_grad(**options)
+    for one in (training, straight):
+        one.train()
+    assert not amp.step_was_skipped(training.optimizer)
+    assert_same(list(training.model.parameters()), list(straight.model.parameters()))
+
+
+def test_a_large_gradient_that_overflows_skips_the_step_by_its_name(
+    amp: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(amp, fused_step=True, verbosity=1)
+    before = training.model[2].weight.detach().clone()
+    loss = training.model(torch.ones(2, WIDTH)).float().square().mean()
+    with amp.scale_loss(loss, training.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        training.model[2].weight.grad[3, 4] = float("nan")
+    training.optimizer.step()
+    assert amp.step_was_skipped(training.optimizer)
+    assert "2.weight (NaN)" in capsys.readouterr().out
+    assert torch.equal(training.model[2].weight, before)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_a_gradient_that_overflows_only_unscaled_is_found(amp: ModuleType, scale: float) -> None:
+    """bfloat16 reaches as far as float32: half of a finite scale makes it overflow."""
+    training = Training(amp, opt_level="O5", fused_step=True, loss_scale=scale)
+    loss = training.model(torch.ones(2, WIDTH)).float().square().mean()
+    with amp.scale_loss(loss, training.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        training.model[2].weight.grad[3, 4] = 3e38
+    training.optimizer.step()
+    assert amp.step_was_skipped(training.optimizer) is (scale < 1)
+
+
+def test_a_second_block_adds_to_what_waits(amp: ModuleType) -> None:
+    results = []
+    for fused_step in (True, False):
+        training = Training(amp, fused_step=fused_step)
+        for _ in range(2):
+            training.optimizer.zero_grad()
+            training.backward()
+            training.backward()
+            training.optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(training.optimizer)])
+    assert_same(*results)
+
+
+def test_a_layer_that_a_batch_leaves_out_is_not_stepped(amp: ModuleType) -> None:
+    results = []
+    for fused_step in (True, False):
+        training = Training(amp, fused_step=fused_step)
+        for left_out in (1, 2, 1):
+            training.optimizer.zero_grad()
+            hidden = torch.ones(2, WIDTH, dtype=torch.half)
+            for number, layer in enumerate(training.model):
+                hidden = hidden if number == left_out else layer(hidden)
+            with amp.scale_loss(hidden.float().square().mean(), training.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            training.optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(training.optimizer)])
+    assert_same(*results)
+
+
+class Two(nn.Module):
+    """Two layers with large weights, of which a call may leave out the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x: Tensor, only_second: bool = False) -> Tensor:
+        return self.second(x if only_second else self.first(x)).float().square().mean()
+
+
+def both_ways(
+    amp: ModuleType, program: Callable[[nn.Module, list[Optimizer]], None], count: int = 1
+) -> None:
+    """Compare the masters of a program with and without a fused step.
+
+    Args:
+        amp: of the core.
+        program: gets the model, and its optimizers: one of both layers, or one of each.
+        count: how many there are.
+    """
+    results = []
+    for fused_step in (True, False):
+        torch.manual_seed(0)
+        model = Two()
+        groups = [
+            [{"params": list(layer.parameters()), "lr": lr}]
+            for layer, lr in ((model.first, 0.1), (model.second, 0.2))
+        ]
+        given = groups if count == 2 else [[*groups[0], *groups[1]]]
+        model, optimizers = amp.initialize(
+            model,
+            [SGD(group) for group in given],
+            opt_level="O2",
+            loss_scale=8.0,
+            verbosity=0,
+            fused_step=fused_step,
+        )
+        program(model, optimizers)
+        masters = (group["params"] for one in optimizers for group in one.param_groups)
+        results.append([p.detach().clone() for params in masters for p in params])
+    assert_same(*results)
+
+
+def make_pass(amp: ModuleType, loss: Tensor, optimizer: Optimizer) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+X = torch.linspace(-1, 1, 192).reshape(2, 96)
+
+
+def test_what_a_backward_writes_to_masters_beside_is_added(amp: ModuleType) -> None:
+    def program(model: nn.Module, optimizers: list[Optimizer]) -> None:
+        make_pass(amp, model(X), optimizers[0])
+        master = optimizers[0].param_groups[0]["params"][0]
+        master.square().sum().backward()
+        optimizers[0].step()
+
+    both_ways(amp, program)
+
+
+def test_a_gradient_that_was_set_by_hand_is_stepped_beside_those_that_wait(amp: ModuleType) -> None:
+    def program(model: nn.Module, optimizers: list[Optimizer]) -> None:
+        first, second = optimizers[0].param_groups
+        first["params"] += second["params"]
+        del optimizers[0].param_groups[1]
+        master = first["params"][0]
+        master.grad = torch.ones_like(master)
+        make_pass(amp, model(X, only_second=True), optimizers[0])
+        optimizers[0].step()
+
+    both_ways(amp, program)
+
+
+def test_a_parameter_that_moves_to_another_group_steps_by_its_options(amp: ModuleType) -> None:
+    def program(model: nn.Module, optimizers: list[Optimizer]) -> None:
+        for _ in range(2):
+            optimizers[0].zero_grad()
+            make_pass(amp, model(X), optimizers[0])
+            optimizers[0].step()
+            first, second = (group["params"] for group in optimizers[0].param_groups)
+            second.insert(0, first.pop())
+
+    both_ways(amp, program)
+
+
+@pytest.mark.filterwarnings("ignore:What is written to the gradients of half parameters")
+def test_a_backward_of_another_optimizer_may_reach_what_waits(amp: ModuleType) -> None:
+    def program(model: nn.Module, optimizers: list[Optimizer]) -> None:
+        make_pass(amp, model(X), optimizers)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        make_pass(amp, model(X * 2), optimizers[0])
+        optimizers[1].step()
+
+    both_ways(amp, program, count=2)
+
+
+def test_large_sparse_gradients_are_made_at_once(amp: ModuleType) -> None:
+    results = []
+    for fused_step in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(2000, 8, sparse=True), nn.Linear(8, 600))
+        optimizer = SGD(model.parameters(), lr=0.5)
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level="O2", verbosity=0, fused_step=fused_step, loss_scale=8.0
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            make_pass(amp, model(torch.tensor([1, 2, 1])).float().square().sum(), optimizer)
+            optimizer.step()
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+    assert_same(*results)
