@@ -171,8 +171,9 @@ def seeded() -> None:
 def amp() -> Iterator[ModuleType]:
     """Give ``amp_patch.amp``, and deactivate it at the end of the test, also when that fails.
 
-    Functions that the test registered are forgotten, which nothing but the end of a process does:
-    each of them is patched anew for every test that follows.
+    What amp_patch switches off in torch for its own calls must be on again then. Functions that the
+    test registered are forgotten, which nothing but the end of a process does: each of them is
+    patched anew for every test that follows.
     """
     from amp_patch import amp
     from amp_patch.session import session
@@ -180,6 +181,7 @@ def amp() -> Iterator[ModuleType]:
     yield amp
     amp.deactivate()
     session._registered.clear()
+    assert torch._C._is_torch_function_enabled()
 
 
 @pytest.fixture(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, Op
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.resident import Resident, scalar
 from amp_patch.weights.half_gradients import HalfGradients
-from amp_patch.weights.lazy_gradients import LazyGradients, are_none, stored_grad
+from amp_patch.weights.lazy_gradients import LazyGradients, are_none, stored_grads
 from amp_patch.weights.master_weights import MasterWeights
 
 from .groups import CachedGroups, GroupUpdate
@@ -68,10 +68,10 @@ class CudaStep:
         if not self._are_used(optimizer, params):
             return False
         try:
-            stored = list(map(stored_grad, params))
+            stored = stored_grads(params)
             half = self._half_gradients(stored)
             if half is None:
-                stored = list(map(stored_grad, params))
+                stored = stored_grads(params)
             param_of = _itself if masters is None else masters.param_of
             if not self._take(optimizer, param_of, half, stored):
                 return False
@@ -151,7 +151,8 @@ class CudaStep:
         Returns:
             The norm before, 0-dim; None, with nothing done, where none wait in half.
         """
-        stored = [stored_grad(p) for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.param_groups
+        stored = stored_grads(chain.from_iterable(group["params"] for group in groups))
         half = self._half_gradients(stored)
         if half is None or half.clip is not None:
             return None

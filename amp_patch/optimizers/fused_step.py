@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ class FusedStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with as_plain_tensors():
+        groups = optimizer.param_groups
+        with as_plain_tensors(chain.from_iterable(group["params"] for group in groups)):
             is_over = self._step_or_skip(optimizer, self._found_inf)
         if not is_over:
             self.lazy.materialize()

@@ -17,7 +17,12 @@ from torch.optim import Optimizer
 
 from amp_patch.kernels import small_tensors, torch_kernels, torch_optimizers
 from amp_patch.weights.half_gradients import LargeInHalf
-from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter, stored_grad
+from amp_patch.weights.lazy_gradients import (
+    LazyGradients,
+    LazyGradParameter,
+    stored_grad,
+    stored_grads,
+)
 
 from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 
@@ -178,7 +183,7 @@ class ReferenceStep:
                 for param, row in zip(part.params, rows, strict=True)
             ]
         else:
-            grads = list(map(stored_grad, part.params))
+            grads = stored_grads(part.params)
         group = optimizer.param_groups[part.group]
         inputs = part.cached.inputs(optimizer, group, grads, part.params)
         return None if inputs is None else _Work(part, inputs, own if part.are_large else [])

@@ -24,10 +24,11 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
     Source,
-    as_plain_tensors,
+    are_none,
     clear_grads,
     store_grads,
     stored_grad,
+    stored_grads,
 )
 
 from .gradient_buffers import GradientBuffers
@@ -434,8 +435,7 @@ def _untouched(params: list[Tensor], versions: list[int]) -> bool:
 
 def _are_none(params: list[Tensor]) -> bool:
     """Return whether no gradient is stored, though some may be waiting."""
-    with as_plain_tensors():
-        return all(map(operator.is_, map(stored_grad, params), repeat(None)))
+    return are_none(stored_grads(params))
 
 
 def _complete(grads: list[Any]) -> bool:

@@ -10,6 +10,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -21,10 +22,21 @@ _GRAD: Any = Tensor.grad
 stored_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_switched_off = torch._C.DisableTorchFunctionSubclass
 
-#: Within it torch does not ask each `LazyGradParameter` for its ``__torch_function__``, of which it
-#: has none, at each call: that takes the host longer than the calls themselves.
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+
+def as_plain_tensors(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Return a block in which torch asks none of these for its ``__torch_function__``.
+
+    At each call torch looks for it at tensors of a class of their own, as masters are: that takes
+    the host longer than the call. A user's class that has one is asked, as always.
+    """
+    classes: set[Any] = set(map(type, tensors)) - {Tensor}
+    for own in classes:
+        if own.__torch_function__ is not _NO_FUNCTION:
+            return nullcontext()
+    return _switched_off()
 
 
 class Source(Protocol):
@@ -89,7 +101,7 @@ class LazyGradients:
             grads = source.make(self._rows)
             self.drop()
             # There is one already of a backward that reached the parameter itself.
-            earlier = list(map(stored_grad, params))
+            earlier = stored_grads(params)
             if not are_none(earlier):
                 pairs = zip(earlier, grads, strict=True)
                 grads = [grad if one is None else one + grad for one, grad in pairs]
@@ -119,8 +131,7 @@ class LazyGradients:
 
     def are_alone(self) -> bool:
         """Return whether no gradient is stored beside those that are waiting."""
-        with as_plain_tensors():
-            return are_none(list(map(stored_grad, self.params)))
+        return are_none(stored_grads(self.params))
 
     def drop(self) -> None:
         """Nobody will ask for the gradients any more."""
@@ -168,9 +179,15 @@ def clear_grads(params: Iterable[Tensor]) -> None:
     store_grads(params, repeat(None))
 
 
+def stored_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return the gradients that are there; None where there is none, or one waits."""
+    with _switched_off():
+        return list(map(stored_grad, params))
+
+
 def store_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set the gradients that are there; those that wait stay, and are added to these."""
-    with as_plain_tensors():
+    with _switched_off():
         deque(map(store_grad, params, grads), maxlen=0)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ class MasterWeights:
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.catch_up()
-        with as_plain_tensors():
+        with as_plain_tensors(chain(self._params, self._masters)):
             if not are_written:
                 self._cast.run()
             self._comparison.note_equal()

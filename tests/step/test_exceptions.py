@@ -61,7 +61,8 @@ class RaiseOnce:
         if event not in ("call", "c_call") or not is_ours(caller):
             return
         code = frame.f_code
-        if event == "call" and code.co_name in ("__enter__", "__exit__", "restore"):
+        called = code.co_name if event == "call" else getattr(argument, "__name__", "")
+        if called in ("__enter__", "__exit__", "restore"):
             return  # if what ends a block or stands in a finally does not run, nobody undoes it
         if event == "call" and code.co_flags & inspect.CO_GENERATOR:
             return  # Python swallows what is raised in a generator that is being closed

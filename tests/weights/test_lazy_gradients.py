@@ -5,6 +5,8 @@ import gc
 import pickle
 import weakref
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     LazyGradParameter,
     Made,
+    as_plain_tensors,
     clear_grads,
     store_grad,
     stored_grad,
@@ -135,3 +138,42 @@ def test_without_a_source_it_is_like_any_other() -> None:
     param = LazyGradParameter(torch.ones(2))
     param.sum().backward()
     assert torch.equal(param.grad, torch.ones(2))
+
+
+class Asked(nn.Parameter):
+    """A user's parameter; lists what torch asks of it."""
+
+    functions: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.functions.append(function.__name__)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def test_only_classes_that_have_no_torch_function_are_plain(made: Waiting) -> None:
+    ones = torch.ones(2)
+    for others, asks in [([ones, nn.Parameter(ones)], False), ([Asked(ones)], True)]:
+        with as_plain_tensors([*made.params, *others]):
+            assert torch._C._is_torch_function_enabled() == asks
+        assert torch._C._is_torch_function_enabled()
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_users_class_of_parameters_is_asked_in_the_step(
+    amp: ModuleType, level: str, fused_step: bool
+) -> None:
+    model = nn.Linear(2, 1)
+    model.weight = Asked(torch.ones(1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, fused_step=fused_step)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum() / 8, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    Asked.functions.clear()
+    optimizer.step()
+    assert "_foreach_copy_" in Asked.functions
+    assert model.weight.tolist() == [[0.875, 0.875]]
