@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch_snapshot
 from support import PROFILE, nightly_levels
+from torch import distributed
 
 pytest_plugins = ["pytester"]
 
@@ -138,6 +139,26 @@ def collector_spared() -> Iterator[None]:
     yield
     if len(gc.get_objects()) > 20_000:
         _spare_collector()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def groups_kept() -> Iterator[None]:
+    """Keep each process group that a test makes, until the process ends.
+
+    Where a wrapped model is the last that holds a group of gloo, torch 2.13 waits for the group's
+    threads with the interpreter locked, forever if one of them needs it to let go of a collective.
+    """
+    kept: list[Any] = []
+    destroy = distributed.destroy_process_group
+
+    def destroy_and_keep(*args: Any, **kwargs: Any) -> None:
+        kept.append(distributed.group.WORLD)
+        destroy(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.is_available():
+            patch.setattr(distributed, "destroy_process_group", destroy_and_keep)
+        yield
 
 
 @pytest.fixture(scope="module")
