@@ -564,7 +564,9 @@ def test_torchscript_compiles_a_model_without_casts(amp, opt_level, inner):
     weights = model[0].weight.dtype
     got = script(x.to(weights))
     assert got.dtype is weights
-    torch.testing.assert_close(got.to(expected.dtype), expected, rtol=1e-6, atol=1e-6)
+    # on processors that multiply halves, a compiled graph rounds to them at other places
+    rtol = max(1e-6, 2 * torch.finfo(weights).eps)
+    torch.testing.assert_close(got.to(expected.dtype), expected, rtol=rtol, atol=1e-6)
     assert hooks == [list(model._forward_pre_hooks.items()), list(model._forward_hooks.items())]
     assert [len(of_kind) for of_kind in hooks] == [1, 1]
 
