@@ -108,10 +108,13 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
     if not _are_candidates(columns):
         return False
     # To compare numbers takes less time than to compare devices.
-    by_number = {
-        number: one for c in columns for number, one in zip(map(_NUMBER, c), c, strict=True)
+    numbers = [list(map(_NUMBER, column)) for column in columns]
+    firsts = {
+        number: column[own.index(number)]
+        for column, own in zip(columns, numbers, strict=True)
+        for number in set(own)
     }
-    return all(_works(one.device, sources, _forced()) for one in by_number.values())
+    return all(_works(one.device, sources, _forced()) for one in firsts.values())
 
 
 def _are_candidates(columns: Sequence[Sequence[Tensor]]) -> bool:

@@ -185,8 +185,9 @@ class KernelStep:
             self._prepare(part, operands, spans)
             self._kernels.update(part, operands, weight=len(self._columns) - 2)
         # Who asks for versions asks for those of parameters.
-        for column in (self._columns[1], self._columns[-2]):
-            note_written([one for one in column if one is not None])
+        params: Any = self._columns[1]
+        note_written(params)
+        note_written([one for one in self._columns[-2] if one is not None])
 
     def release(self) -> None:
         """Let go of the tensors of the last `take`, but for the parameters."""

@@ -8,8 +8,9 @@ its chunks. The layouts are those of tensor_table.cuh and summarize.cu.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +109,8 @@ def addresses(column: Sequence[Tensor | None]) -> list[int]:
     try:
         return list(map(_DATA_PTR, column))
     except TypeError:
+        if all(map(operator.is_, column, repeat(None))):
+            return [0] * len(column)
         return [0 if one is None else one.data_ptr() for one in column]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -55,8 +56,10 @@ class AdamUpdate(GroupUpdate):
         _, group, params, grads, states = inputs
         self.make_states(inputs)
         columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
-        has_largest = group["amsgrad"]
-        columns.append([state["max_exp_avg_sq"] if has_largest else None for state in states])
+        if group["amsgrad"]:
+            columns += state_columns(states, "max_exp_avg_sq")
+        else:
+            columns.append([None] * len(states))
         return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
 
     def counters(self, inputs: StepInputs) -> list[Tensor]:
@@ -92,4 +95,4 @@ class AdamWUpdate(AdamUpdate):
 
 def state_columns(states: list[ParamState], *names: str) -> list[list[Tensor]]:
     """Return for each name the list of that tensor of every state."""
-    return [[state[name] for state in states] for name in names]
+    return [list(map(operator.itemgetter(name), states)) for name in names]

@@ -156,7 +156,7 @@ class CudaStep:
         half = self._half_gradients(stored)
         if half is None or half.clip is not None:
             return None
-        others = [grad for grad in stored if grad is not None]
+        others = [] if are_none(stored) else [grad for grad in stored if grad is not None]
         norm, half.clip = cuda_norms.clip_together(half.squares(), others, max_norm)
         return norm
 

@@ -163,7 +163,7 @@ class StepCounters:
         self, states: Sequence[ParamState], device: torch.device, dtype: torch.dtype
     ) -> list[Tensor]:
         """As `advance`, but the counters stay what they are, and are of this device and dtype."""
-        steps = [state["step"] for state in states]
+        steps = list(map(_STEP, states))
         is_known = (self._all.device, self._all.dtype) == (device, dtype)
         if not (is_known and _are_same(steps, self._steps)):
             self._all = torch.stack([step.to(device, dtype) for step in steps])
@@ -256,6 +256,7 @@ class CachedGroup:
 
 
 _IS_SPARSE = operator.attrgetter("is_sparse")
+_STEP = operator.itemgetter("step")
 
 
 def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,6 +20,7 @@ from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
+from amp_patch.weights.lazy_gradients import as_plain_tensors
 
 from .param_pairs import ParamPairs, Params, same
 
@@ -140,10 +141,8 @@ class GradientBuffers:
         """Return what tells these half gradients from later ones, and keeps no large one alive."""
         if self._have_all_buffers:
             return grads
-        small = [
-            grad for grad, buffer in zip(grads, self._buffers, strict=True) if buffer is not None
-        ]
-        return [*small, *(weakref.ref(grads[row]) for row in self._large)]
+        small = list(compress(grads, self._have_buffer))
+        return [*small, *map(weakref.ref, map(grads.__getitem__, self._large))]
 
     def _local(self, column: list[Tensor]) -> list[Tensor]:
         return list(map(local, column)) if self.is_spread else column
@@ -209,9 +208,10 @@ def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:
 
 
 def _devices(pairs: ParamPairs) -> list[int]:
-    if all(map(_IS_CPU, pairs.master)):  # takes the host a fraction of what a number for each does
-        return []
-    return list(map(Tensor.get_device, pairs.master))
+    with as_plain_tensors(pairs.master):
+        if all(map(_IS_CPU, pairs.master)):  # takes a fraction of what a number for each does
+            return []
+        return list(map(Tensor.get_device, pairs.master))
 
 
 def _new_target(grad: Tensor, master: Tensor) -> Tensor:

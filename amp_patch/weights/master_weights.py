@@ -194,7 +194,10 @@ class MasterWeights:
             return [True] * len(stepped)
         self._is_due = False
         self._compare()
-        wins = dict(zip(map(id, self._masters), self._masters_that_win([]), strict=True))
+        all_wins = self._masters_that_win([])
+        if len(stepped) == len(all_wins) and all(map(operator.is_, stepped, self._masters)):
+            return all_wins
+        wins = dict(zip(map(id, self._masters), all_wins, strict=True))
         found = [wins.pop(id(one), True) for one in stepped]
         if wins:
             self._reconcile_these(wins)
