@@ -157,6 +157,28 @@ class Unscale:
         with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
             return self._run(sources, targets, scale, storage)
 
+    def copy(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool = False
+    ) -> GradCheck:
+        """As `run` with a scale of 1, for callers whom no overflow concerns: it says there is none.
+
+        Args:
+            sources, targets: see `run`.
+            are_dense: whether it is known that none is sparse.
+        """
+        with torch.set_grad_enabled(False):
+            self._copy(sources, targets, are_dense)
+            return GradCheck(targets, [])
+
+    def _copy(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
+        pairs = self._split(sources, targets, are_dense)
+        for received, group in pairs:
+            if any(map(operator.is_not, received, group)):
+                torch._foreach_copy_(group, received)
+        return pairs
+
     def _run(
         self,
         sources: Sequence[Tensor],
@@ -164,10 +186,7 @@ class Unscale:
         scale: float | Tensor,
         storage: Sequence[list[Tensor]],
     ) -> GradCheck:
-        pairs = self._split(sources, targets, are_dense=bool(storage))
-        for received, group in pairs:
-            if any(map(operator.is_not, received, group)):
-                torch._foreach_copy_(group, received)
+        pairs = self._copy(sources, targets, are_dense=bool(storage))
         groups = storage or [group for _, group in pairs]
         if isinstance(scale, Tensor):
             return GradCheck(

@@ -142,7 +142,8 @@ class Guard:
         """
         if self.copies:
             self.copies.look()
-        if self._optimizers.originals_of(optimizer) not in self._optimizers.steps:
+        steps = self._optimizers.steps
+        if optimizer not in steps and self._optimizers.originals_of(optimizer) not in steps:
             self.unprepared.refuse(optimizer, list(self._models.levels), self._optimizers)
             self._half_steps.refuse(optimizer, self._store, self._optimizers)
         elif self.plain_averages:

@@ -137,8 +137,14 @@ def values_of(option: Any) -> Sequence[Any]:
 
 
 def _are_numbers(options: Mapping[str, Any], names: Sequence[str]) -> bool:
-    values = [value for name in names if name in options for value in values_of(options[name])]
-    return all(isinstance(value, (int, float)) for value in values)
+    for name in names:
+        option = options.get(name, 0)
+        if isinstance(option, (list, tuple)):
+            if not all([isinstance(one, (int, float)) for one in option]):  # noqa: C419  # as fast again
+                return False
+        elif not isinstance(option, (int, float)):
+            return False
+    return True
 
 
 class StepCounters:

@@ -99,10 +99,12 @@ class ReferenceStep:
         return True
 
     def _step(self, work: _Work, clip: Tensor | None) -> None:
-        grads = self._made(work)
-        if clip is not None:
-            grads = torch_optimizers.scaled(grads, clip)
-        work.part.cached.update.step(work.inputs._replace(grads=grads))
+        inputs = work.inputs
+        if work.rows or clip is not None:
+            grads = self._made(work)
+            grads = grads if clip is None else torch_optimizers.scaled(grads, clip)
+            inputs = inputs._replace(grads=grads)
+        work.part.cached.update.step(inputs)
 
     @torch.no_grad()
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:

@@ -149,7 +149,8 @@ class BackwardPass:
         self._end_backward()
         self._refuse_another()
         self._received = self._share("master") if self._open else []
-        found = [Found(*one.receive(pairs, self._scale)) for one, pairs in self._received]
+        is_on = self._scaling.is_on
+        found = [Found(*one.receive(pairs, self._scale, is_on)) for one, pairs in self._received]
         self._tell_of_strays(found)
         # Another optimizer may have received the same half gradients.
         for one, _ in self._received:

@@ -88,8 +88,13 @@ class GradientBuffers:
             self._local(grads), self._parts.master, self._without_master, scale
         )
 
-    def unscale_small(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck | None:
+    def unscale_small(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool = True
+    ) -> GradCheck | None:
         """Check all gradients, and unscale those that take little memory, or have no master.
+
+        Args:
+            grads, scale, is_checked: see `unscale`.
 
         Returns:
             What was found, with the half gradients themselves for large masters, that are unscaled
@@ -107,9 +112,10 @@ class GradientBuffers:
                 is_rest[row] = False
             self._rest = is_rest, GradientBuffers(self._pairs.select(is_rest))
         is_rest, buffers = self._rest
-        check = buffers.unscale(list(compress(grads, is_rest)), scale)
+        check = buffers.unscale(list(compress(grads, is_rest)), scale, is_checked)
         unscaled = iter(check.grads)
-        found = torch_kernels.find_nonfinite([grads[row] for row in self._large])
+        large = [grads[row] for row in self._large]
+        found = torch_kernels.find_nonfinite(large) if is_checked else []
         all_grads = [next(unscaled) if r else g for r, g in zip(is_rest, grads, strict=True)]
         return GradCheck(all_grads, [*check.found_inf, *found])
 
@@ -161,22 +167,32 @@ class GradientBuffers:
             for grad, part, master in zip(grads, parts, self._pairs.master, strict=True)
         ]
 
-    def unscale(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
+    def unscale(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool = True
+    ) -> GradCheck:
         """Unscale and check gradients.
+
+        Args:
+            grads: of all parameters.
+            scale: of their loss.
+            is_checked: False where the scale is 1 and no overflow has a consequence.
 
         Returns:
             What was found, with ``grads`` where the numbers that this rank holds of them went.
         """
         grads = self._local(grads)
         if self.is_in_place:
-            return self._unscale.run(grads, grads, scale)
-        if not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
-            return self._unscale.run(grads, self._targets(grads, repeat(None)), scale)
-        if self._have_all_buffers:
-            targets = self._reusable.tensors
+            targets, are_dense = grads, False
+        elif not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
+            targets, are_dense = self._targets(grads, repeat(None)), False
+        elif self._have_all_buffers:
+            targets, are_dense = self._reusable.tensors, True
         else:
-            targets = self._targets(grads, self._buffers)
-        storage = [[*pools, *(targets[row] for row in rows)] for pools, rows in self._storage]
+            targets, are_dense = self._targets(grads, self._buffers), True
+        if not is_checked:
+            return self._unscale.copy(grads, targets, are_dense)
+        places = self._storage if are_dense else ()
+        storage = [[*pools, *[targets[row] for row in rows]] for pools, rows in places]
         return self._unscale.run(grads, targets, scale, storage)
 
     def _places(self) -> list[tuple[list[Tensor], list[int]]]:

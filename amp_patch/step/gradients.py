@@ -215,8 +215,15 @@ class Gradients:
             param.grad = grad
         self._aside.clear()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, Params]:
+    def receive(
+        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+    ) -> tuple[GradCheck, Params]:
         """Unscale and check what the backward wrote, and add what was set aside.
+
+        Args:
+            pairs: of the optimizer.
+            scale: of the loss.
+            is_checked: False where the scale is 1 and no overflow has a consequence.
 
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
@@ -230,7 +237,7 @@ class Gradients:
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
         self._has_added = False
-        check = self._take_in(pairs, grads, scale)
+        check = self._take_in(pairs, grads, scale, is_checked)
         if grads and not self._buffers.is_in_place:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
@@ -299,14 +306,16 @@ class Gradients:
         ]
         given = pairs.select(rows)
         if given.model and _are_none(given.master):
-            self.receive(given, 1.0)
+            self.receive(given, 1.0, is_checked=False)
             self.finish()
 
-    def _take_in(self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor) -> GradCheck:
+    def _take_in(
+        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck:
         buffers, lazy = self._buffers, self._lazy
         masters = [] if lazy is None else buffers.masters
         if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
-            check = buffers.unscale(grads, scale)
+            check = buffers.unscale(grads, scale, is_checked)
             if self._aside or not buffers.is_in_place:
                 unscaled = buffers.spread(grads, check.grads)
                 if not self._aside and not buffers.are_all_masters:  # others have theirs in place
@@ -315,8 +324,8 @@ class Gradients:
                 check.found_inf += self._add_earlier(pairs, unscaled)
             return check
         checked = buffers.check(grads, scale)
-        late = None if checked is not None else buffers.unscale_small(grads, scale)
-        check = checked or late or buffers.unscale(grads, scale)
+        late = None if checked is not None else buffers.unscale_small(grads, scale, is_checked)
+        check = checked or late or buffers.unscale(grads, scale, is_checked)
         received = buffers.of_masters(check.grads)
         if checked is None and any(map(_IS_SPARSE, received)):
             check.found_inf += self._add_earlier(pairs, check.grads)

@@ -164,11 +164,13 @@ class OptimizerBackward:
         self._foreign.note_own_pass()
         self._close()
 
-    def receive(self, pairs: ParamPairs, scale: float | Tensor) -> tuple[GradCheck, Params]:
+    def receive(
+        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+    ) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         self._tell_of_added()
         try:
-            return self.gradients.receive(pairs, scale)
+            return self.gradients.receive(pairs, scale, is_checked)
         finally:
             self._foreign.note_own_pass()
             self._close()

@@ -208,6 +208,18 @@ def test_the_norm_of_a_check_is_that_of_what_was_unscaled(
         assert norm.item() == pytest.approx(expected, rel=1e-5, abs=1e-18)
 
 
+@given(with_bad_values(st.lists(tensors(REAL[:3]) | sparse_tensors(REAL[:2]), max_size=6)))
+def test_a_copy_is_what_a_scale_of_one_gives(ops: Operations, grads: list[Tensor]) -> None:
+    grads = ops.place(grads)
+    expected, targets = ([grad.to(torch.float32, copy=True) for grad in grads] for _ in range(2))
+    for target in targets:
+        numbers(target).zero_()
+    found = ops.module.Unscale(grads, targets).copy(grads, targets).grads
+    for ours, target, wide in zip(found, targets, expected, strict=True):
+        assert ours is target
+        torch.testing.assert_close(numbers(ours), numbers(wide), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_number_scale_is_rounded_as_a_multiplied_loss_is(ops: Operations) -> None:
     scale = 65536.3  # its inverse is another one once it is rounded
     grad, inverse = torch.ones(1), (1.0 / torch.tensor(scale).double()).float()

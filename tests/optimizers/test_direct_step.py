@@ -1,5 +1,6 @@
 """torch's fused steps without torch's Python do what torch's own do, to the bit, or give way."""
 
+import contextlib
 import copy
 import functools
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.direct_step import DirectStep
@@ -283,6 +285,53 @@ def test_hooks_run_in_torchs_order(amp: ModuleType) -> None:
     assert (first, second) == ("before", "after")
     # the gradient that the hook wrote moves nothing; AdamW's decay does: 1 - 0.1 * 0.01
     torch.testing.assert_close(new, old * 0.999)
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_hooks_behind_the_step_get_what_torchs_get(
+    amp: ModuleType, own_steps: list[str], is_profiled: bool
+) -> None:
+    seen: list[Any] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda optimizer, args, kwargs: seen.append((name, args == (optimizer,), kwargs))
+
+    def register(optimizer: Optimizer) -> None:
+        optimizer.register_step_post_hook(note("own"))
+        optimizer.register_step_post_hook(note("second"))
+
+    training, plain = Training(amp), AdamW([torch.ones(2, requires_grad=True)], fused=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with contextlib.ExitStack() as ends:
+        ends.callback(register_optimizer_step_post_hook(note("global")).remove)
+        for optimizer in (training.optimizer, plain):
+            register(optimizer)
+        if is_profiled:
+            profile = ends.enter_context(torch.profiler.profile(activities=activities))
+        training.train()
+        ours, seen[:] = list(seen), []
+        assert own_steps == []
+        plain.step()
+    assert ours == seen == [(name, True, {}) for name in ("own", "second", "global")]
+    if is_profiled:
+        marks = [event.name for event in profile.events()]
+        assert marks.count("Optimizer.step#AdamW.step") == 2
+
+
+def test_a_hook_behind_the_step_that_raises_ends_it(amp: ModuleType) -> None:
+    training = Training(amp)
+    before = training.model.weight.detach().clone()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("of the user's")
+
+    handle = training.optimizer.register_step_post_hook(fail)
+    with pytest.raises(KeyError, match="of the user's"):
+        training.train()
+    assert not torch.equal(training.model.weight, before)
+    assert torch.is_grad_enabled()
+    handle.remove()
+    training.train()
 
 
 def test_a_scaler_of_others_that_skips_the_step_is_obeyed(amp: ModuleType) -> None:

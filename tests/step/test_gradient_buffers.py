@@ -45,6 +45,20 @@ def test_half_gradients_become_those_of_masters_and_stay_what_they_are(
         assert torch.equal(grad, torch.full_like(grad, 8.0))
 
 
+@pytest.mark.parametrize("sizes", [(3, 2), (3, 1 << 20), (1 << 20,)])
+def test_where_no_overflow_counts_gradients_are_copied(sizes: tuple[int, ...]) -> None:
+    pairs = half_pairs(*sizes)
+    grads = grads_of(pairs)
+    grads[0][0] = float("inf")
+    buffers = GradientBuffers(pairs)
+    check = buffers.unscale(grads, 1.0, is_checked=False)
+    assert check.found_inf == []
+    assert all(map(torch.equal, check.grads, [grad.float() for grad in grads]))
+    late = buffers.unscale_small(grads, 1.0, is_checked=False)
+    assert late is None or late.found_inf == []
+    assert (late is None) == (max(sizes) < 1 << 20)
+
+
 @pytest.mark.parametrize(("bad", "kind"), [(float("inf"), "inf"), (float("nan"), "NaN")])
 def test_what_is_not_finite_is_found_by_its_row(bad: float, kind: str) -> None:
     pairs = half_pairs(3, 2)

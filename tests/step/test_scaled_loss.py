@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support import scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.session import session
 
@@ -470,3 +471,38 @@ def test_a_sum_of_halves_that_alone_overflows_skips_the_step(amp: ModuleType) ->
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert model.weight.item() == 0.125
+
+
+class Operators(TorchDispatchMode):
+    """Lists what torch runs while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("width", [3, 1024])
+@pytest.mark.parametrize(("level", "scale"), [
+    ("O2", 8.0), ("O2", 1.0), ("O4", None), ("O5", None), ("O5", 8.0),
+])  # fmt: skip
+def test_gradients_are_checked_only_where_an_overflow_counts(
+    amp: ModuleType, level: str, scale: float | None, width: int, fused_step: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {} if scale is None else {"loss_scale": scale}
+    if level != "O4":
+        options["fused_step"] = fused_step
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    loss = model(torch.ones(4, width)).float().sum()
+    with Operators() as operators, amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    is_checked = "_amp_foreach_non_finite_check_and_unscale_" in operators.names
+    assert is_checked == (scale == 8.0)
