@@ -20,7 +20,7 @@ from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
-from amp_patch.weights.lazy_gradients import as_plain_tensors
+from amp_patch.weights.lazy_gradients import look_up
 
 from .param_pairs import ParamPairs, Params, same
 
@@ -224,10 +224,9 @@ def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:
 
 
 def _devices(pairs: ParamPairs) -> list[int]:
-    with as_plain_tensors(pairs.master):
-        if all(map(_IS_CPU, pairs.master)):  # takes a fraction of what a number for each does
-            return []
-        return list(map(Tensor.get_device, pairs.master))
+    if all(look_up(_IS_CPU, pairs.master)):  # takes a fraction of what a number for each does
+        return []
+    return look_up(Tensor.get_device, pairs.master)
 
 
 def _new_target(grad: Tensor, master: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+Value = TypeVar("Value")
 
 _GRAD: Any = Tensor.grad
 #: Read, and set, the gradient that is there, without asking for one.
@@ -179,10 +181,15 @@ def clear_grads(params: Iterable[Tensor]) -> None:
     store_grads(params, repeat(None))
 
 
+def look_up(what: Callable[[Tensor], Value], params: Iterable[Tensor]) -> list[Value]:
+    """Return what torch itself knows of each parameter: its class is not asked."""
+    with _switched_off():
+        return list(map(what, params))
+
+
 def stored_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
     """Return the gradients that are there; None where there is none, or one waits."""
-    with _switched_off():
-        return list(map(stored_grad, params))
+    return look_up(stored_grad, params)
 
 
 def store_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
