@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
+from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.weights.lazy_gradients import look_up
@@ -137,7 +138,7 @@ class GradientBuffers:
         halves, unscaled = self._local(halves), self._local(unscaled)
         with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
             for rows in self._kinds:
-                torch._foreach_copy_([halves[r] for r in rows], [unscaled[r] for r in rows])
+                torch._foreach_copy_(chosen(halves, rows), chosen(unscaled, rows))
 
     def in_place(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries that belong to parameters stepped themselves."""

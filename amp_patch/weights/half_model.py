@@ -63,7 +63,9 @@ class ForwardCasts:
         if self.inputs is None:
             return None
         args = tuple([cast_floats(value, self.inputs) for value in args])
-        return args, {key: cast_floats(value, self.inputs) for key, value in kwargs.items()}
+        if kwargs:
+            kwargs = {key: cast_floats(value, self.inputs) for key, value in kwargs.items()}
+        return args, kwargs
 
     @leave_out
     def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
