@@ -9,9 +9,12 @@ from types import ModuleType
 
 import processes
 import pytest
-from benchmarks import cuda_host, report
+import torch
+from benchmarks import cuda_host, memory, report
+from benchmarks.host_models import HostModel, regression
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
@@ -43,6 +46,23 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     (ratios,) = json.loads(out.read_text())["ratios"].values()
     assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("autocast fp16", 16), ("O1", 18), ("O2", 20), ("O5", 20)]
+)
+def test_the_peak_of_a_step_is_that_of_the_bytes_for_each_parameter(
+    amp: ModuleType, name: str, expected: int
+) -> None:
+    def peak(width: int) -> int:
+        def make() -> HostModel:
+            model = nn.Sequential(*[nn.Linear(width, width) for _ in range(16)])
+            return regression(model, torch.randn(1, width), torch.randn(1, width))
+
+        return memory.peak(name, make)
+
+    found = (peak(160) - peak(96)) / (16 * (160**2 - 96**2))
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 def test_the_phase_on_cuda_is_timed_in_its_parts_while_kernels_are_only_launched(

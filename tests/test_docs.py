@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from benchmarks import memory
 from pages import (
     DOCS,
     PAGES,
@@ -185,7 +186,19 @@ def host_rows_table(file: str) -> str:
     return f"Measured on {about['date']}, {where}.\n\n{table}\n"
 
 
+def memory_table() -> str:
+    """Return the table of the committed peaks of memory."""
+    measured = json.loads(text_of(RESULTS / "memory.json"))["bytes"]
+    names = [f"{ours} / {theirs}" for ours, theirs in memory.RATIOS]
+    lines = [["peak of a step", "autocast fp16", *names], ["---"] * (2 + len(names))]
+    for model, found in measured.items():
+        ratios = [f"{found[ours] / found[theirs]:.2f}" for ours, theirs in memory.RATIOS]
+        lines.append([model, f"{found['autocast fp16'] / 2**20:.0f} MiB", *ratios])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 GENERATED = {
+    "memory": (DOCS / "benchmarks.md", memory_table),
     "host-rows": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows.json")),
     "host-rows-compiled": (
         DOCS / "benchmarks.md",

@@ -1,0 +1,105 @@
+"""Measures the memory of a step at each level against torch's own: bytes of tensors alive at once.
+
+    python tests/benchmarks/memory.py
+    python tests/benchmarks/memory.py --out FILE
+
+The peak over one step, weights, optimizer state, gradients and activations together. The counts are
+exact, and those of a GPU would be the same; what an operator takes for itself is not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import report
+from benchmarks.host_models import Block, HostModel, regression
+from benchmarks.host_rows import step_of
+
+from amp_patch.tools.sweep.memory import LivingTensors
+
+#: What is measured, against what.
+RATIOS = (
+    ("O1", "autocast fp16"),
+    ("O2", "autocast fp16"),
+    ("O2 fused_step", "autocast fp16"),
+    ("O4", "autocast bf16"),
+    ("O5", "autocast bf16"),
+    ("O5 fused_step", "autocast bf16"),
+)
+
+
+def linears() -> HostModel:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return regression(nn.Sequential(*layers), torch.randn(64, 1024), torch.randn(64, 1024))
+
+
+def transformer() -> HostModel:
+    blocks = nn.Sequential(*[Block(256, 4) for _ in range(4)])
+    return regression(blocks, torch.randn(8, 64, 256), torch.randn(8, 64, 256))
+
+
+def convolutions() -> HostModel:
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(6):
+        layers += [nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
+    return regression(nn.Sequential(*layers), torch.randn(8, 3, 32, 32), torch.randn(8, 32, 32, 32))
+
+
+MODELS: dict[str, Callable[[], HostModel]] = {
+    "12 linear layers, 1,024 wide, batch 64": linears,
+    "4 transformer blocks, 256 wide, batch 8 x 64": transformer,
+    "7 convolutions, 32 channels, batch 8 x 32 x 32": convolutions,
+}
+
+
+def peak(name: str, make: Callable[[], HostModel]) -> int:
+    """Return the most bytes alive at once in a step, after some others."""
+    gc.collect()
+    with step_of(name, make, lambda model: model) as step:
+        for _ in range(3):
+            step()
+        gc.collect()
+        with LivingTensors() as living:
+            step()
+    return living.peak
+
+
+def measure() -> dict[str, dict[str, int]]:
+    """Return model -> what is measured -> bytes."""
+    names = dict.fromkeys(name for pair in RATIOS for name in pair)
+    return {model: {name: peak(name, make) for name in names} for model, make in MODELS.items()}
+
+
+def as_table(measured: dict[str, dict[str, int]]) -> Table:
+    table = Table("peak", "autocast fp16", *(f"{ours} / {theirs}" for ours, theirs in RATIOS))
+    for model, found in measured.items():
+        cells = [f"{found[ours] / found[theirs]:.2f}" for ours, theirs in RATIOS]
+        table.add_row(model, f"{found['autocast fp16'] / 2**20:.1f} MiB", *cells)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="a file for the result as JSON")
+    args = parser.parse_args()
+    measured = measure()
+    Console(width=160).print(as_table(measured))
+    if args.out is not None:
+        result = {"machine": report.machine(), "bytes": measured}
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
