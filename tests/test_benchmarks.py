@@ -56,12 +56,12 @@ def test_the_peak_of_a_step_is_that_of_the_bytes_for_each_parameter(
 ) -> None:
     def peak(width: int) -> int:
         def make() -> HostModel:
-            model = nn.Sequential(*[nn.Linear(width, width) for _ in range(16)])
+            model = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)])
             return regression(model, torch.randn(1, width), torch.randn(1, width))
 
         return memory.peak(name, make)
 
-    found = (peak(160) - peak(96)) / (16 * (160**2 - 96**2))
+    found = (peak(640) - peak(512)) / (12 * (640**2 - 512**2))
     assert found == pytest.approx(expected, rel=0.05)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Comparison:
 
     def __init__(self, sources: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         self._pairs = [(s.detach(), c.detach()) for s, c in zip(sources, copies, strict=True)]
-        together = [c for _, c in self._pairs if c.numel() <= _TOGETHER and _is_view(_flat(c), c)]
+        together = _smallest([c for _, c in self._pairs if _is_view(_flat(c), c)])
         self._are_on_cpu = all(copy.is_cpu for copy in copies)
         ids = set(map(id, together))
         self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
@@ -91,6 +92,15 @@ class Comparison:
         return differs
 
 
+def _smallest(copies: Sequence[Tensor]) -> list[Tensor]:
+    """Return small ones in their order, as many as take little memory together."""
+    small = [copy for copy in copies if copy.numel() <= _TOGETHER]
+    rows = sorted(range(len(small)), key=lambda row: small[row].numel())
+    totals = accumulate(small[row].numel() for row in rows)
+    chosen = {row for row, total in zip(rows, totals, strict=True) if total <= _ALL_TOGETHER}
+    return [copy for row, copy in enumerate(small) if row in chosen]
+
+
 def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -123,8 +133,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Elements up to which a tensor is compared together with others.
-_TOGETHER = 1 << 16
+#: The most elements of a copy that is compared together with others, and of all of these.
+_TOGETHER, _ALL_TOGETHER = 1 << 16, 1 << 20
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:

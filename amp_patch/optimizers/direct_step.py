@@ -7,6 +7,7 @@ step counter. Knows one optimizer; no masters, scales or skipped steps.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -42,6 +43,7 @@ class DirectStep:
         groups = optimizer.param_groups
         return (
             type(optimizer).step is self._type_step
+            and bool(groups)
             and all(group["fused"] and group["params"] for group in groups)
             and _GIVEN_BY_SCALERS.isdisjoint(vars(optimizer))
             and not captures.are_made(groups[0]["params"][0].device)
@@ -55,6 +57,8 @@ class DirectStep:
 def _is_torchs(function: Any) -> bool:
     """Return whether a function, and all that it wraps, was written in torch.optim."""
     while function is not None:
+        if type(function) is not FunctionType:  # an object may say that it is one
+            return False
         if not function.__globals__["__name__"].startswith("torch.optim."):
             return False
         function = getattr(function, "__wrapped__", None)

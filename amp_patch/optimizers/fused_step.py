@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -148,7 +149,9 @@ def _has_pre_hooks(optimizer: Optimizer) -> bool:
     return any(not str(hook.__module__).startswith("amp_patch.") for hook in _pre_hooks(optimizer))
 
 
-_is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+def _is_profiled() -> bool:
+    """Return whether this thread is profiled, or a profile was begun that may be of all threads."""
+    return profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()
 
 
 def _without_hooks(step: Any) -> Callable[..., Any]:

@@ -172,8 +172,9 @@ class StepCounters:
         steps = list(map(_STEP, states))
         is_known = (self._all.device, self._all.dtype) == (device, dtype)
         if not (is_known and _are_same(steps, self._steps)):
-            self._all = torch.stack([step.to(device, dtype) for step in steps])
-            self._steps = [self._all[index] for index in range(len(steps))]
+            with torch.inference_mode(False):  # or no later step could write to them
+                self._all = torch.stack([step.to(device, dtype) for step in steps])
+                self._steps = [self._all[index] for index in range(len(steps))]
             for state, step in zip(states, self._steps, strict=True):
                 state["step"] = step
         return self._steps

@@ -81,9 +81,15 @@ class ReferenceStep:
         self._rows: list[list[int | None]] = []
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Step all groups; return False, with nothing changed, where one does not suit."""
+        """Step all groups; return False, with nothing changed, where one does not suit.
+
+        Raises:
+            RuntimeError: see `UnscaledLater.refuse_written`; nothing has changed.
+        """
         self._groups.look_up(optimizer)
         self._look_up_parts(optimizer)
+        if isinstance(self._lazy.source, LargeInHalf):
+            self._lazy.source.refuse_written()
         work: list[_Work] = []
         for part, rows in zip(self._parts, self._rows_of_parts(), strict=True):
             one = self._work(optimizer, part, rows)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import any_spread, local, spread_as
 from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.dense_rows import chosen
@@ -99,13 +100,14 @@ class GradientBuffers:
 
         Returns:
             What was found, with the half gradients themselves for large masters, that are unscaled
-            when the step reads them. None, with nothing done, where there are no such; on devices
-            where kernels do this; and where an unscaled gradient may overflow though the half one
-            does not.
+            when the step reads them. None, with nothing done, where there are no such; where large
+            parameters have others (``param.grad_dtype``); on devices where kernels do this; and
+            where an unscaled gradient may overflow though the half one does not.
         """
         if not self._large or self._devices or self.is_spread or any(map(_IS_SPARSE, grads)):
             return None
-        if isinstance(scale, Tensor) or scale < 1.0:
+        large = [grads[row] for row in self._large]
+        if isinstance(scale, Tensor) or scale < 1.0 or not set(map(_DTYPE, large)).issubset(HALVES):
             return None
         if self._rest is None:
             is_rest = [True] * len(grads)
@@ -115,7 +117,6 @@ class GradientBuffers:
         is_rest, buffers = self._rest
         check = buffers.unscale(list(compress(grads, is_rest)), scale, is_checked)
         unscaled = iter(check.grads)
-        large = [grads[row] for row in self._large]
         found = torch_kernels.find_nonfinite(large) if is_checked else []
         all_grads = [next(unscaled) if r else g for r, g in zip(is_rest, grads, strict=True)]
         return GradCheck(all_grads, [*check.found_inf, *found])
@@ -240,5 +241,6 @@ def _new_target(grad: Tensor, master: Tensor) -> Tensor:
     return torch.empty_like(grad, dtype=master.dtype, device=master.device)
 
 
+_DTYPE = operator.attrgetter("dtype")
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_SPARSE = operator.attrgetter("is_sparse")

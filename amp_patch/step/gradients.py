@@ -19,7 +19,10 @@ from amp_patch import kernels
 from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.warn_once import warn
-from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
+from amp_patch.weights.half_gradients import (
+    HalfGradients,
+    LargeInHalf,
+)
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
@@ -180,8 +183,10 @@ class Gradients:
             return
         if not self._received:
             self.receive_unscaled(pairs)
-        for param in pairs.model:
-            grad = param.grad
+        grads = list(map(_GRAD, pairs.model))
+        if self._lazy is not None and any([one is not None and one._is_view() for one in grads]):  # noqa: C419
+            self._lazy.materialize()  # while it is what a view of others' memory was
+        for param, grad in zip(pairs.model, grads, strict=True):
             if grad is not None:
                 # A view of memory that others write to: DDP's buckets, at the next backward.
                 self._aside.append((param, grad.clone() if grad._is_view() else grad))
@@ -288,7 +293,7 @@ class Gradients:
     def _note(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Note the gradients of these parameters, to tell what is written to them later."""
         self._received.append((params, list(map(_VERSION, grads))))
-        if self._lazy is None:
+        if self._lazy is None or isinstance(self._lazy.source, LargeInHalf):
             self._watched.note(params)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
@@ -404,7 +409,7 @@ class Gradients:
                 cleared.append(master)
                 del versions[id(param)]
             else:
-                self._warn_of_write()
+                self._tell_of_write(grad)
         if cleared and self._lazy is not None and self._lazy.are_waiting:
             self._lazy.discard(cleared)
         for master in cleared:
@@ -412,9 +417,17 @@ class Gradients:
         left = [param for param in pairs.model if id(param) in versions]
         self._received = [(left, [versions[id(param)] for param in left])]
 
-    def _warn_of_write(self) -> None:
-        refused_later = self._lazy is not None and isinstance(self._lazy.source, HalfGradients)
-        if not self._has_warned and not refused_later:
+    def _tell_of_write(self, grad: Tensor) -> None:
+        """Warn of a write to a half gradient that no step reads; to one that waits it is refused.
+
+        Raises:
+            RuntimeError: see `UnscaledLater.refuse_written`.
+        """
+        source = None if self._lazy is None else self._lazy.source
+        if isinstance(source, LargeInHalf):
+            source.refuse_write_to(grad)
+        # kernels refuse to step with one that was written to
+        if not self._has_warned and not isinstance(source, HalfGradients):
             self._has_warned = True
             warn(
                 "What is written to the gradients of half parameters after scale_loss() has no "

@@ -212,8 +212,9 @@ class OptimizerBackward:
         Returns:
             What `note_foreign` needs.
         """
+        is_here = self._thread in (None, threading.get_ident())
         source = None if self._fused is None else self._fused.lazy.source
-        if self._fused is not None and source is not None and source.is_half:
+        if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # A half gradient that a master was given is not read again. And another thread trains its
@@ -223,7 +224,6 @@ class OptimizerBackward:
             for param, master in zip(*self.pairs(), strict=True)
             if param is master or not (waiting or stored_grad(master) is not None)
         ]
-        is_here = self._thread in (None, threading.get_ident())
         return self._foreign.watch(watched if is_scaled and is_here else [])
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -61,13 +62,25 @@ class UnscaledLater:
             return
         written = sum(self.grads[row]._version != self._versions[row] for row in rows)
         if written:
-            raise RuntimeError(
-                "with fused_step=True the gradients of half parameters must stay, from the end of "
-                f"scale_loss() until optimizer.step(), as backward() left them; got {written} of "
-                f"{len(rows)} written to in place. Write to the gradients of "
-                "amp.master_params(optimizer), call amp.clip_grad_norm_(optimizer, ...) to clip, "
-                "and clear gradients before a backward() outside of scale_loss()."
-            )
+            self._refuse(written, len(rows))
+
+    def refuse_write_to(self, grad: Tensor) -> None:
+        """Raise if a gradient, to which somebody has written, waits here.
+
+        Raises:
+            RuntimeError: see `refuse_written`.
+        """
+        if any(grad is one for one in self.grads):
+            self._refuse(1, len(self.grads))
+
+    def _refuse(self, count: int, total: int) -> NoReturn:
+        raise RuntimeError(
+            "with fused_step=True the gradients of half parameters must stay, from the end of "
+            f"scale_loss() until optimizer.step(), as backward() left them; got {count} of "
+            f"{total} written to in place. Write to the gradients of "
+            "amp.master_params(optimizer), call amp.clip_grad_norm_(optimizer, ...) to clip, "
+            "and clear gradients before a backward() outside of scale_loss()."
+        )
 
 
 class HalfGradients(UnscaledLater):
@@ -112,6 +125,14 @@ class LargeInHalf:
     def is_clipped(self) -> bool:
         """True where large ones are to be multiplied by a factor when they are unscaled."""
         return self._large.clip is not None
+
+    def refuse_write_to(self, grad: Tensor) -> None:
+        """See `UnscaledLater.refuse_write_to`."""
+        self._large.refuse_write_to(grad)
+
+    def refuse_written(self) -> None:
+        """See `UnscaledLater.refuse_written`, of all that wait in half."""
+        self._large.refuse_written(range(len(self._places)))
 
     def make(self, rows: Sequence[int]) -> list[Tensor]:
         """See `UnscaledLater.make`."""

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from types import ModuleType
@@ -380,3 +381,73 @@ def test_state_is_saved_and_loaded_as_torchs(amp: ModuleType, tmp_path: Any) -> 
         stepped.step()
     assert_same(dict(training.model.state_dict()), dict(alone.state_dict()))
     assert all(isinstance(state["step"], Tensor) for state in optimizer.state.values())
+
+
+class Wrapper:
+    """A wrapper of ``step`` that is no function; counts its calls."""
+
+    def __init__(self, function: Any, shows: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.shows, self.calls = function, shows, 0
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "function" or not self.shows:
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_class_step_that_is_no_function_is_called(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, fused: bool, shows: bool
+) -> None:
+    wrapper = Wrapper(AdamW.step, shows)
+    monkeypatch.setattr(AdamW, "step", wrapper)
+    training = Training(amp, fused=fused)
+    training.train()
+    assert wrapper.calls == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_groups_steps_nothing(amp: ModuleType, fused: bool) -> None:
+    training = Training(amp, fused=fused)
+    training.optimizer.param_groups.clear()
+    training.optimizer.step()
+
+
+def test_steps_in_inference_mode_leave_counters_that_others_can_advance(amp: ModuleType) -> None:
+    training = Training(amp)
+    training.train()
+    for is_inference in (True, False):
+        training.model.weight.grad = torch.ones(2, 3)
+        training.model.bias.grad = None
+        with torch.inference_mode(is_inference):
+            training.optimizer.step()
+    counts = [state["step"].item() for state in training.optimizer.state.values()]
+    assert counts == [3.0, 1.0]
+
+
+def test_a_profile_of_all_threads_sees_the_step(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(amp)
+    marks: list[str] = []
+    original = torch.autograd.profiler.record_function
+
+    def marked(name: str) -> Any:
+        marks.append(name)
+        return original(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", marked)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        thread = threading.Thread(target=training.train)
+        thread.start()
+        thread.join()
+    assert "Optimizer.step#AdamW.step" in marks

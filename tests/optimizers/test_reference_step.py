@@ -1,6 +1,7 @@
 """Large gradients wait in half until the step, which makes few of them in fp32 at once."""
 
 import gc
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -130,20 +131,114 @@ def test_norms_in_float32_beside_and_clipping_change_nothing(
     assert_same(*results)
 
 
-def test_writing_to_a_large_half_gradient_is_refused_at_the_step(amp: ModuleType) -> None:
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_step_refuses_a_large_half_gradient_that_was_written_to(
+    amp: ModuleType, by_data: bool
+) -> None:
     training = Training(amp, fused_step=True)
     training.train()
     training.optimizer.zero_grad()
     training.backward()
-    training.model[0].weight.grad.mul_(0.5)
-    with (
-        pytest.warns(UserWarning, match="What is written to the gradients of half parameters"),
-        pytest.raises(RuntimeError, match=r"must stay, .* got 1 of 6 written to"),
-    ):
+    before = [master.detach().clone() for master in amp.master_params(training.optimizer)]
+    training.optimizer.zero_grad()
+    training.backward()
+    grad = training.model[0].weight.grad
+    (grad.data if by_data else grad).mul_(0.5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"must stay, .* got 1 of 6 written to"):
+            training.optimizer.step()
+    masters = [group["params"] for group in training.optimizer.param_groups][0]
+    assert_same([one.detach() for one in masters], before)
+    training.train()
+    assert not torch.equal(masters[0], before[0])
+
+
+def test_a_write_by_a_hook_of_the_step_is_refused_before_anything_is_stepped(
+    amp: ModuleType,
+) -> None:
+    training = Training(amp, fused_step=True)
+    training.backward()
+
+    def halve(*_: Any) -> None:
+        training.model[DEPTH - 1].weight.grad.mul_(0.5)
+
+    training.optimizer.register_step_pre_hook(halve)
+    before = [param.detach().clone() for param in training.model.parameters()]
+    with pytest.raises(RuntimeError, match=r"must stay, .* got 1 of 6 written to"):
         training.optimizer.step()
+    assert_same([param.detach() for param in training.model.parameters()], before)
+    training.optimizer.zero_grad()
+
+
+def test_a_write_that_the_step_refuses_is_told_at_the_end(amp: ModuleType) -> None:
+    training = Training(amp, fused_step=True)
+    training.backward()
+    training.model[0].weight.grad.mul_(0.5)
     with pytest.warns(UserWarning, match="must stay, .* got 1 of 6 written to"):
         amp.deactivate()
     assert all(type(param) is nn.Parameter for param in training.model.parameters())
+
+
+def trained(amp: ModuleType, fused_step: bool, passes: int, prepare: Callable[[Any], None]) -> Any:
+    """Return the masters after two steps of several passes."""
+    training = Training(amp, SGD, fused_step=fused_step)
+    prepare(training.model)
+    for _ in range(2):
+        training.optimizer.zero_grad()
+        for _ in range(passes):
+            training.backward()
+        training.optimizer.step()
+    masters = [one.detach().clone() for one in amp.master_params(training.optimizer)]
+    amp.deactivate()
+    return masters
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no Tensor.grad_dtype")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_of_another_dtype_are_unscaled_at_once(amp: ModuleType, passes: int) -> None:
+    def widen(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.grad_dtype = torch.float32
+
+    assert_same(*(trained(amp, fused_step, passes, widen) for fused_step in (True, False)))
+
+
+@pytest.mark.filterwarnings("ignore:a hook of a parameter")
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_gradients_in_memory_of_others_are_made_before_that_is_written_to(
+    amp: ModuleType, passes: int
+) -> None:
+    """As by DistributedDataParallel with ``gradient_as_bucket_view=True``."""
+
+    def into(place: Tensor) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            param.grad = place.copy_(param.grad)
+
+        return hook
+
+    def share(model: nn.Module) -> None:
+        for param in model.parameters():
+            place = torch.zeros_like(param).detach().flatten().view_as(param)
+            param.register_post_accumulate_grad_hook(into(place))
+
+    assert_same(*(trained(amp, fused_step, passes, share) for fused_step in (True, False)))
+
+
+def test_a_loss_of_another_thread_leaves_waiting_gradients_alone(amp: ModuleType) -> None:
+    models = [nn.Linear(300, 300) for _ in range(2)]
+    optimizers = [AdamW(model.parameters()) for model in models]
+    amp.initialize(models, optimizers, opt_level="O5", fused_step=True, verbosity=0)
+
+    def backward(row: int) -> None:
+        loss = models[row](torch.ones(2, 300, dtype=torch.bfloat16)).float().square().mean()
+        with amp.scale_loss(loss, optimizers[row]) as scaled_loss:
+            scaled_loss.backward()
+
+    backward(0)
+    other = threading.Thread(target=backward, args=(1,))
+    other.start()
+    other.join()
+    assert all(stored_grad(one) is None for one in optimizers[0].param_groups[0]["params"])
 
 
 @pytest.mark.filterwarnings("ignore:What is written to the gradients of half parameters")
