@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .tensor_lists import alike, dense, kind_of, values
+from .tensor_lists import alike, kind_of, values
 from .torch_comparison import Comparison
 from .torch_norms import (
     CLIP_EPS,
@@ -40,7 +40,6 @@ __all__ = [
     "clip_factor",
     "combined",
     "find_nonfinite",
-    "kinds",
     "multiply",
     "norms_of",
     "values",
@@ -110,11 +109,6 @@ _TESTS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
 )
 
 
-def kinds(storage: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the numbers of tensors in lists of one dtype and device."""
-    return [group for (group,) in alike(dense(storage))]
-
-
 class Unscale:
     """Takes the loss scale out of gradients of the same kinds, again and again, and checks them.
 
@@ -152,7 +146,7 @@ class Unscale:
             scale: the loss scale, above 0, rounded to fp32 as it was when the loss was multiplied;
                 as a tensor (fp32, one element, on any device) it is not waited for.
             storage: fewer tensors that hold the numbers of all (dense) targets, if there are such;
-                lists of one dtype and device, as `kinds` returns them.
+                lists, each of one dtype and device.
         """
         with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
             return self._run(sources, targets, scale, storage)

@@ -7,12 +7,11 @@ import copy
 import gc
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu.fake_gpu import Gpu
@@ -170,15 +169,6 @@ class Trial:
         ):
             torch.testing.assert_close(master.double(), exact.detach(), rtol=2e-5, atol=2e-6)
             assert torch.equal(param, master.to(param.dtype))
-
-
-@pytest.fixture
-def on_gpu(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[Gpu]:
-    cuda_on_cpu.require_compiler()
-    yield Gpu(monkeypatch, pytestconfig)
-    amp.deactivate()  # as long as there are kernels
 
 
 @dataclass(frozen=True)

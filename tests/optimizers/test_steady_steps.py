@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu.fake_gpu import Gpu
@@ -221,15 +220,6 @@ ACTIONS = [
     for name, value in vars(Training).items()
     if callable(value) and name not in ("__init__", "step", "forget", "bits", "stepped", "states")
 ]
-
-
-@pytest.fixture
-def on_gpu(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[Gpu]:
-    cuda_on_cpu.require_compiler()
-    yield Gpu(monkeypatch, pytestconfig)
-    amp.deactivate()  # as long as there are kernels
 
 
 Program = list[tuple[str, int, bool]]

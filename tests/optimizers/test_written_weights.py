@@ -6,11 +6,10 @@ reconciles them before the step.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu.fake_gpu import Gpu
@@ -28,15 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "lamb": lambda params: FusedLAMB(params, lr=0.05),
 }
 SCALE = 64.0
-
-
-@pytest.fixture
-def on_gpu(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[Gpu]:
-    cuda_on_cpu.require_compiler()
-    yield Gpu(monkeypatch, pytestconfig)
-    amp.deactivate()  # as long as there are kernels
 
 
 class Model(nn.Module):
