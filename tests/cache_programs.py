@@ -24,7 +24,7 @@ RECOMPUTES = {0: None, 1: True, 2: False}
 
 
 def uncached(cache: WeightCache, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """Stand in for `WeightCache.cast`: autocast without its cache."""
+    """Stand in for `WeightCache.cast` and `cast_plainly`: autocast without its cache."""
     return param.to(dtype) if param.dtype is torch.float32 else param
 
 
@@ -299,6 +299,7 @@ def run_both(
     cached = make().execute(program)
     with monkeypatch.context() as patch:
         patch.setattr(WeightCache, "cast", uncached)
+        patch.setattr(WeightCache, "cast_plainly", uncached)
         reference = make().execute(program)
     for (what, found), (_, expected) in zip(cached, reference, strict=True):
         yield what, found, expected

@@ -5,15 +5,29 @@ Knows parameters and the modules that they are registered on; nothing of modes o
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from amp_patch import kernels
-from amp_patch.kernels.reusable import Reusable
+from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.reusable import (
+    OWN_REFERENCES,
+    Reusable,
+    count_references,
+    has_own_memory,
+    is_held,
+    is_shared,
+)
 
+#: Elements from which on a cast gives its memory back in the backward. To give it back and to get
+#: it again takes the host about 4 us, as long as casting that many elements takes one core.
+LARGE = 1 << 14
+_NO_VERSION = -1
 _VERSION = operator.attrgetter("_version")
 _SHAPE = operator.attrgetter("shape")
 
@@ -25,6 +39,8 @@ class Group:
         root: the model, held weakly.
         stale: True where weights may have changed since the casts were made.
         training: the model's mode when its forward was last seen.
+        accumulates: True where casts are used again after a backward and before they go stale, so
+            that they keep their memory.
         entries: by the id of the parameter, which its entry keeps alive.
         bulk: all entries as lists; None where any came or went since it was made.
     """
@@ -33,14 +49,38 @@ class Group:
         self.root = weakref.ref(root)
         self.stale = True
         self.training = root.training
+        self.accumulates = False
         self.entries: dict[int, Entry] = {}
         self.bulk: Bulk | None = None
 
 
 class Entry:
-    """A parameter, its cast, and what must still hold for the cast to be right."""
+    """A parameter, its cast, and what must still hold for the cast to be right.
 
-    __slots__ = ("cast", "dtype", "group", "layout", "param", "pointer", "requires_grad", "version")
+    The cast of a large parameter gives its memory back when its gradient arrives, for then all
+    that read it in this backward have run. Autocast's casts go at the same time: kept to the step,
+    ours would lie beside the fp32 gradients, 2 bytes more per parameter.
+
+    Attributes:
+        has_memory: False from the arrival of the gradient until the cast is made again.
+        is_large: True where it gives its memory back.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "cast",
+        "dtype",
+        "empty",
+        "group",
+        "has_memory",
+        "is_large",
+        "layout",
+        "param",
+        "pointer",
+        "requires_grad",
+        "strides",
+        "version",
+    )
 
     def __init__(self, param: nn.Parameter, cast: Tensor, group: Group) -> None:
         self.param = param
@@ -51,6 +91,11 @@ class Entry:
         self.requires_grad = param.requires_grad
         self.pointer = param.data_ptr()
         self.layout = (param.shape, param.stride())
+        self.has_memory = True
+        self.is_large = is_large(param)
+        if self.is_large:
+            self.strides = cast.stride()
+            self.empty = _empty(cast.dtype, cast.device)
 
     def stands(self) -> bool:
         """True while the parameter is the tensor that this was cast from, whatever its values."""
@@ -61,6 +106,56 @@ class Entry:
             and self.layout == (param.shape, param.stride())
         )
 
+    def is_held(self) -> bool:
+        """Return whether somebody else would see it if the cast were written to."""
+        if self.is_large:
+            return is_shared(self.cast, OWN_REFERENCES)  # `claim` sees to other tensors of it
+        return is_held(self.cast)
+
+    def release(self) -> None:
+        """Give the memory back, but where somebody holds the cast or it is soon used again."""
+        group = self.group
+        # A graph that is captured replays its casts at the addresses of now.
+        if group.accumulates or captures.are_made(self.cast.device):
+            return
+        # In this order: another thread takes the cast before it looks at the version.
+        version, self.version = self.version, _NO_VERSION
+        bulk = group.bulk
+        if is_shared(self.cast, OWN_REFERENCES if bulk is None else bulk.references):
+            self.version = version
+            return
+        # Not by emptying the storage: an operator that came by the cast would read no memory and
+        # crash. Of an empty tensor it tells.
+        self.has_memory = False
+        self.cast.data = self.empty
+
+    def claim(self) -> None:
+        """See that the cast has memory, which nobody else reads; what is in it is not known."""
+        if not (self.has_memory and has_own_memory(self.cast)):
+            shape, device = self.param.shape, self.cast.device
+            self.cast.data = torch.empty_strided(
+                shape, self.strides, dtype=self.dtype, device=device
+            )
+            self.has_memory = True
+
+    @torch.no_grad()
+    def revive(self) -> None:
+        """Cast the parameter again, into new memory; its casts are to stay from now on."""
+        self.group.accumulates = True
+        self.claim()
+        self.cast.copy_(self.param)
+        self.version = self.param._version
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def is_large(param: Tensor) -> bool:
+    """Return whether the cast of a parameter is kept only from its forward to its backward."""
+    return param.numel() >= LARGE
+
 
 class Bulk:
     """All casts of a model as lists: to check and to refresh them takes a few calls.
@@ -68,20 +163,25 @@ class Bulk:
     Args:
         entries: each just found to be usable, and its cast held by nobody.
         owners: where each entry's parameter is registered.
+
+    Attributes:
+        references: to a large cast, as `count_references` counts, where nobody else holds it.
     """
 
     def __init__(self, entries: Sequence[Entry], owners: Sequence[Owner]) -> None:
         self.entries = list(entries)
         self.params = [entry.param for entry in entries]
-        casts = [entry.cast for entry in entries]
-        self._cast = kernels.Cast(self.params, casts)
+        self._large = [entry for entry in entries if entry.is_large]
+        self._cast = kernels.Cast(self.params, [entry.cast for entry in entries])
+        # Lists hold one as often as another; more are there while another thread looks at one.
+        self.references = min([count_references(one.cast) for one in self._large], default=0)
         slots = [owner.slot() for owner in owners]
         self._registries = [registry for registry, _ in slots]
         self._names = [name for _, name in slots]
         self._pointers = [entry.pointer for entry in entries]
         self._shapes = list(map(_SHAPE, self.params))
         self._versions: list[int] = []
-        self._casts = Reusable(casts)
+        self._small = Reusable([entry.cast for entry in entries if not entry.is_large])
 
     def usable(self) -> bool:
         """True while every parameter stands and nobody holds a cast (see `Entry`)."""
@@ -90,12 +190,17 @@ class Bulk:
             list(map(Tensor.data_ptr, params)) == self._pointers
             and list(map(_SHAPE, params)) == self._shapes
             and all(map(operator.is_, map(dict.get, self._registries, self._names), params))
-            and self._casts.are_free()
+            and self._small.are_free()
+            and not any(one.has_memory and is_shared(one.cast, self.references) for one in self._large)
         )
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""
+        for entry in self._large:
+            entry.claim()
         self._cast.run()
+        for entry in self._large:
+            entry.version = entry.param._version
         versions = list(map(_VERSION, self.params))
         if versions != self._versions:  # fused optimizers do not move them
             self._versions = versions

@@ -10,14 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.kernels.reusable import is_held
-
 from .argument_casts import is_on_cast_device
-from .cached_casts import Bulk, Entry, Group, Owner
+from .cached_casts import Bulk, Entry, Group, Owner, is_large
 from .mode import FLOATS, mode
 from .shared_casts import is_recorded
 
@@ -106,17 +105,18 @@ class WeightCache:
         entry = self._entries.get(id(param))
         # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
         # entry keeps its parameter alive: no other one has its id.
-        if (
-            entry is not None
-            and not entry.group.stale
-            and entry.version == param._version
-            and entry.dtype is dtype
-            and entry.pointer == param.data_ptr()
-            and entry.requires_grad == param.requires_grad
-        ):
-            return entry.cast
-        # What an outdated cast holds must go before the next is made (see _drop).
-        del entry
+        if entry is not None:
+            cast = entry.cast  # before its version is looked at: see Entry.release
+            if (
+                not entry.group.stale
+                and entry.version == param._version
+                and entry.dtype is dtype
+                and entry.pointer == param.data_ptr()
+                and entry.requires_grad == param.requires_grad
+            ):
+                return cast
+            # What an outdated cast holds must go before the next is made (see _drop).
+            del cast, entry
         return self._find_or_cast(param, dtype)
 
     def _find_or_cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -132,13 +132,13 @@ class WeightCache:
             if group.stale:
                 self._refresh(group)
             entry = group.entries.get(id(param))
-            if (
-                entry is not None
-                and entry.version == param._version
-                and entry.dtype is dtype
-                and entry.stands()
-            ):
-                return entry.cast
+            if entry is not None and entry.dtype is dtype and entry.stands():
+                if not entry.has_memory:
+                    entry.revive()
+                cast = entry.cast
+                if entry.version == param._version:
+                    return cast
+                del cast
             del entry
             return self._cache(param, dtype, group)
 
@@ -146,14 +146,19 @@ class WeightCache:
         self._drop(id(param))
         with torch.enable_grad():
             cast = param.to(dtype)
+        node = cast.grad_fn
         # A mode or a transform may hand out something else than a plain tensor, and a cast of a
-        # released storage has no address to compare.
-        if type(cast) is Tensor and param.data_ptr() != 0:
+        # released storage has no address to compare. No gradient tells when the cast of a large
+        # frozen weight could go.
+        if type(cast) is Tensor and param.data_ptr() != 0 and (node or not is_large(param)):
             entry = Entry(param, cast, group)
-            if cast.grad_fn is not None:
+            if node is not None:
                 # The engine runs later nodes first: the node of a cached cast, older than all of
                 # its iteration's, would wait for the end and hold every half gradient till then.
-                cast.grad_fn._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]  # no stub
+                node._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]  # no stub
+                if entry.is_large:
+                    # The node must keep nothing that keeps the node.
+                    node.register_prehook(partial(_release, weakref.ref(self), weakref.ref(entry)))
             group.bulk = None
             group.entries[id(param)] = self._entries[id(param)] = entry
         return cast
@@ -165,7 +170,7 @@ class WeightCache:
             # Its lists would make each cast look held.
             group.bulk = bulk = None
             for key, entry in list(group.entries.items()):
-                if not self._usable(entry) or is_held(entry.cast):
+                if not self._usable(entry) or entry.is_held():
                     self._drop(key)
             entries = list(group.entries.values())
             owners = [self._owners[key] for key in group.entries]
@@ -250,6 +255,14 @@ class WeightCache:
         if entry is not None:
             entry.group.entries.pop(param_id, None)
             entry.group.bulk = None
+
+
+def _release(cache: weakref.ref[WeightCache], entry: weakref.ref[Entry], _: object) -> None:
+    """Give the memory of a cast back whose gradient has arrived."""
+    alive, released = cache(), entry()
+    if alive is not None and released is not None:
+        with alive._lock:
+            released.release()
 
 
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

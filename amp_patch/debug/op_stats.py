@@ -121,6 +121,8 @@ class Counting(TorchDispatchMode):
         self._fresh: set[int] = set()
         self._unread: set[tuple[int, int]] = set()  # several casts may share a storage
         self._is_stale = True
+        # Casts of large weights go in a backward, and other tensors come to lie where they lay.
+        self._is_behind_backward = False
 
     def of_steps(self) -> contextlib.AbstractContextManager[None]:
         """Know inside the block when an optimizer steps, and when amp works on its gradients."""
@@ -146,7 +148,10 @@ class Counting(TorchDispatchMode):
         else:
             self._count_cast(name, inputs, outputs, phase)
             if phase == "forward" and not _is_view(func):
+                if self._is_behind_backward:
+                    self._look_up()
                 self._count_reads(inputs, outputs)
+            self._is_behind_backward |= phase == "backward"
         if not name.startswith("_record_function"):  # torch's own profiler
             self._stats.calls[phase, name, dtype] += 1
         return result
@@ -184,6 +189,7 @@ class Counting(TorchDispatchMode):
             kind = self._kind(source, target)
             self._add(kind, source, target)
             if kind == "weight":
+                self._is_stale = True  # casts of large weights get memory anew
                 self._unread.add((_storage(target), int(target.storage_offset())))
 
     def _kind(self, source: Tensor, target: Tensor) -> Kind:
@@ -212,7 +218,7 @@ class Counting(TorchDispatchMode):
         models = list(session.models.levels)
         self._weights = {_storage(param) for model in models for param in model.parameters()}
         self._casts = {_storage(cast) for cast in session.cache.casts()}
-        self._is_stale = False
+        self._is_stale = self._is_behind_backward = False
 
 
 def _floating(tree: Any) -> list[Tensor]:

@@ -64,9 +64,28 @@ def is_held(tensor: Tensor) -> bool:
     """
     return (
         _count_uses(tensor) > 1
-        or not _count_storage_uses(tensor.untyped_storage()._cdata) <= _OWN_USES < _MANY_USES
-        or sys.getrefcount(tensor) > _OWN_REFERENCES
+        or not has_own_memory(tensor)
+        or sys.getrefcount(tensor) > OWN_REFERENCES
     )
+
+
+def is_shared(tensor: Tensor, references: int) -> bool:
+    """Return whether others hold this very object; they may hold other tensors of its memory.
+
+    Args:
+        references: what `count_references` gives where nobody else holds it.
+    """
+    return _count_uses(tensor) > 1 or sys.getrefcount(tensor) > references
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """Return whether no other tensor has the same memory."""
+    return bool(_count_storage_uses(tensor.untyped_storage()._cdata) <= _OWN_USES < _MANY_USES)
+
+
+def count_references(tensor: Tensor) -> int:
+    """Return how many references there are to a field's tensor, this call's among them."""
+    return sys.getrefcount(tensor)
 
 
 def _count_own(tensor: Tensor) -> tuple[int, int]:
@@ -76,4 +95,4 @@ def _count_own(tensor: Tensor) -> tuple[int, int]:
 
 # Counted here, for Python 3.10 counts an argument twice, and torch 2.6 a storage once less.
 _OWNER = types.SimpleNamespace(field=torch.empty(1, device="cpu"))
-_OWN_USES, _OWN_REFERENCES = _count_own(_OWNER.field)
+_OWN_USES, OWN_REFERENCES = _count_own(_OWNER.field)

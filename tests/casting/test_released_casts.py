@@ -1,0 +1,362 @@
+"""Casts of large weights give their memory back in the backward; here every weight is large."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from cache_programs import Net, Program, Run, TwiceNet, TwiceRun, programs, run_both
+from cast_counter import CastCounter
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import amp_patch.debug
+from amp_patch.casting import cached_casts
+from amp_patch.casting.cached_casts import Entry
+from amp_patch.casting.mode import process
+from amp_patch.casting.weight_cache import WeightCache
+from amp_patch.kernels.graph_capture import captures
+
+HALF = torch.float16
+shared_fixtures = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the step")
+
+
+@pytest.fixture(autouse=True)
+def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cached_casts, "LARGE", 1)
+
+
+@pytest.fixture
+def cache(device: torch.device) -> Iterator[WeightCache]:
+    process.devices = frozenset({device.type})
+    yield WeightCache()
+    process.reset()
+
+
+@pytest.fixture
+def model(cache: WeightCache, device: torch.device) -> nn.Linear:
+    model = nn.Linear(3, 3).to(device)
+    cache.add_model(model)
+    return model
+
+
+@pytest.fixture(params=[0, 2], ids=["first iteration", "third iteration"])
+def warm_up(
+    request: pytest.FixtureRequest, cache: WeightCache, model: nn.Linear
+) -> Callable[[], None]:
+    """Let iterations pass: from the second on, casts are refreshed by lists made once."""
+
+    def iterate() -> None:
+        for _ in range(request.param):
+            forward(cache, model).backward()
+            cache.mark_stale()
+            model.zero_grad()
+
+    return iterate
+
+
+def forward(cache: WeightCache, model: nn.Linear) -> Tensor:
+    x = torch.randn(2, 3, dtype=HALF, device=model.weight.device, requires_grad=True)
+    y = F.linear(x, cache.cast(model.weight, HALF), cache.cast(model.bias, HALF))
+    return y.float().square().sum()
+
+
+def bytes_of(cache: WeightCache) -> int:
+    return sum(cast.untyped_storage().nbytes() for cast in cache.casts())
+
+
+OF_ALL = 2 * (9 + 3)  # of the casts of the linear layer
+
+
+# -- when --------------------------------------------------------------------------------------
+
+
+def test_memory_goes_in_the_backward_and_comes_with_the_next_use(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[[], None]
+) -> None:
+    warm_up()
+    for _ in range(2):
+        loss = forward(cache, model)
+        assert bytes_of(cache) == OF_ALL
+        loss.backward()
+        assert bytes_of(cache) == 0
+        cache.mark_stale()
+
+
+def test_each_goes_as_soon_as_its_gradient_is_known(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[[], None]
+) -> None:
+    later = nn.Linear(3, 3).to(model.weight.device)
+    cache.add_model(later)
+    warm_up()
+    found: list[int] = []
+    x = torch.randn(2, 3, dtype=HALF, device=model.weight.device, requires_grad=True)
+    hidden = F.linear(x, cache.cast(model.weight, HALF), cache.cast(model.bias, HALF))
+    hidden.register_hook(lambda _: found.append(bytes_of(cache)))
+    F.linear(hidden, cache.cast(later.weight, HALF)).float().sum().backward()
+    assert found == [OF_ALL]  # the later ones are gone
+    assert bytes_of(cache) == 0
+
+
+def test_a_graph_that_will_be_read_again_keeps_the_memory(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[[], None]
+) -> None:
+    warm_up()
+    loss = forward(cache, model)
+    loss.backward(retain_graph=True)
+    first = model.weight.grad.clone()
+    assert bytes_of(cache) >= 2 * 9  # no backward reads a bias
+    model.weight.grad = None
+    loss.backward()
+    assert torch.equal(model.weight.grad, first)
+    assert bytes_of(cache) == 0
+
+
+def test_two_graphs_of_the_same_weights_keep_it_until_both_are_done(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[[], None]
+) -> None:
+    warm_up()
+    first, second = forward(cache, model), forward(cache, model)
+    first.backward()
+    assert bytes_of(cache) >= 2 * 9
+    second.backward()
+    assert bytes_of(cache) == 0
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda cast: cast, lambda cast: cast.detach(), lambda cast: cast[0], Tensor.tolist]
+)
+def test_what_a_caller_holds_of_a_cast_stays_as_it_is(
+    cache: WeightCache,
+    model: nn.Linear,
+    warm_up: Callable[[], None],
+    keep: Callable[[Tensor], Any],
+) -> None:
+    warm_up()
+    held = keep(cache.cast(model.weight, HALF))
+    expected = torch.tensor(model.weight.to(HALF).tolist(), dtype=HALF)
+    for _ in range(2):
+        forward(cache, model).backward()
+        model.weight.data.neg_()
+        cache.mark_stale()
+    found = held if isinstance(held, Tensor) else torch.tensor(held, dtype=HALF)
+    assert torch.equal(found.detach().cpu(), expected[0] if found.dim() == 1 else expected)
+
+
+def test_memory_that_is_held_without_its_tensor_is_not_written_over(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[[], None]
+) -> None:
+    """``data`` is no view: nothing leads from it to the cast."""
+    warm_up()
+    held = cache.cast(model.weight, HALF).data
+    expected = held.clone()
+    model.weight.data.neg_()
+    cache.mark_stale()
+    assert torch.equal(cache.cast(model.weight, HALF), model.weight.to(HALF))
+    assert torch.equal(held, expected)
+
+
+def test_nothing_goes_while_a_graph_is_captured(
+    cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replays read the casts at the addresses of the capture."""
+    monkeypatch.setattr(captures, "are_made", lambda device: True)
+    forward(cache, model).backward()
+    assert bytes_of(cache) == OF_ALL
+
+
+def test_frozen_weights_keep_no_cast(cache: WeightCache, model: nn.Linear) -> None:
+    """No gradient would tell when it could go; autocast casts them at each use, too."""
+    model.requires_grad_(False)
+    forward(cache, model)
+    assert cache.casts() == []
+
+
+# -- how often a weight is cast ------------------------------------------------------------------
+
+
+def trained(amp: ModuleType, fused: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    return amp.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+
+
+def count(amp: ModuleType, model: Any, optimizer: Any, passes: int) -> list[tuple[int, int]]:
+    """Make one step; return the single casts and the bulk copies of weights in each pass."""
+    optimizer.zero_grad()
+    found = []
+    for number in range(1, passes + 1):
+        with CastCounter(model.parameters()) as counter:
+            loss = model(torch.randn(3, 4)).float().square().sum()
+            with amp.scale_loss(loss, optimizer, delay_unscale=number < passes) as scaled:
+                scaled.backward()
+        found.append((counter.of_weights, counter.bulk_copies))
+    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])  # fused steps move no version
+def test_later_iterations_still_refresh_all_weights_by_one_call(
+    amp: ModuleType, fused: bool
+) -> None:
+    model, optimizer = trained(amp, fused)
+    assert count(amp, model, optimizer, 1) == [(4, 0)]
+    for _ in range(3):
+        assert count(amp, model, optimizer, 1) == [(0, 1)]
+
+
+def test_who_accumulates_casts_a_weight_once_more_and_never_again(amp: ModuleType) -> None:
+    model, optimizer = trained(amp)
+    assert count(amp, model, optimizer, 3) == [(4, 0), (4, 0), (0, 0)]
+    for _ in range(2):
+        assert count(amp, model, optimizer, 3) == [(0, 1), (0, 0), (0, 0)]
+
+
+def test_reads_of_casts_are_counted_as_those_of_casts_that_are_kept(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads() -> tuple[int, int]:
+        torch.manual_seed(0)
+        model, optimizer = trained(amp)
+        count(amp, model, optimizer, 1)
+        with amp_patch.debug.op_stats() as stats:
+            for _ in range(3):
+                count(amp, model, optimizer, 1)
+        amp.deactivate()
+        return stats.cache_hits, stats.first_reads
+
+    given_back = reads()
+    monkeypatch.setattr(cached_casts, "LARGE", 1 << 14)
+    assert given_back == reads() > (0, 0)
+
+
+# -- against the same programs with every cast made afresh ---------------------------------------
+
+
+def maker(run: type[Run], net: type[nn.Module], opt_level: str) -> Callable[[], Run]:
+    def make() -> Run:
+        torch.manual_seed(0)
+        return run(net(), opt_level)
+
+    return make
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+@clears_early
+@shared_fixtures
+@given(program=programs())
+def test_a_program_sees_bit_for_bit_what_it_sees_without_the_cache(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, program: Program
+) -> None:
+    for what, found, expected in run_both(maker(Run, Net, "O1"), program, monkeypatch):
+        assert found.dtype is expected.dtype
+        assert torch.equal(bits(found), bits(expected)), what
+
+
+@clears_early
+@shared_fixtures
+@given(program=programs(without=("penalty",)))
+def test_weights_used_twice_see_the_same_outputs(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, program: Program
+) -> None:
+    for what, found, expected in run_both(maker(TwiceRun, TwiceNet, "O4"), program, monkeypatch):
+        if what in ("output", "read", "average"):
+            assert torch.equal(bits(found), bits(expected)), what
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_weight_that_several_checkpoints_share_has_the_gradient_of_plain_calls(
+    amp: ModuleType, reentrant: bool
+) -> None:
+    """A reentrant one runs a backward of its own: the cast gives its memory back in the first."""
+    model, _ = trained(amp)
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def gradient(run: Callable[..., Tensor]) -> Tensor:
+        model.zero_grad()
+        hidden = x
+        for _ in range(3):
+            hidden = run(model[0], hidden).tanh()
+        hidden.float().sum().backward()
+        return model[0].weight.grad
+
+    expected = gradient(lambda layer, hidden: layer(hidden)).clone()
+    for _ in range(2):
+        found = gradient(lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=reentrant))
+        assert torch.allclose(found, expected, rtol=2.0**-9, atol=1e-3)
+
+
+# -- several threads -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def often_switched() -> Iterator[None]:
+    """Let threads take turns after almost each step of the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_backward_in_another_thread_waits_for_a_refresh(
+    cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would take the memory away between the look for it and the write to it."""
+    graph = cache.cast(model.bias, HALF).float().sum()  # reads nothing in its backward
+    others: list[threading.Thread] = []
+    claim = Entry.claim
+
+    def interrupted(entry: Entry) -> None:
+        claim(entry)
+        others.append(threading.Thread(target=graph.backward))
+        others[-1].start()
+        others[-1].join(0.2)
+
+    monkeypatch.setattr(Entry, "claim", interrupted)
+    cache.mark_stale()
+    found = cache.cast(model.bias, HALF)
+    (other,) = others
+    other.join()
+    assert torch.equal(found, model.bias.to(HALF))
+
+
+@pytest.mark.usefixtures("often_switched")
+def test_threads_that_share_a_model_never_see_a_cast_without_memory(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    x = torch.randn(2, 3, dtype=HALF, device=model.weight.device, requires_grad=True)
+    expected = F.linear(x, model.weight.to(HALF)).detach()
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(400):
+                found = F.linear(x, cache.cast(model.weight, HALF))
+                assert torch.equal(found, expected)
+                torch.autograd.grad(found.float().sum(), model.weight)
+                # As after a block, so that memory goes again where it was taken anew.
+                cache.mark_stale()
+                for group in cache._groups.values():
+                    group.accumulates = False
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
