@@ -49,7 +49,8 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("autocast fp16", 16), ("O1", 16), ("O2", 20), ("O5", 20)]
+    ("name", "expected"),
+    [("autocast fp16", 16), ("O1", 16), ("O2", 20), ("O5", 20), ("O5 fused_step", 16)],
 )
 def test_the_peak_of_a_step_is_that_of_the_bytes_for_each_parameter(
     amp: ModuleType, name: str, expected: int

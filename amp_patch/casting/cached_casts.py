@@ -191,7 +191,9 @@ class Bulk:
             and list(map(_SHAPE, params)) == self._shapes
             and all(map(operator.is_, map(dict.get, self._registries, self._names), params))
             and self._small.are_free()
-            and not any(one.has_memory and is_shared(one.cast, self.references) for one in self._large)
+            and not any(
+                one.has_memory and is_shared(one.cast, self.references) for one in self._large
+            )
         )
 
     def refresh(self) -> None:

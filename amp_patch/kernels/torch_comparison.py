@@ -94,11 +94,12 @@ class Comparison:
 
 def _smallest(copies: Sequence[Tensor]) -> list[Tensor]:
     """Return small ones in their order, as many as take little memory together."""
-    small = [copy for copy in copies if copy.numel() <= _TOGETHER]
-    rows = sorted(range(len(small)), key=lambda row: small[row].numel())
-    totals = accumulate(small[row].numel() for row in rows)
-    chosen = {row for row, total in zip(rows, totals, strict=True) if total <= _ALL_TOGETHER}
-    return [copy for row, copy in enumerate(small) if row in chosen]
+    sizes = [copy.numel() for copy in copies]
+    rows = sorted(range(len(sizes)), key=sizes.__getitem__)
+    totals = accumulate(sizes[row] for row in rows)
+    at_most = max(_TOGETHER, sum(sizes) * _SHARE)
+    chosen = {row for row, total in zip(rows, totals, strict=True) if total <= at_most}
+    return [copy for row, copy in enumerate(copies) if row in chosen]
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:
@@ -133,8 +134,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: The most elements of a copy that is compared together with others, and of all of these.
-_TOGETHER, _ALL_TOGETHER = 1 << 16, 1 << 20
+#: How many elements of small copies are compared together: so many, or a share of all elements.
+_TOGETHER, _SHARE = 1 << 16, 1 / 16
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:

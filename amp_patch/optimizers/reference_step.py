@@ -26,8 +26,9 @@ from amp_patch.weights.lazy_gradients import (
 
 from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 
-#: How many elements of large parameters are stepped at once: 16 MB of fp32 gradients.
-_AT_ONCE = 1 << 22
+#: How many elements of large parameters are stepped at once: a share of all, within these bounds
+#: (0.5 MB to 16 MB of fp32 gradients; with less the host would take longer than the step).
+_AT_ONCE, _LEAST, _MOST = 1 / 16, 1 << 17, 1 << 22
 
 
 class _Part(NamedTuple):
@@ -151,8 +152,9 @@ class ReferenceStep:
         self._params, self._lengths, self._parts = list(params), lengths, []
         self._waited = ()
         begin = 0
+        at_once = min(max(_LEAST, _AT_ONCE * sum(map(Tensor.numel, params))), _MOST)
         for group, members in enumerate(groups):
-            for rows in _shares(members):
+            for rows in _shares(members, at_once):
                 places = [begin + row for row in rows]
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
@@ -228,8 +230,13 @@ def _is_large(param: Tensor) -> bool:
     return isinstance(param, LazyGradParameter) and not small_tensors.is_small(param)
 
 
-def _shares(params: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the rows that are stepped at once: all but the large ones, then some of these."""
+def _shares(params: Sequence[Tensor], at_once: float) -> Iterator[list[int]]:
+    """Yield the rows that are stepped at once: all but the large ones, then some of these.
+
+    Args:
+        params: of one group.
+        at_once: the most elements of large ones, but for one that has more.
+    """
     rest = [row for row, param in enumerate(params) if not _is_large(param)]
     if rest:
         yield rest
@@ -238,7 +245,7 @@ def _shares(params: Sequence[Tensor]) -> Iterator[list[int]]:
     for row, param in enumerate(params):
         if not _is_large(param):
             continue
-        if share and elements + param.numel() > _AT_ONCE:
+        if share and elements + param.numel() > at_once:
             yield share
             share, elements = [], 0
         share.append(row)

@@ -74,7 +74,7 @@ def test_any_training_is_the_same_with_large_gradients_in_half(
     amp: ModuleType, name: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_tensors, "_SMALL", 5)  # weights are large, biases are small
-    monkeypatch.setattr(reference_step, "_AT_ONCE", 20)
+    monkeypatch.setattr(reference_step, "_MOST", 20)
     kept = Run(amp, True, level, OPTIMIZERS[name])
 
     # to write to gradients that wait in half is refused

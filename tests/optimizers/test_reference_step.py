@@ -91,7 +91,7 @@ def test_bytes_per_parameter(
 def test_the_step_makes_few_gradients_at_once(
     amp: ModuleType, make: Any, temporary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference_step, "_AT_ONCE", WIDTH * WIDTH)
+    monkeypatch.setattr(reference_step, "_MOST", WIDTH * WIDTH)
     training = Training(amp, make, fused_step=True)
     training.train()
     training.optimizer.zero_grad()
