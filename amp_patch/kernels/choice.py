@@ -117,8 +117,13 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
     return all(_works(one.device, sources, _forced()) for one in firsts.values())
 
 
+def are_on_cuda(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are where kernels may take them; asks for no wish of the user."""
+    return all(map(_IS_CUDA, tensors))
+
+
 def _are_candidates(columns: Sequence[Sequence[Tensor]]) -> bool:
-    on_cuda = columns[0] and all(all(map(_IS_CUDA, one)) for one in columns)
+    on_cuda = columns[0] and all(map(are_on_cuda, columns))
     return _forced() != "torch" and bool(on_cuda)
 
 

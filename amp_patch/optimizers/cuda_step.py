@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.kernels import are_used, cuda_kernels, cuda_norms
+from amp_patch.kernels import are_on_cuda, are_used, cuda_kernels, cuda_norms
 from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, OptimizerKernels
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.resident import Resident, scalar
@@ -47,8 +47,8 @@ class CudaStep:
 
     def is_expected(self, optimizer: Optimizer) -> bool:
         """Return whether kernels can step all groups, as far as the first tensor of each tells."""
-        first = [param for group in optimizer.param_groups for param in group["params"][:1]]
-        return self._are_used(optimizer, first)
+        first = _first_of_groups(optimizer)
+        return are_on_cuda(first) and self._are_used(optimizer, first)
 
     def step(
         self,
@@ -64,6 +64,8 @@ class CudaStep:
             found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
                 for where the host enters new state, of which a skipped step is to leave no trace.
         """
+        if not are_on_cuda(_first_of_groups(optimizer)):
+            return False  # most often seen at once, in less time than to ask the environment
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not self._are_used(optimizer, params):
             return False
@@ -192,6 +194,10 @@ class CudaStep:
         if device not in self._scales:
             self._scales[device] = scalar(device)
         return self._scales[device].holding(scale)
+
+
+def _first_of_groups(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"][:1]]
 
 
 class _Launches:

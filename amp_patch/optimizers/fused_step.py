@@ -78,7 +78,7 @@ class FusedStep:
 
         Not where hooks come before them, who see and change what is stepped.
         """
-        return not _has_pre_hooks(optimizer) and self.skips_by_flag(optimizer)
+        return self.skips_by_flag(optimizer) and not _has_pre_hooks(optimizer)
 
     def run(self, optimizer: Optimizer, found_inf: Tensor | None, *args: Any, **kwargs: Any) -> Any:
         """Step as ``type(optimizer).step`` does.
