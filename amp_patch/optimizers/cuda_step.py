@@ -45,6 +45,11 @@ class CudaStep:
         self._scaled, self._unscaled = (_Launches(update_type, kernels) for _ in range(2))
         self._scales: dict[torch.device, Resident] = {}
 
+    def forget(self) -> None:
+        """Let go of what was looked up, the state of the optimizer with it."""
+        self._scaled.forget()
+        self._unscaled.forget()
+
     def is_expected(self, optimizer: Optimizer) -> bool:
         """Return whether kernels can step all groups, as far as the first tensor of each tells."""
         first = _first_of_groups(optimizer)
@@ -210,6 +215,10 @@ class _Launches:
     def __init__(self, update_type: type[GroupUpdate], kernels: OptimizerKernels) -> None:
         self._make_cached = functools.partial(CachedGroups, update_type)
         self._make_step = functools.partial(KernelStep, kernels)
+        self.forget()
+
+    def forget(self) -> None:
+        """See `CudaStep.forget`."""
         self._cached, self._kernel_step = self._make_cached(), self._make_step()
         self.groups: list[GroupRows] = []
 
@@ -223,7 +232,7 @@ class _Launches:
         self.groups = []
         if all(map(are_none, grads)):
             if self._cached.groups:  # what is known of them may be gone
-                self._cached, self._kernel_step = self._make_cached(), self._make_step()
+                self.forget()
             return True
         self._cached.look_up(optimizer)
         columns = zip(self._cached.groups, optimizer.param_groups, grads, strict=True)

@@ -49,6 +49,10 @@ class DirectStep:
             and not captures.are_made(groups[0]["params"][0].device)
         )
 
+    def forget(self) -> None:
+        """See `FusedStep.forget`."""
+        self._fused.forget()
+
     def run(self, optimizer: Optimizer) -> Any:
         """Step as ``optimizer.step()`` does, with the hooks of that."""
         return self._fused.run(optimizer, None)

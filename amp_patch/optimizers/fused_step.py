@@ -62,6 +62,12 @@ class FusedStep:
         # not know that the reference lives as long as what calls it.
         self._hooked = Optimizer.profile_hook_step(lambda *args, **kw: step()(*args, **kw))  # type: ignore[misc]
 
+    def forget(self) -> None:
+        """Let go of the optimizer's state, which is looked up again in the next step."""
+        self._reference.forget()
+        if self._cuda_step is not None:
+            self._cuda_step.forget()
+
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """Clip gradients that wait to a total 2-norm; return that, or None where none can wait."""
         norm = self._reference.clip(optimizer, max_norm)

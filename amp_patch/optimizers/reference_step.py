@@ -81,6 +81,11 @@ class ReferenceStep:
         self._waited: Sequence[Tensor] = ()
         self._rows: list[list[int | None]] = []
 
+    def forget(self) -> None:
+        """Let go of what was looked up, the state of the optimizer with it."""
+        self._groups = CachedGroups(self._update_type)
+        self._parts, self._params, self._lengths, self._waited = [], [], [], ()
+
     def step(self, optimizer: Optimizer) -> bool:
         """Step all groups; return False, with nothing changed, where one does not suit.
 

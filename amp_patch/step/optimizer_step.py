@@ -87,6 +87,7 @@ class OptimizerStep:
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
+        self._let_loaded_state_replace(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
@@ -293,6 +294,18 @@ class OptimizerStep:
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)
         return handle
+
+    def _let_loaded_state_replace(self, optimizer: Optimizer) -> None:
+        """Hold no state that `load_state_dict` has replaced; else it would live to the next step."""
+        known = self._direct or self._fused
+        if known is not None and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            forget = weakref.WeakMethod(known.forget)
+
+            def loaded(_: Optimizer) -> None:
+                if (alive := forget()) is not None:
+                    alive()
+
+            self._undo.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
 
     def _publish(self) -> None:
         if self.masters is not None:

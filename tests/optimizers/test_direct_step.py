@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -451,3 +452,30 @@ def test_a_profile_of_all_threads_sees_the_step(
         thread.start()
         thread.join()
     assert "Optimizer.step#AdamW.step" in marks
+
+
+@pytest.mark.parametrize(("opt_level", "fused_step"), [("O1", False), ("O2", False), ("O2", True)])
+def test_state_that_was_replaced_goes_at_once(
+    amp: ModuleType, opt_level: str, fused_step: bool
+) -> None:
+    """Else it would lie beside the loaded one through a forward and a backward."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+    options = {"loss_scale": 8.0, "fused_step": fused_step, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(4, 3)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    step()
+    step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    old = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    optimizer.load_state_dict(saved)
+    assert [reference() for reference in old] == [None, None]
+    step()
+    assert all(state["step"] == 3 for state in optimizer.state.values())
