@@ -296,7 +296,7 @@ class OptimizerStep:
         return handle
 
     def _let_loaded_state_replace(self, optimizer: Optimizer) -> None:
-        """Hold no state that `load_state_dict` has replaced; else it would live to the next step."""
+        """Hold no state that `load_state_dict` has replaced until the next step."""
         known = self._direct or self._fused
         if known is not None and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
             forget = weakref.WeakMethod(known.forget)
