@@ -9,25 +9,21 @@ import functools
 import operator
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_patch import kernels
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.kernels.reusable import (
-    OWN_REFERENCES,
-    Reusable,
-    count_references,
-    has_own_memory,
-    is_held,
-    is_shared,
-)
+from amp_patch.kernels.reusable import Reusable, is_held
 
 #: Elements from which on a cast gives its memory back in the backward. To give it back and to get
 #: it again takes the host about 4 us, as long as casting that many elements takes one core.
 LARGE = 1 << 14
 _NO_VERSION = -1
+#: `kernels.Cast` has one list of what it writes to.
+_LISTS_OF_BULK = 1
 _VERSION = operator.attrgetter("_version")
 _SHAPE = operator.attrgetter("shape")
 
@@ -40,7 +36,9 @@ class Group:
         stale: True where weights may have changed since the casts were made.
         training: the model's mode when its forward was last seen.
         accumulates: True where casts are used again after a backward and before they go stale, so
-            that they keep their memory.
+            that they keep their memory; until a refresh finds that they were not.
+        frozen: casts of large frozen parameters by their ids: references to both, and the dtype,
+            the version and the address that the parameter had.
         entries: by the id of the parameter, which its entry keeps alive.
         bulk: all entries as lists; None where any came or went since it was made.
     """
@@ -50,6 +48,7 @@ class Group:
         self.stale = True
         self.training = root.training
         self.accumulates = False
+        self.frozen: dict[int, tuple[Any, ...]] = {}
         self.entries: dict[int, Entry] = {}
         self.bulk: Bulk | None = None
 
@@ -62,12 +61,14 @@ class Entry:
     ours would lie beside the fp32 gradients, 2 bytes more per parameter.
 
     Attributes:
+        arrivals: how many gradients of a large one have arrived since the last refresh.
         has_memory: False from the arrival of the gradient until the cast is made again.
         is_large: True where it gives its memory back.
     """
 
     __slots__ = (
         "__weakref__",
+        "arrivals",
         "cast",
         "dtype",
         "empty",
@@ -91,6 +92,7 @@ class Entry:
         self.requires_grad = param.requires_grad
         self.pointer = param.data_ptr()
         self.layout = (param.shape, param.stride())
+        self.arrivals = 0
         self.has_memory = True
         self.is_large = is_large(param)
         if self.is_large:
@@ -106,22 +108,20 @@ class Entry:
             and self.layout == (param.shape, param.stride())
         )
 
-    def is_held(self) -> bool:
-        """Return whether somebody else would see it if the cast were written to."""
-        if self.is_large:
-            return is_shared(self.cast, OWN_REFERENCES)  # `claim` sees to other tensors of it
-        return is_held(self.cast)
+    def is_free(self) -> bool:
+        """Return whether nobody would see it if the cast were written to, or lost its memory."""
+        lists = 0 if self.group.bulk is None else _LISTS_OF_BULK
+        return not self.has_memory or not is_held(self.cast, lists)
 
     def release(self) -> None:
         """Give the memory back, but where somebody holds the cast or it is soon used again."""
-        group = self.group
+        self.arrivals += 1
         # A graph that is captured replays its casts at the addresses of now.
-        if group.accumulates or captures.are_made(self.cast.device):
+        if self.group.accumulates or captures.are_made(self.cast.device):
             return
         # In this order: another thread takes the cast before it looks at the version.
         version, self.version = self.version, _NO_VERSION
-        bulk = group.bulk
-        if is_shared(self.cast, OWN_REFERENCES if bulk is None else bulk.references):
+        if not self.is_free():
             self.version = version
             return
         # Not by emptying the storage: an operator that came by the cast would read no memory and
@@ -130,8 +130,8 @@ class Entry:
         self.cast.data = self.empty
 
     def claim(self) -> None:
-        """See that the cast has memory, which nobody else reads; what is in it is not known."""
-        if not (self.has_memory and has_own_memory(self.cast)):
+        """See that the cast has memory; what is in it is not known."""
+        if not self.has_memory:
             shape, device = self.param.shape, self.cast.device
             self.cast.data = torch.empty_strided(
                 shape, self.strides, dtype=self.dtype, device=device
@@ -140,7 +140,7 @@ class Entry:
 
     @torch.no_grad()
     def revive(self) -> None:
-        """Cast the parameter again, into new memory; its casts are to stay from now on."""
+        """Cast the parameter again, into new memory, which the model's casts keep from now on."""
         self.group.accumulates = True
         self.claim()
         self.cast.copy_(self.param)
@@ -153,7 +153,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def is_large(param: Tensor) -> bool:
-    """Return whether the cast of a parameter is kept only from its forward to its backward."""
+    """Return whether the cast of a parameter has memory only from its forward to its backward."""
     return param.numel() >= LARGE
 
 
@@ -163,9 +163,6 @@ class Bulk:
     Args:
         entries: each just found to be usable, and its cast held by nobody.
         owners: where each entry's parameter is registered.
-
-    Attributes:
-        references: to a large cast, as `count_references` counts, where nobody else holds it.
     """
 
     def __init__(self, entries: Sequence[Entry], owners: Sequence[Owner]) -> None:
@@ -173,8 +170,6 @@ class Bulk:
         self.params = [entry.param for entry in entries]
         self._large = [entry for entry in entries if entry.is_large]
         self._cast = kernels.Cast(self.params, [entry.cast for entry in entries])
-        # Lists hold one as often as another; more are there while another thread looks at one.
-        self.references = min([count_references(one.cast) for one in self._large], default=0)
         slots = [owner.slot() for owner in owners]
         self._registries = [registry for registry, _ in slots]
         self._names = [name for _, name in slots]
@@ -191,10 +186,12 @@ class Bulk:
             and list(map(_SHAPE, params)) == self._shapes
             and all(map(operator.is_, map(dict.get, self._registries, self._names), params))
             and self._small.are_free()
-            and not any(
-                one.has_memory and is_shared(one.cast, self.references) for one in self._large
-            )
+            and all(map(Entry.is_free, self._large))
         )
+
+    def were_used_again(self) -> bool:
+        """Return whether casts were used in several backward passes since the last refresh."""
+        return max((one.arrivals for one in self._large), default=0) > 1
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""
@@ -202,7 +199,7 @@ class Bulk:
             entry.claim()
         self._cast.run()
         for entry in self._large:
-            entry.version = entry.param._version
+            entry.version, entry.arrivals = entry.param._version, 0
         versions = list(map(_VERSION, self.params))
         if versions != self._versions:  # fused optimizers do not move them
             self._versions = versions

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from .shared_casts import is_recorded
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
+_is_tracing = torch._C._is_tracing
 _RUN_AT_ONCE = 1 << 63
 
 
@@ -96,7 +98,8 @@ class WeightCache:
         Differentiable. Without grad (except in a checkpoint's own forward, which is repeated
         with grad) the weight is read as it is now.
         """
-        if (_is_grad_enabled() or mode.in_checkpoint) and not _count_dispatch_modes():
+        may_reuse = _is_grad_enabled() or mode.in_checkpoint
+        if may_reuse and not _count_dispatch_modes() and not _is_tracing():
             return self.cast_plainly(param, dtype)
         return self._find_or_cast(param, dtype)
 
@@ -144,13 +147,14 @@ class WeightCache:
 
     def _cache(self, param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
         self._drop(id(param))
+        if not param.requires_grad and is_large(param):
+            return _cast_frozen(param, dtype, group)
         with torch.enable_grad():
             cast = param.to(dtype)
         node = cast.grad_fn
         # A mode or a transform may hand out something else than a plain tensor, and a cast of a
-        # released storage has no address to compare. No gradient tells when the cast of a large
-        # frozen weight could go.
-        if type(cast) is Tensor and param.data_ptr() != 0 and (node or not is_large(param)):
+        # released storage has no address to compare.
+        if type(cast) is Tensor and param.data_ptr() != 0:
             entry = Entry(param, cast, group)
             if node is not None:
                 # The engine runs later nodes first: the node of a cached cast, older than all of
@@ -170,11 +174,13 @@ class WeightCache:
             # Its lists would make each cast look held.
             group.bulk = bulk = None
             for key, entry in list(group.entries.items()):
-                if not self._usable(entry) or entry.is_held():
+                if not self._usable(entry) or not entry.is_free():
                     self._drop(key)
             entries = list(group.entries.values())
             owners = [self._owners[key] for key in group.entries]
             group.bulk = bulk = Bulk(entries, owners)
+        group.accumulates = bulk.were_used_again()
+        group.frozen.clear()
         bulk.refresh()
         group.stale = False
 
@@ -255,6 +261,23 @@ class WeightCache:
         if entry is not None:
             entry.group.entries.pop(param_id, None)
             entry.group.bulk = None
+
+
+def _cast_frozen(param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
+    """Return the cast of a large frozen weight, which lives as long as a graph that took it.
+
+    No gradient tells when it could go.
+    """
+    state = dtype, param._version, param.data_ptr()
+    if id(param) in group.frozen:
+        known, known_cast, known_state = group.frozen[id(param)]
+        cast: Any = known_cast()
+        if cast is not None and known() is param and known_state == state:
+            cast._fix_weakref()
+            return cast  # type: ignore[no-any-return]  # of a reference
+    made = param.to(dtype)
+    group.frozen[id(param)] = weakref.ref(param), weakref.ref(made), state
+    return made
 
 
 def _release(cache: weakref.ref[WeightCache], entry: weakref.ref[Entry], _: object) -> None:

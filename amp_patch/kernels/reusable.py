@@ -56,36 +56,21 @@ class Reusable:
         return list(map(_count_storage_uses, self._storages))
 
 
-def is_held(tensor: Tensor) -> bool:
+def is_held(tensor: Tensor, lists: int = 0) -> bool:
     """Return whether anybody holds a tensor apart from one field of its owner and this call.
 
     A graph that saved a weight's cast, for example, must see the old values in its backward. What
     it holds is an alias of the storage (linear layers) or the tensor itself (convolutions).
+
+    Args:
+        tensor: given as ``owner.field``, for the references of a call are counted.
+        lists: how many lists of the owner's hold it, too.
     """
     return (
         _count_uses(tensor) > 1
-        or not has_own_memory(tensor)
-        or sys.getrefcount(tensor) > OWN_REFERENCES
+        or not _count_storage_uses(tensor.untyped_storage()._cdata) <= _OWN_USES < _MANY_USES
+        or sys.getrefcount(tensor) > _OWN_REFERENCES + lists
     )
-
-
-def is_shared(tensor: Tensor, references: int) -> bool:
-    """Return whether others hold this very object; they may hold other tensors of its memory.
-
-    Args:
-        references: what `count_references` gives where nobody else holds it.
-    """
-    return _count_uses(tensor) > 1 or sys.getrefcount(tensor) > references
-
-
-def has_own_memory(tensor: Tensor) -> bool:
-    """Return whether no other tensor has the same memory."""
-    return bool(_count_storage_uses(tensor.untyped_storage()._cdata) <= _OWN_USES < _MANY_USES)
-
-
-def count_references(tensor: Tensor) -> int:
-    """Return how many references there are to a field's tensor, this call's among them."""
-    return sys.getrefcount(tensor)
 
 
 def _count_own(tensor: Tensor) -> tuple[int, int]:
@@ -95,4 +80,4 @@ def _count_own(tensor: Tensor) -> tuple[int, int]:
 
 # Counted here, for Python 3.10 counts an argument twice, and torch 2.6 a storage once less.
 _OWNER = types.SimpleNamespace(field=torch.empty(1, device="cpu"))
-_OWN_USES, OWN_REFERENCES = _count_own(_OWNER.field)
+_OWN_USES, _OWN_REFERENCES = _count_own(_OWNER.field)

@@ -97,7 +97,7 @@ def _smallest(copies: Sequence[Tensor]) -> list[Tensor]:
     sizes = [copy.numel() for copy in copies]
     rows = sorted(range(len(sizes)), key=sizes.__getitem__)
     totals = accumulate(sizes[row] for row in rows)
-    at_most = max(_TOGETHER, sum(sizes) * _SHARE)
+    at_most = min(max(_LEAST, sum(sizes) * _SHARE), _MOST)
     chosen = {row for row, total in zip(rows, totals, strict=True) if total <= at_most}
     return [copy for row, copy in enumerate(copies) if row in chosen]
 
@@ -134,8 +134,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: How many elements of small copies are compared together: so many, or a share of all elements.
-_TOGETHER, _SHARE = 1 << 16, 1 / 16
+#: How many elements of small copies are compared together: a share of all, within these bounds.
+_SHARE, _LEAST, _MOST = 1 / 16, 1 << 16, 1 << 20
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,7 @@ from amp_patch.casting.cached_casts import Entry
 from amp_patch.casting.mode import process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.session import session
 
 HALF = torch.float16
 shared_fixtures = settings(
@@ -166,6 +169,42 @@ def test_memory_that_is_held_without_its_tensor_is_not_written_over(
     assert torch.equal(held, expected)
 
 
+class SavingAnAlias(torch.autograd.Function):
+    """A product that saves its weight by another tensor of the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight.detach())
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+@pytest.mark.parametrize("is_refreshed", [True, False])
+def test_a_graph_that_saved_an_alias_reads_the_weight_of_its_forward(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[[], None], is_refreshed: bool
+) -> None:
+    warm_up()
+    x = torch.randn(2, 3, dtype=HALF, device=model.weight.device, requires_grad=True)
+
+    def loss() -> Tensor:
+        return SavingAnAlias.apply(x, cache.cast(model.weight, HALF)).float().sum()
+
+    first = loss()
+    expected = model.weight.detach().to(HALF).sum(1).expand(2, 3)
+    loss().backward()
+    x.grad = None
+    if is_refreshed:
+        model.weight.data.neg_()
+        cache.mark_stale()
+    loss()
+    first.backward()
+    assert torch.allclose(x.grad, expected, atol=1e-3)
+
+
 def test_nothing_goes_while_a_graph_is_captured(
     cache: WeightCache, model: nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,11 +214,47 @@ def test_nothing_goes_while_a_graph_is_captured(
     assert bytes_of(cache) == OF_ALL
 
 
-def test_frozen_weights_keep_no_cast(cache: WeightCache, model: nn.Linear) -> None:
-    """No gradient would tell when it could go; autocast casts them at each use, too."""
+def test_the_cast_of_a_frozen_weight_goes_with_the_last_graph_that_took_it(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    """No gradient would tell when it could go."""
     model.requires_grad_(False)
-    forward(cache, model)
-    assert cache.casts() == []
+    hidden = x = torch.randn(2, 3, dtype=HALF, device=model.weight.device, requires_grad=True)
+    with CastCounter(model.parameters()) as counter:
+        for _ in range(3):
+            hidden = F.linear(hidden, cache.cast(model.weight, HALF))
+    assert counter.of_weights == 1
+    cast = weakref.ref(cache.cast(model.weight, HALF))
+    gc.collect()
+    assert cast() is not None
+    hidden.float().sum().backward()
+    del hidden
+    gc.collect()
+    assert cast() is None
+    assert x.grad is not None
+
+
+def test_a_frozen_weight_that_was_written_to_is_cast_again(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    model.weight.requires_grad_(False)
+    kept: list[Tensor] = []
+
+    def found(dtype: torch.dtype = HALF) -> Tensor:
+        kept.append(cache.cast(model.weight, dtype))
+        return kept[-1]
+
+    before = found()
+    model.weight.mul_(2)
+    assert torch.equal(found(), 2 * before)
+    model.weight.data.mul_(2)  # leaves no trace
+    cache.mark_stale()
+    cache.cast(model.bias, HALF)  # a refresh, by another weight
+    assert torch.equal(found(), 4 * before)
+    model.weight.data = model.weight.data * 2
+    assert torch.equal(found(), 8 * before)
+    assert found(torch.bfloat16).dtype is torch.bfloat16
+    assert found().dtype is HALF
 
 
 # -- how often a weight is cast ------------------------------------------------------------------
@@ -220,6 +295,18 @@ def test_who_accumulates_casts_a_weight_once_more_and_never_again(amp: ModuleTyp
     assert count(amp, model, optimizer, 3) == [(4, 0), (4, 0), (0, 0)]
     for _ in range(2):
         assert count(amp, model, optimizer, 3) == [(0, 1), (0, 0), (0, 0)]
+
+
+def test_who_stops_to_accumulate_has_the_memory_back(amp: ModuleType) -> None:
+    model, optimizer = trained(amp)
+    cache = session.cache
+    count(amp, model, optimizer, 2)
+    for _ in range(2):
+        count(amp, model, optimizer, 2)
+        assert bytes_of(cache) > 0
+    count(amp, model, optimizer, 1)
+    count(amp, model, optimizer, 1)
+    assert bytes_of(cache) == 0
 
 
 def test_reads_of_casts_are_counted_as_those_of_casts_that_are_kept(

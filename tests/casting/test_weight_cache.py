@@ -990,6 +990,19 @@ def test_fake_tensors_are_never_kept(cache: WeightCache, model: nn.Linear) -> No
     assert cache.cast(model.weight, HALF) is real
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_torch_jit_trace_casts_the_weights_itself_after_a_forward(amp: ModuleType) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.PReLU())
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.randn(2, 3)
+    expected = model(x)
+    traced = torch.jit.trace(model, x)
+    assert torch.equal(traced(x), expected)
+    with torch.no_grad():
+        model[0].weight.neg_()
+    assert torch.equal(traced(x), model(x))
+
+
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("tracing_mode", ["real", "fake"])
 def test_a_traced_graph_casts_the_weight_itself(

@@ -38,12 +38,28 @@ def test_comparison_sees_every_written_element(
 
 
 def test_comparison_of_large_tensors_sees_the_last_element(ops: Operations) -> None:
-    source = torch.zeros(torch_comparison._TOGETHER + 1)
+    source = torch.zeros(torch_comparison._LEAST + 1)
     half = source.half()
     comparison = ops.module.Comparison([source, torch.zeros(2)], [half, torch.zeros(2).half()])
     assert not comparison.differs()
     half[-1] = 1.0
     assert comparison.differs()
+
+
+@pytest.mark.parametrize(("count", "kept"), [(4, 4), (6, 5), (200, 10), (400, 10)])
+def test_what_is_kept_of_copies_has_a_bound(
+    ops: Operations, monkeypatch: pytest.MonkeyPatch, count: int, kept: int
+) -> None:
+    """A sixteenth of all elements, at least 5 and at most 10 copies' here."""
+    if ops.module is not torch_kernels:
+        pytest.skip("kernels keep nothing")
+    monkeypatch.setattr(torch_comparison, "_LEAST", 5 * 8)
+    monkeypatch.setattr(torch_comparison, "_MOST", 10 * 8)
+    sources = [torch.randn(8) for _ in range(count)]
+    comparison = torch_comparison.Comparison(sources, [source.half() for source in sources])
+    comparison.note_equal()
+    assert sum(memory.numel() for memory in comparison._memory) == 8 * kept
+    assert not comparison.differs()
 
 
 def test_comparison_sees_nan_as_equal_to_itself(ops: Operations) -> None:
