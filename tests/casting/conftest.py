@@ -4,9 +4,14 @@ import logging
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 
 import pytest
+import torch
 from casting_support import activate
+
+from amp_patch.casting.mode import process
+from amp_patch.casting.weight_cache import WeightCache
 
 
 @pytest.fixture
@@ -15,6 +20,14 @@ def o1(amp):
     model = activate(amp)
     yield amp
     del model
+
+
+@pytest.fixture
+def cache(device: torch.device) -> Iterator[WeightCache]:
+    """A cache of its own; casts act on the device as they do after `amp.initialize`."""
+    process.devices = frozenset({device.type})
+    yield WeightCache()
+    process.reset()
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import amp_patch.debug
 from amp_patch.casting import cached_casts
 from amp_patch.casting.cached_casts import Entry
-from amp_patch.casting.mode import process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session
@@ -37,13 +36,6 @@ clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the 
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_casts, "LARGE", 1)
-
-
-@pytest.fixture
-def cache(device: torch.device) -> Iterator[WeightCache]:
-    process.devices = frozenset({device.type})
-    yield WeightCache()
-    process.reset()
 
 
 @pytest.fixture

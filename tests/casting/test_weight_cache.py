@@ -36,14 +36,6 @@ shared_fixtures = settings(
 
 
 @pytest.fixture
-def cache(device: torch.device) -> Iterator[WeightCache]:
-    """A cache of its own; casts act on the device as they do after `amp.initialize`."""
-    process.devices = frozenset({device.type})
-    yield WeightCache()
-    process.reset()
-
-
-@pytest.fixture
 def model(cache: WeightCache, device: torch.device) -> nn.Linear:
     model = nn.Linear(3, 2).to(device)
     cache.add_model(model)
