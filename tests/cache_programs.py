@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +21,12 @@ from amp_patch import amp
 from amp_patch.casting.weight_cache import WeightCache
 
 SCALE = 8.0
+#: Of the properties that draw programs.
+shared_fixtures = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+#: Programs may well clear gradients before their step.
+clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the step")
 Program = list[tuple[str, int]]
 RECOMPUTES = {0: None, 1: True, 2: False}
 
@@ -290,6 +298,21 @@ def programs(without: tuple[str, ...] = ()) -> st.SearchStrategy[Program]:
     busy = ["train", "train", "accumulate", "forward_only", "late_backward", "own_step"]
     operation = st.one_of(st.sampled_from(busy), st.sampled_from(known))
     return st.lists(st.tuples(operation, st.integers(0, 11)), min_size=2, max_size=14)
+
+
+def maker(run: type[Run], net: type[nn.Module], opt_level: str) -> Callable[[], Run]:
+    """Return what makes a run of a net that has the same weights each time."""
+
+    def make() -> Run:
+        torch.manual_seed(0)
+        return run(net(), opt_level)
+
+    return make
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """View numbers of 16 or 32 bits as integers: a NaN is equal to itself then."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def run_both(

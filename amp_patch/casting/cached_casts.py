@@ -191,7 +191,7 @@ class Bulk:
 
     def were_used_again(self) -> bool:
         """Return whether casts were used in several backward passes since the last refresh."""
-        return max((one.arrivals for one in self._large), default=0) > 1
+        return any(one.arrivals > 1 for one in self._large)
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""

@@ -276,7 +276,8 @@ def _cast_frozen(param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tenso
             cast._fix_weakref()
             return cast  # type: ignore[no-any-return]  # of a reference
     made = param.to(dtype)
-    group.frozen[id(param)] = weakref.ref(param), weakref.ref(made), state
+    if type(made) is Tensor:  # a mode may hand out something else
+        group.frozen[id(param)] = weakref.ref(param), weakref.ref(made), state
     return made
 
 

@@ -121,8 +121,6 @@ class Counting(TorchDispatchMode):
         self._fresh: set[int] = set()
         self._unread: set[tuple[int, int]] = set()  # several casts may share a storage
         self._is_stale = True
-        # Casts of large weights go in a backward, and other tensors come to lie where they lay.
-        self._is_behind_backward = False
 
     def of_steps(self) -> contextlib.AbstractContextManager[None]:
         """Know inside the block when an optimizer steps, and when amp works on its gradients."""
@@ -148,10 +146,7 @@ class Counting(TorchDispatchMode):
         else:
             self._count_cast(name, inputs, outputs, phase)
             if phase == "forward" and not _is_view(func):
-                if self._is_behind_backward:
-                    self._look_up()
                 self._count_reads(inputs, outputs)
-            self._is_behind_backward |= phase == "backward"
         if not name.startswith("_record_function"):  # torch's own profiler
             self._stats.calls[phase, name, dtype] += 1
         return result
@@ -218,7 +213,7 @@ class Counting(TorchDispatchMode):
         models = list(session.models.levels)
         self._weights = {_storage(param) for model in models for param in model.parameters()}
         self._casts = {_storage(cast) for cast in session.cache.casts()}
-        self._is_stale = self._is_behind_backward = False
+        self._is_stale = False
 
 
 def _floating(tree: Any) -> list[Tensor]:

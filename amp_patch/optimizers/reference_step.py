@@ -28,7 +28,7 @@ from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 
 #: How many elements of large parameters are stepped at once: a share of all, within these bounds
 #: (0.5 MB to 16 MB of fp32 gradients; with less the host would take longer than the step).
-_AT_ONCE, _LEAST, _MOST = 1 / 16, 1 << 17, 1 << 22
+_SHARE, _LEAST, _MOST = 1 / 16, 1 << 17, 1 << 22
 
 
 class _Part(NamedTuple):
@@ -157,7 +157,7 @@ class ReferenceStep:
         self._params, self._lengths, self._parts = list(params), lengths, []
         self._waited = ()
         begin = 0
-        at_once = min(max(_LEAST, _AT_ONCE * sum(map(Tensor.numel, params))), _MOST)
+        at_once = min(max(_LEAST, _SHARE * sum(map(Tensor.numel, params))), _MOST)
         for group, members in enumerate(groups):
             for rows in _shares(members, at_once):
                 places = [begin + row for row in rows]

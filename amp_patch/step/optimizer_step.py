@@ -87,7 +87,7 @@ class OptimizerStep:
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
-        self._let_loaded_state_replace(optimizer)
+        self._forget_replaced_state(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
@@ -295,7 +295,7 @@ class OptimizerStep:
         hooks.move_to_end(handle.id, last=False)
         return handle
 
-    def _let_loaded_state_replace(self, optimizer: Optimizer) -> None:
+    def _forget_replaced_state(self, optimizer: Optimizer) -> None:
         """Hold no state that `load_state_dict` has replaced until the next step."""
         known = self._direct or self._fused
         if known is not None and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):

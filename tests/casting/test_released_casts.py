@@ -12,11 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from cache_programs import Net, Program, Run, TwiceNet, TwiceRun, programs, run_both
+from cache_programs import (
+    Net,
+    Program,
+    Run,
+    TwiceNet,
+    TwiceRun,
+    bits,
+    clears_early,
+    maker,
+    programs,
+    run_both,
+    shared_fixtures,
+)
 from cast_counter import CastCounter
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import amp_patch.debug
@@ -27,10 +40,6 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session
 
 HALF = torch.float16
-shared_fixtures = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the step")
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +258,26 @@ def test_a_frozen_weight_that_was_written_to_is_cast_again(
     assert found().dtype is HALF
 
 
+def test_a_frozen_cast_that_a_mode_made_something_else_of_is_not_kept(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    class Other(Tensor):
+        pass
+
+    class Wrapping(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(Other) if func is Tensor.to else result
+
+    model.requires_grad_(False)
+    with Wrapping():
+        held = cache.cast(model.weight, HALF)
+    assert type(held) is Other
+    assert type(cache.cast(model.weight, HALF)) is Tensor
+
+
 # -- how often a weight is cast ------------------------------------------------------------------
 
 
@@ -320,18 +349,6 @@ def test_reads_of_casts_are_counted_as_those_of_casts_that_are_kept(
 
 
 # -- against the same programs with every cast made afresh ---------------------------------------
-
-
-def maker(run: type[Run], net: type[nn.Module], opt_level: str) -> Callable[[], Run]:
-    def make() -> Run:
-        torch.manual_seed(0)
-        return run(net(), opt_level)
-
-    return make
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 @clears_early

@@ -14,9 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from cache_programs import SCALE, Net, Program, Run, TwiceNet, TwiceRun, programs, run_both
+from cache_programs import (
+    SCALE,
+    Net,
+    Program,
+    Run,
+    TwiceNet,
+    TwiceRun,
+    bits,
+    clears_early,
+    maker,
+    programs,
+    run_both,
+    shared_fixtures,
+)
 from cast_counter import CastCounter
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,9 +43,6 @@ from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.kernels.reusable import _MANY_USES
 
 HALF = torch.float16
-shared_fixtures = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 
 
 @pytest.fixture
@@ -85,25 +95,7 @@ def warm_up(request: pytest.FixtureRequest, cache: WeightCache) -> Callable[...,
     return iterate
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-
-
 # -- random programs -------------------------------------------------------------------------
-
-
-def maker(
-    amp: ModuleType, run: type[Run], net: type[nn.Module], opt_level: str
-) -> Callable[[], Run]:
-    def make() -> Run:
-        torch.manual_seed(0)
-        return run(net(), opt_level)
-
-    return make
-
-
-# Programs may well clear gradients before their step.
-clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the step")
 
 
 @clears_early
@@ -113,7 +105,7 @@ clears_early = pytest.mark.filterwarnings("ignore:gradients must last until the 
 def test_a_program_sees_bit_for_bit_what_it_sees_without_the_cache(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch, opt_level: str, program: Program
 ) -> None:
-    make = maker(amp, Run, Net, opt_level)
+    make = maker(Run, Net, opt_level)
     for what, found, expected in run_both(make, program, monkeypatch):
         assert found.dtype is expected.dtype
         assert torch.equal(bits(found), bits(expected)), what
@@ -130,7 +122,7 @@ def test_weights_used_twice_differ_by_one_half_addition_at_most(
     unit_roundoff: float,
     program: Program,
 ) -> None:
-    make = maker(amp, TwiceRun, TwiceNet, opt_level)
+    make = maker(TwiceRun, TwiceNet, opt_level)
     for what, found, expected in run_both(make, program, monkeypatch):
         if what in ("gradient", "autograd.grad"):
             # the last term is half the distance of fp16's subnormal numbers, unscaled
