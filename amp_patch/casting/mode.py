@@ -108,8 +108,8 @@ class CastMode(threading.local):
 
     def switch_off(self, region: Any = None) -> Saved:
         """Turn the wrappers' casts off, in favour of ``region`` if one is given."""
-        saved = self.save()
-        self.restore(Saved(self.level, True, region))
+        saved = Saved(self.level, self.off, self.region)
+        self.off, self.region, self.dtype = True, region, OFF
         return saved
 
     def enter_autocast(self, key: int) -> None:

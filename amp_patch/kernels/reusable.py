@@ -37,23 +37,17 @@ class Reusable:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._storages = list({tensor.untyped_storage()._cdata for tensor in tensors})
-        self._uses = self._count_uses()
-        self._references = self._count_references()
+        self._uses = list(map(_count_storage_uses, self._storages))
+        self._references = list(map(sys.getrefcount, self.tensors))
 
     def are_free(self) -> bool:
         """Return whether nobody else holds any of them now: no graph, view, field or variable."""
         return (
-            self._count_references() == self._references
-            and self._count_uses() == self._uses
+            list(map(sys.getrefcount, self.tensors)) == self._references
+            and list(map(_count_storage_uses, self._storages)) == self._uses
             and set(map(_count_uses, self.tensors)) <= {1}
             and _MANY_USES not in self._uses
         )
-
-    def _count_references(self) -> list[int]:
-        return list(map(sys.getrefcount, self.tensors))
-
-    def _count_uses(self) -> list[int]:
-        return list(map(_count_storage_uses, self._storages))
 
 
 def is_held(tensor: Tensor, lists: int = 0) -> bool:

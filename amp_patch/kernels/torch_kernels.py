@@ -25,6 +25,7 @@ from .torch_norms import (
     norms_of,
     total_norm,
 )
+from .without_grad import without_grad
 
 __all__ = [
     "CLIP_EPS",
@@ -70,7 +71,7 @@ class GradCheck:
     @property
     def overflow(self) -> bool:
         """True where any gradient holds inf or NaN. Waits for the device."""
-        return any([flag.item() != 0 for flag in self.found_inf])  # noqa: C419  # as fast again
+        return any([flag.item() for flag in self.found_inf])  # noqa: C419  # as fast again
 
     def nonfinite(self) -> list[tuple[int, str]]:
         """Return ``(index, "inf" | "NaN" | "inf and NaN")`` of each gradient that is not finite.
@@ -127,6 +128,7 @@ class Unscale:
         # The last factor on the CPU, kept while the scale does not move.
         self._factor: tuple[float, Tensor] | None = None
 
+    @without_grad
     def run(
         self,
         sources: Sequence[Tensor],
@@ -148,9 +150,16 @@ class Unscale:
             storage: fewer tensors that hold the numbers of all (dense) targets, if there are such;
                 lists, each of one dtype and device.
         """
-        with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
-            return self._run(sources, targets, scale, storage)
+        pairs = self._copy(sources, targets, are_dense=bool(storage))
+        groups = storage or [group for _, group in pairs]
+        if isinstance(scale, Tensor):
+            return GradCheck(
+                targets, self._multiply_and_check(groups, 1.0 / scale.reshape(1), True)
+            )
+        inverse = 1.0 / ctypes.c_float(scale).value
+        return GradCheck(targets, self._multiply_and_check(groups, inverse, inverse > 1.0))
 
+    @without_grad
     def copy(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool = False
     ) -> GradCheck:
@@ -160,9 +169,8 @@ class Unscale:
             sources, targets: see `run`.
             are_dense: whether it is known that none is sparse.
         """
-        with torch.set_grad_enabled(False):
-            self._copy(sources, targets, are_dense)
-            return GradCheck(targets, [])
+        self._copy(sources, targets, are_dense)
+        return GradCheck(targets, [])
 
     def _copy(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool
@@ -172,22 +180,6 @@ class Unscale:
             if any(map(operator.is_not, received, group)):
                 torch._foreach_copy_(group, received)
         return pairs
-
-    def _run(
-        self,
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor],
-        scale: float | Tensor,
-        storage: Sequence[list[Tensor]],
-    ) -> GradCheck:
-        pairs = self._copy(sources, targets, are_dense=bool(storage))
-        groups = storage or [group for _, group in pairs]
-        if isinstance(scale, Tensor):
-            return GradCheck(
-                targets, self._multiply_and_check(groups, 1.0 / scale.reshape(1), True)
-            )
-        inverse = 1.0 / ctypes.c_float(scale).value
-        return GradCheck(targets, self._multiply_and_check(groups, inverse, inverse > 1.0))
 
     def _split(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], are_dense: bool
@@ -291,8 +283,8 @@ class Cast:
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self._groups = alike(targets, sources)
 
+    @without_grad
     def run(self) -> None:
         """Copy, by one multi-tensor call for each pair of dtypes on a device."""
-        with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
-            for targets, sources in self._groups:
-                torch._foreach_copy_(targets, sources)
+        for targets, sources in self._groups:
+            torch._foreach_copy_(targets, sources)

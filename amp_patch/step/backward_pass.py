@@ -115,8 +115,9 @@ class BackwardPass:
         for one in self._optimizers:
             one.refuse_nested()
         is_on = self._scaling.is_on
-        self._watches = [other.watch_foreign(is_on) for other in self._others]
-        if not is_on and all(one.takes_grads_as_they_are for one in self._optimizers):
+        if self._others:
+            self._watches = [other.watch_foreign(is_on) for other in self._others]
+        if not is_on and all([one.takes_grads_as_they_are for one in self._optimizers]):  # noqa: C419
             return
         for one in self._optimizers:
             one.drop_cleared()
@@ -147,20 +148,21 @@ class BackwardPass:
             self.leave_scaled()
             return
         self._end_backward()
-        self._refuse_another()
+        if self._watched is not None:
+            self._refuse_another(self._watched)
         self._received = self._share("master") if self._open else []
         is_on = self._scaling.is_on
         found = [Found(*one.receive(pairs, self._scale, is_on)) for one, pairs in self._received]
-        self._tell_of_strays(found)
+        if self._watched is not None:
+            self._tell_of_strays(self._watched, found)
         # Another optimizer may have received the same half gradients.
         for one, _ in self._received:
             one.gradients.show(self._scale)
         for one, _ in self._received:
             one.gradients.finish()
-        self._agree(found)
-        skips = [one.skip for one in self._optimizers]
-        self._pending = PendingCheck(self._scaling, found, skips)
-        self._pending.register()
+        if is_on:
+            self._agree(found)
+        self._pending = PendingCheck(self._scaling, found, [one.skip for one in self._optimizers])
 
     def _agree(self, found: Sequence[Found]) -> None:
         """Let all ranks that make this step together find the same.
@@ -169,7 +171,7 @@ class BackwardPass:
             RuntimeError: they do not hold the same scale.
         """
         groups = [group for one in self._optimizers for group in one.ranks.groups]
-        if not groups or not self._scaling.is_on:
+        if not groups:
             return
         flag = agree(
             [flag for check, _ in found for flag in check.found_inf],
@@ -205,7 +207,8 @@ class BackwardPass:
             self._pending.settle()
             return
         self._end_backward(is_last=False)
-        self._refuse_another()
+        if self._watched is not None:
+            self._refuse_another(self._watched)
         for one, _ in self._open:
             one.leave_scaled(self._scale)
         self._open = []
@@ -231,9 +234,10 @@ class BackwardPass:
         """The backward is over, and wrote what it wrote."""
         if is_last:
             self._cache.mark_stale()
-        watches, self._watches = self._watches, []
-        for other, watch in zip(self._others, watches, strict=False):
-            other.note_foreign(watch, self._optimizers)
+        if self._watches:
+            watches, self._watches = self._watches, []
+            for other, watch in zip(self._others, watches, strict=True):
+                other.note_foreign(watch, self._optimizers)
         if self._watched is not None:
             self._watched.is_over = True
         if self._close_block is not None:
@@ -261,20 +265,18 @@ class BackwardPass:
                 "process_group=torch.distributed.group.WORLD)."
             )
 
-    def _refuse_another(self) -> None:
+    def _refuse_another(self, watched: _WatchedBackward) -> None:
         """Raise if gradients came from another backward than the scaled loss's.
 
         Raises:
             RuntimeError: as said.
         """
-        if self._watched is None or self._watched.has_run:
-            return
-        if any(one.gradients.wrote(pairs) for one, pairs in self._open):
+        if not watched.has_run and any(one.gradients.wrote(pairs) for one, pairs in self._open):
             refuse_another_backward()
 
-    def _tell_of_strays(self, found: Sequence[Found]) -> None:
+    def _tell_of_strays(self, watched: _WatchedBackward, found: Sequence[Found]) -> None:
         """Warn, once, of a backward that reached none of the parameters it is for."""
-        if self._watched is None or not self._watched.has_run or any(p for _, p in found):
+        if not watched.has_run or any(p for _, p in found):
             return
         were_cleared = any(one.was_cleared for one in self._optimizers)
         if not were_cleared and any(param.requires_grad for param in self._params()):

@@ -22,7 +22,8 @@ from amp_patch.kernels import CudaCheck, GradCheck, small_tensors, torch_kernels
 from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
-from amp_patch.weights.lazy_gradients import look_up
+from amp_patch.kernels.without_grad import without_grad
+from amp_patch.weights.lazy_gradients import all_are, look_up
 
 from .param_pairs import ParamPairs, Params, same
 
@@ -129,6 +130,7 @@ class GradientBuffers:
         """Return the entries of a column that belong to masters."""
         return list(compress(column, self._has_master))
 
+    @without_grad
     def copy_back(self, halves: list[Tensor], unscaled: list[Tensor]) -> None:
         """Round unscaled gradients into the half ones that they come from.
 
@@ -137,9 +139,8 @@ class GradientBuffers:
             unscaled: what `unscale` returned for them.
         """
         halves, unscaled = self._local(halves), self._local(unscaled)
-        with torch.set_grad_enabled(False):  # takes the host half as long as no_grad()
-            for rows in self._kinds:
-                torch._foreach_copy_(chosen(halves, rows), chosen(unscaled, rows))
+        for rows in self._kinds:
+            torch._foreach_copy_(chosen(halves, rows), chosen(unscaled, rows))
 
     def in_place(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries that belong to parameters stepped themselves."""
@@ -226,7 +227,7 @@ def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:
 
 
 def _devices(pairs: ParamPairs) -> list[int]:
-    if all(look_up(_IS_CPU, pairs.master)):  # takes a fraction of what a number for each does
+    if all_are(_IS_CPU, pairs.master):  # takes a fraction of what a number for each does
         return []
     return look_up(Tensor.get_device, pairs.master)
 

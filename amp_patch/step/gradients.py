@@ -27,11 +27,10 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
     Source,
-    are_none,
     clear_grads,
+    have_none,
     store_grads,
     stored_grad,
-    stored_grads,
 )
 
 from .gradient_buffers import GradientBuffers
@@ -179,7 +178,7 @@ class Gradients:
         if elsewhere:
             clear_grads(elsewhere)
         self._aside.clear()
-        if _are_none(pairs.model):
+        if have_none(pairs.model):
             return
         if not self._received:
             self.receive_unscaled(pairs)
@@ -310,7 +309,7 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
         ]
         given = pairs.select(rows)
-        if given.model and _are_none(given.master):
+        if given.model and have_none(given.master):
             self.receive(given, 1.0, is_checked=False)
             self.finish()
 
@@ -319,7 +318,7 @@ class Gradients:
     ) -> GradCheck:
         buffers, lazy = self._buffers, self._lazy
         masters = [] if lazy is None else buffers.masters
-        if lazy is None or not masters or lazy.are_waiting or not _are_none(masters):
+        if lazy is None or not masters or lazy.are_waiting or not have_none(masters):
             check = buffers.unscale(grads, scale, is_checked)
             if self._aside or not buffers.is_in_place:
                 unscaled = buffers.spread(grads, check.grads)
@@ -356,7 +355,7 @@ class Gradients:
             return self._add(pairs, targets)
         masters = pairs.master
         are_waiting = self._lazy is not None and self._lazy.are_waiting
-        if not are_waiting and _are_none(masters):
+        if not are_waiting and have_none(masters):
             store_grads(masters, targets)
             return []
         return [] if same(list(map(_GRAD, masters)), targets) else self._add(pairs, targets)
@@ -453,11 +452,6 @@ def _untouched(params: list[Tensor], versions: list[int]) -> bool:
         return list(map(_GRAD_VERSION, params)) == versions
     except AttributeError:  # None has no version
         return False
-
-
-def _are_none(params: list[Tensor]) -> bool:
-    """Return whether no gradient is stored, though some may be waiting."""
-    return are_none(stored_grads(params))
 
 
 def _complete(grads: list[Any]) -> bool:

@@ -120,14 +120,14 @@ class HostScaling:
         """See `LossScaling`; after any other error the scale is what it was."""
         scaler = self._scaler
         scaler.settle()
-        before = scaler.numbers()
+        before, is_exhausted = scaler.numbers(), False
         try:
-            if scaler.update(any(check.overflow for check, _ in found)):
+            if scaler.update(any([check.overflow for check, _ in found])):  # noqa: C419  # as fast again
                 reason = self.reason(found)
                 for skip in skips:
                     skip.ask(reason, scaler)
                 self.on_overflow(self._scaler_id, found, before[0])
-            is_exhausted = scaler.exhausted
+                is_exhausted = scaler.exhausted
         except BaseException:
             scaler.set_numbers(*before)
             raise
@@ -265,6 +265,8 @@ def choose_scaling(
 class PendingCheck:
     """What a pass found, until the scale is moved by it: by the pass's `update`, or by the step.
 
+    Whoever makes the next step of one of the optimizers waits for it.
+
     Args:
         scaling: moves the scale.
         found: for each optimizer that got gradients.
@@ -273,10 +275,8 @@ class PendingCheck:
 
     def __init__(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         self._scaling, self._found, self._skips = scaling, found, skips
-
-    def register(self) -> None:
-        """Let whoever makes the next step wait for it."""
-        for skip in self._skips:
+        self._is_waiting = True
+        for skip in skips:
             skip.pending.append(self)
 
     def settle(self) -> None:
@@ -300,7 +300,7 @@ class PendingCheck:
 
     def withdraw(self) -> bool:
         """Let nobody wait for it any more; return whether somebody did."""
-        waiting = [skip for skip in self._skips if self in skip.pending]
-        for skip in waiting:
+        was_waiting, self._is_waiting = self._is_waiting, False
+        for skip in self._skips if was_waiting else ():
             skip.pending.remove(self)
-        return bool(waiting)
+        return was_waiting

@@ -48,6 +48,7 @@ class OptimizerBackward:
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
         passes: how many of these there were.
+        is_watched: True in the first of them, in which mistakes of the script are looked for.
         was_cleared: True where the gradients of the last one were cleared before a step.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
             before the next pass, which would share them once more.
@@ -69,6 +70,7 @@ class OptimizerBackward:
         self._foreign = ForeignGradients()
         self.is_open = False
         self.passes = 0
+        self.is_watched = True
         self.was_cleared = False
         self.elsewhere: list[Tensor] = []
         self._passes_stepped = 0
@@ -101,11 +103,6 @@ class OptimizerBackward:
             if self._ranks_follow:
                 self.ranks = StepRanks(groups_of(params))
         return self._pairs
-
-    @property
-    def is_watched(self) -> bool:
-        """True in the first passes, in which mistakes of the script are looked for."""
-        return self.passes <= WATCHED_PASSES
 
     @property
     def takes_grads_as_they_are(self) -> bool:
@@ -148,18 +145,20 @@ class OptimizerBackward:
             unscale: ends the pass where unscaled gradients are asked for before.
         """
         self._foreign.drop_cleared()
-        self._had_used = self._has_used
+        self._had_used = self.is_watched and self._has_used
         self.gradients.set_aside(pairs, scale, self.elsewhere)
         self.is_open, self._unscale = True, unscale
         self.was_cleared = False
         self.passes += 1
+        self.is_watched = self.passes <= WATCHED_PASSES
         self._thread = threading.get_ident()
         if self.skip.is_possible and self.gradients.are_cleared(self.pairs()):
             self.skip.forget()  # the user dropped what overflowed
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
-        self._tell_of_added()
+        if self._had_used:
+            self._tell_of_added(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._foreign.note_own_pass()
         self._close()
@@ -168,7 +167,8 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
     ) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
-        self._tell_of_added()
+        if self._had_used:
+            self._tell_of_added(pairs)
         try:
             return self.gradients.receive(pairs, scale, is_checked)
         finally:
@@ -314,19 +314,19 @@ class OptimizerBackward:
     def _has_used(self) -> bool:
         """True where gradients are left that a step has used, and masters have dropped them."""
         may_be = self.masters is not None and 0 < self.passes == self._passes_stepped
-        return may_be and self.is_watched and self.gradients.are_used(self.pairs())
+        return may_be and self.gradients.are_used(self.pairs())
 
-    def _tell_of_added(self) -> None:
+    def _tell_of_added(self, pairs: ParamPairs) -> None:
         """Warn, once, of a backward that plain PyTorch would have added to used gradients."""
-        if self._had_used and self.gradients.wrote(self.pairs()):
-            _warn_of_used("a scale_loss() block")
         self._had_used = False
+        if self.gradients.wrote(pairs):
+            _warn_of_used("a scale_loss() block")
 
     def tell_of_no_gradients(self) -> None:
         """Warn, once, where a step has none, for they were cleared, or a step has used them."""
         if self.was_cleared:
             self._tell_of_cleared()
-        elif self._has_used:
+        elif self.is_watched and self._has_used:
             _warn_of_used("an optimizer.step()")
 
     def _tell_of_cleared(self) -> None:

@@ -52,18 +52,15 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._pass.abandon()
             return
         try:
-            self._end()
+            if self._delay_unscale:
+                self._pass.leave_scaled()
+            elif self._delay_overflow_check:
+                self._pass.unscale_()
+            else:
+                self._pass.end()
         except BaseException:
             self._pass.abandon()
             raise
-
-    def _end(self) -> None:
-        if self._delay_unscale:
-            self._pass.leave_scaled()
-        elif self._delay_overflow_check:
-            self._pass.unscale_()
-        else:
-            self._pass.end()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -133,7 +133,7 @@ class LazyGradients:
 
     def are_alone(self) -> bool:
         """Return whether no gradient is stored beside those that are waiting."""
-        return are_none(stored_grads(self.params))
+        return have_none(self.params)
 
     def drop(self) -> None:
         """Nobody will ask for the gradients any more."""
@@ -187,9 +187,21 @@ def look_up(what: Callable[[Tensor], Value], params: Iterable[Tensor]) -> list[V
         return list(map(what, params))
 
 
+def all_are(what: Callable[[Tensor], bool], params: Iterable[Tensor]) -> bool:
+    """Return whether torch itself says so of every parameter."""
+    with _switched_off():
+        return all(map(what, params))
+
+
 def stored_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
     """Return the gradients that are there; None where there is none, or one waits."""
     return look_up(stored_grad, params)
+
+
+def have_none(params: Iterable[Tensor]) -> bool:
+    """Return whether no gradient is stored, though some may be waiting."""
+    with _switched_off():
+        return all(map(operator.is_, map(stored_grad, params), repeat(None)))
 
 
 def store_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:

@@ -62,7 +62,7 @@ class RaiseOnce:
             return
         code = frame.f_code
         called = code.co_name if event == "call" else getattr(argument, "__name__", "")
-        if called in ("__enter__", "__exit__", "restore"):
+        if called in ("__enter__", "__exit__", "restore", "_set_grad_enabled"):
             return  # if what ends a block or stands in a finally does not run, nobody undoes it
         if event == "call" and code.co_flags & inspect.CO_GENERATOR:
             return  # Python swallows what is raised in a generator that is being closed

@@ -229,7 +229,6 @@ def lines_of(steps: list[list[tuple[int, bool]]]) -> list[str]:
 def test_a_pending_check_moves_the_scale_once() -> None:
     case = Case()
     pending = PendingCheck(case.choose(), [found(INF)], [case.skip])
-    pending.register()
     assert case.skip.pending == [pending]
     for _ in range(2):
         pending.settle()
@@ -241,7 +240,6 @@ def test_a_pending_check_moves_the_scale_once() -> None:
 def test_a_pending_check_can_be_taken_over_for_its_scaler(value: float) -> None:
     case = Case()
     pending = PendingCheck(case.choose(), [found(value)], [case.skip])
-    pending.register()
     assert not pending.take_over(LossScaler(ScaleRule()))
     assert pending.take_over(case.scaler) == (value == INF)
     pending.settle()
