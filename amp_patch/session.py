@@ -346,7 +346,7 @@ class Session:
     def _pass(
         self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
     ) -> BackwardPass:
-        others: list[Other] = [step.backward for step in self.optimizers.others(steps)]
+        others: list[Other] = [*self.optimizers.others(steps)]
         if self.guard.unprepared:
             others.append(self.guard.unprepared)
         on_scaled = None

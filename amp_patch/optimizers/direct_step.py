@@ -44,7 +44,7 @@ class DirectStep:
         return (
             type(optimizer).step is self._type_step
             and bool(groups)
-            and all(group["fused"] and group["params"] for group in groups)
+            and all([group["fused"] and group["params"] for group in groups])  # noqa: C419  # faster
             and _GIVEN_BY_SCALERS.isdisjoint(vars(optimizer))
             and not captures.are_made(groups[0]["params"][0].device)
         )

@@ -99,7 +99,9 @@ class BackwardPass:
         self.begin()
         scaled_loss = self.multiply(loss)
         if self._scaling.is_on and scaled_loss.grad_fn is not None:
-            self._watched = self._watch(scaled_loss)
+            if self._optimizers[0].is_watched:
+                self._watched = _WatchedBackward()
+                scaled_loss.grad_fn.register_prehook(self._watched)
             if self._open_block is not None:
                 self._close_block = self._open_block(scaled_loss, self._params)
         elif self._scaling.is_on:
@@ -245,15 +247,6 @@ class BackwardPass:
 
     def _params(self) -> Iterable[Tensor]:
         return chain.from_iterable(one.pairs().model for one in self._optimizers)
-
-    def _watch(self, scaled_loss: Tensor) -> _WatchedBackward | None:
-        """Return what notes the backward of the scaled loss, None where nothing depends on it."""
-        node = scaled_loss.grad_fn
-        if node is None or not self._optimizers[0].is_watched:
-            return None
-        watched = _WatchedBackward()
-        node.register_prehook(watched)
-        return watched
 
     def _warn_of_stages(self) -> None:
         """Warn of the factor of a pipeline's losses on a rank that decides for itself."""

@@ -122,8 +122,6 @@ class Gradients:
 
     def _used_aside(self) -> list[Tensor | weakref.ref[Tensor]]:
         """Return references to the used ones that go back to parameters that got none since."""
-        if not self._aside:
-            return []
         used = {id(one) for one in self._used_ones()}
         return [weakref.ref(grad) for _, grad in self._aside if id(grad) in used]
 
@@ -233,7 +231,7 @@ class Gradients:
             What the check found, and the parameters that got a gradient, in the same order.
         """
         grads: list[Any] = list(map(_GRAD, pairs.model))
-        if not _complete(grads):
+        if not all(map(operator.is_not, grads, repeat(None))):
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
         if not self._buffers.fits(pairs):
@@ -246,7 +244,7 @@ class Gradients:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
             if not self._received:
-                self._used = self._used_aside()
+                self._used = self._used_aside() if self._aside else []
             self._used += self._buffers.references(grads)
         self.scaled.scale = None
         return check, self._buffers.params
@@ -452,10 +450,6 @@ def _untouched(params: list[Tensor], versions: list[int]) -> bool:
         return list(map(_GRAD_VERSION, params)) == versions
     except AttributeError:  # None has no version
         return False
-
-
-def _complete(grads: list[Any]) -> bool:
-    return all(map(operator.is_not, grads, repeat(None)))
 
 
 def _has_grad(param: Tensor) -> bool:

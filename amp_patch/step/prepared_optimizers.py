@@ -24,6 +24,7 @@ from amp_patch.warn_once import warn_once
 from amp_patch.weights.fp32_values import FP32Values
 
 from .observers import Observers
+from .optimizer_backward import OptimizerBackward
 from .optimizer_step import OptimizerStep
 
 
@@ -141,11 +142,11 @@ class PreparedOptimizers:
         for step in list(self.steps.values()):
             step.release()
 
-    def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerStep]:
-        """Return all but these."""
+    def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerBackward]:
+        """Return what all but these do around a backward."""
         if len(self.steps) == len(steps):
             return []
-        return [step for step in list(self.steps.values()) if step not in steps]
+        return [step.backward for step in list(self.steps.values()) if step not in steps]
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""
