@@ -10,11 +10,12 @@ from types import ModuleType
 import processes
 import pytest
 import torch
-from benchmarks import cuda_host, memory, report
+from benchmarks import cuda_host, host_in_turn, memory, report
 from benchmarks.host_models import HostModel, regression
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
@@ -46,6 +47,26 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     (ratios,) = json.loads(out.read_text())["ratios"].values()
     assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
+
+
+def test_steps_by_hand_take_turns_without_the_hooks_of_amp_patch(amp: ModuleType) -> None:
+    hooks = _global_optimizer_pre_hooks
+    seen: list[int] = []
+
+    def make() -> HostModel:
+        model, loss, by_hand = regression(nn.Linear(2, 1), torch.ones(1, 2), torch.ones(1, 1))
+
+        def counted(half: nn.Module) -> torch.Tensor:
+            seen.append(len(hooks))
+            return by_hand(half)
+
+        return HostModel(model, loss, counted)
+
+    found = host_in_turn.compare(make, "O2", "bare fp16", blocks=2)
+    assert found.least > 0
+    timed = seen[-2 * host_in_turn.STEPS :]
+    assert timed == [0] * len(timed)
+    assert max(seen) > 0  # in the warm-up they are there
 
 
 @pytest.mark.parametrize(
