@@ -165,6 +165,7 @@ class BackwardPass:
         if is_on:
             self._agree(found)
         self._pending = PendingCheck(self._scaling, found, [one.skip for one in self._optimizers])
+        self._pending.register()
 
     def _agree(self, found: Sequence[Found]) -> None:
         """Let all ranks that make this step together find the same.

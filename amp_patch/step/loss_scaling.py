@@ -265,8 +265,6 @@ def choose_scaling(
 class PendingCheck:
     """What a pass found, until the scale is moved by it: by the pass's `update`, or by the step.
 
-    Whoever makes the next step of one of the optimizers waits for it.
-
     Args:
         scaling: moves the scale.
         found: for each optimizer that got gradients.
@@ -275,8 +273,10 @@ class PendingCheck:
 
     def __init__(self, scaling: LossScaling, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         self._scaling, self._found, self._skips = scaling, found, skips
-        self._is_waiting = True
-        for skip in skips:
+
+    def register(self) -> None:
+        """Let whoever makes the next step wait for it."""
+        for skip in self._skips:
             skip.pending.append(self)
 
     def settle(self) -> None:
@@ -300,7 +300,9 @@ class PendingCheck:
 
     def withdraw(self) -> bool:
         """Let nobody wait for it any more; return whether somebody did."""
-        was_waiting, self._is_waiting = self._is_waiting, False
-        for skip in self._skips if was_waiting else ():
-            skip.pending.remove(self)
+        was_waiting = False
+        for skip in self._skips:
+            if self in skip.pending:  # an interrupt may have come between two of them
+                skip.pending.remove(self)
+                was_waiting = True
         return was_waiting

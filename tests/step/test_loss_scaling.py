@@ -229,6 +229,7 @@ def lines_of(steps: list[list[tuple[int, bool]]]) -> list[str]:
 def test_a_pending_check_moves_the_scale_once() -> None:
     case = Case()
     pending = PendingCheck(case.choose(), [found(INF)], [case.skip])
+    pending.register()
     assert case.skip.pending == [pending]
     for _ in range(2):
         pending.settle()
@@ -240,7 +241,17 @@ def test_a_pending_check_moves_the_scale_once() -> None:
 def test_a_pending_check_can_be_taken_over_for_its_scaler(value: float) -> None:
     case = Case()
     pending = PendingCheck(case.choose(), [found(value)], [case.skip])
+    pending.register()
     assert not pending.take_over(LossScaler(ScaleRule()))
     assert pending.take_over(case.scaler) == (value == INF)
     pending.settle()
     assert case.scaler.scale == 65536.0  # who took it over moves the scale
+
+
+def test_a_check_that_half_of_the_optimizers_wait_for_is_withdrawn() -> None:
+    case, other = Case(), Case()
+    pending = PendingCheck(case.choose(), [found(INF)], [case.skip, other.skip])
+    case.skip.pending.append(pending)  # an interrupt came before the other
+    assert pending.withdraw()
+    assert case.skip.pending == other.skip.pending == []
+    assert not pending.withdraw()
