@@ -34,7 +34,7 @@ EXTRAS["test"] = [
     # the same compiler and headers as cuda13's; they need no GPU
     "nvidia-cuda-nvrtc==13.*; sys_platform == 'linux'",
     "nvidia-cuda-runtime==13.*; sys_platform == 'linux'",
-    "pytest>=8",
+    "pytest>=9",
     "pytest-randomly>=3.15",
     "pytest-xdist>=3.5",
     # drives the Chromium of the system, which the tests of reports open
