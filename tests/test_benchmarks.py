@@ -1,9 +1,11 @@
 """The benchmarks run, compare as they say, and write what they measured."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +17,6 @@ from benchmarks.host_models import HostModel, regression
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
@@ -49,24 +50,22 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
 
 
-def test_steps_by_hand_take_turns_without_the_hooks_of_amp_patch(amp: ModuleType) -> None:
-    hooks = _global_optimizer_pre_hooks
-    seen: list[int] = []
+def test_two_processes_take_turns_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[Connection] = []
+    timed = host_in_turn._block
 
-    def make() -> HostModel:
-        model, loss, by_hand = regression(nn.Linear(2, 1), torch.ones(1, 2), torch.ones(1, 1))
+    def block(process: Connection) -> float:
+        blocks.append(process)
+        return timed(process)
 
-        def counted(half: nn.Module) -> torch.Tensor:
-            seen.append(len(hooks))
-            return by_hand(half)
-
-        return HostModel(model, loss, counted)
-
-    found = host_in_turn.compare(make, "O2", "bare fp16", blocks=2)
+    monkeypatch.setattr(host_in_turn, "_block", block)
+    penalty = "gradient penalty, 9 linears"
+    found = host_in_turn.compare(penalty, "O2", "bare fp16", blocks=3, pairs=1)
     assert found.least > 0
-    timed = seen[-2 * host_in_turn.STEPS :]
-    assert timed == [0] * len(timed)
-    assert max(seen) > 0  # in the warm-up they are there
+    ours, theirs = blocks[:2]
+    assert ours is not theirs
+    assert blocks == [ours, theirs] * 3
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(
