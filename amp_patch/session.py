@@ -317,8 +317,8 @@ class Session:
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)
         scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
-        is_watched = steps[0].backward.is_watched
-        if is_watched and has_others() and self.scalers[scaler_id].rule.dynamic:
+        is_moved = self.scalers[scaler_id].rule.dynamic
+        if is_moved and steps[0].backward.is_watched and has_others():
             self.guard.scale_users.note(steps, scaler_id)
         return self._pass(steps, scaler_id, self._scaling(steps, scaler_id, device, may_be_delayed))
 

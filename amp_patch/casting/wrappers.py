@@ -101,7 +101,7 @@ class Casts:
         return wrapper
 
     def _layer(self, fixed: torch.dtype | None, original: Function, general: Function) -> Function:
-        """Wrap the function of a layer: its usual call takes a tensor and two parameters.
+        """Wrap the function of a layer: its usual call takes a tensor, a weight and a bias.
 
         That is what most of a step's calls are, so it costs no list, no dictionary and one look
         at each argument. Every other call is for ``general``, which does the same.
@@ -115,7 +115,7 @@ class Casts:
                 kwargs
                 or dtype is OFF
                 or type(input) is not Tensor
-                or type(weight) is not Parameter
+                or type(weight) not in _WEIGHTS
                 or is_dynamo_compiling()
                 or not is_grad_enabled()
                 or _count_dispatch_modes()
@@ -127,7 +127,10 @@ class Casts:
             if input.dtype is not dtype:
                 cast = last_cast(input, dtype)
                 input = to_dtype(input, dtype, None, new_cast) if cast is None else cast
-            weight = cast_weight(weight, dtype)
+            if type(weight) is Parameter:
+                weight = cast_weight(weight, dtype)
+            elif weight.dtype is not dtype:  # computed anew, as a weight norm does
+                weight = to_dtype(weight, dtype, None, shared_cast)
             if type(bias) is Parameter:
                 bias = cast_weight(bias, dtype)
             elif bias is not None:
@@ -156,6 +159,8 @@ LAYERS = frozenset(
         torch.conv_transpose3d,
     }
 )
+#: What the weight of a layer's usual call is.
+_WEIGHTS = frozenset({Parameter, Tensor})
 #: Products of two matrices of which one may be sparse.
 _TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "matmul", "mm"})
 
@@ -192,7 +197,7 @@ def _observed(
         on = (mode.dtype or process.dtype) is not OFF and not is_compiling()
         # softmax() calls the method of the same name, and gives it the dtype
         asked = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-        if on and not asked and not _untouched(kwargs, False):
+        if on and not asked and not _untouched(kwargs):
             for tensor in tensors_in((args, kwargs)):
                 if tensor.dtype in dtypes and tensor.device.type in process.devices:
                     observer(f"{words} ({function.__name__})")
@@ -258,7 +263,7 @@ def _promoting(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs, is_compiling()):
+        if (mode.dtype or process.dtype) is OFF or _untouched(kwargs):
             return original(*args, **kwargs)
         if len(set(dtypes_in((args, kwargs)))) > 1:
             args = tuple(to_float(value) for value in args)
@@ -274,7 +279,7 @@ def _banned(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs, is_compiling())
+        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
         kinds = {tensor.device.type for tensor in tensors_in((args, kwargs))}
         if on and kinds & process.devices - {"cpu"}:
             raise RuntimeError(
@@ -293,7 +298,7 @@ def _refusing(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs, is_compiling())
+        on = (mode.dtype or process.dtype) is not OFF and not _untouched(kwargs)
         if on and holds_half((*args, *kwargs.values())):
             raise NotImplementedError(
                 f"{original.__name__} must not run on half tensors, whose range its result "
@@ -311,10 +316,10 @@ def _stay(args: tuple[Any, ...], kwargs: dict[str, Any], others: Collection[torc
     is_right = not is_dynamo_compiling() and need_no_cast(args, others)
     if is_right and (not kwargs or need_no_cast(kwargs.values(), others)):
         return True
-    return _untouched(kwargs, is_compiling())
+    return _untouched(kwargs)
 
 
-def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
+def _untouched(kwargs: dict[str, Any]) -> bool:
     """True for a call that casts must leave alone.
 
     Writing to ``out=`` cannot be redirected. And torch's own decompositions (of torch.compile
@@ -323,9 +328,10 @@ def _untouched(kwargs: dict[str, Any], compiling: bool) -> bool:
     """
     if kwargs and kwargs.get("out") is not None:
         return True
-    if compiling:
+    if is_dynamo_compiling():  # which cannot trace the next line
         return False
-    return _below_autograd(_AUTOGRAD) and not torch.is_inference_mode_enabled()
+    is_below = _below_autograd(_AUTOGRAD)
+    return is_below and not is_compiling() and not torch.is_inference_mode_enabled()
 
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
+from amp_patch.step.scalar_backward import short_for_scalars
 
 
 class _Block:
@@ -66,14 +67,14 @@ class Backwards:
         return {"torch.autograd.backward": self._looking}
 
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        blocks = self._blocks
+        blocks, run = self._blocks, short_for_scalars(original)
 
         @never_trace
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if blocks:
                 self._look(tensors, kwargs.get("inputs"))
-            return original(tensors, *args, **kwargs)
+            return run(tensors, *args, **kwargs)
 
         return backward
 

@@ -152,7 +152,7 @@ class StepCounters:
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
-        self._all = torch.zeros(0)
+        self._all = self._one = torch.zeros(0)
 
     def advance(self, states: Sequence[ParamState]) -> list[Tensor]:
         """Add 1 to each ``state["step"]``, which is replaced where it was not in that memory.
@@ -162,7 +162,7 @@ class StepCounters:
         """
         first = states[0]["step"]
         self.gather(states, first.device, first.dtype)
-        self._all += 1
+        self._all += self._one  # a tensor, for torch would make one of a number
         return self._steps
 
     def gather(
@@ -175,13 +175,14 @@ class StepCounters:
             with torch.inference_mode(False):  # or no later step could write to them
                 self._all = torch.stack([step.to(device, dtype) for step in steps])
                 self._steps = [self._all[index] for index in range(len(steps))]
+                self._one = torch.ones((), device=device, dtype=dtype)
             for state, step in zip(states, self._steps, strict=True):
                 state["step"] = step
         return self._steps
 
     def take_back(self) -> None:
         """Subtract what `advance` added, for the step was not made."""
-        self._all -= 1
+        self._all -= self._one
 
     def values(self) -> list[float]:
         """Return what they count. Waits for the device."""

@@ -22,6 +22,7 @@ from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
 from .param_pairs import ParamPairs
+from .skip import Skip
 
 
 class Other(Protocol):
@@ -149,6 +150,15 @@ class BackwardPass:
         ):
             self.leave_scaled()
             return
+        self._pending = PendingCheck(self._scaling, self._receive(), self._skips())
+        self._pending.register()
+
+    def _receive(self) -> list[Found]:
+        """Let each optimizer take what the backward wrote, unscaled; return what was found.
+
+        Raises:
+            RuntimeError: it was the backward of another loss.
+        """
         self._end_backward()
         if self._watched is not None:
             self._refuse_another(self._watched)
@@ -162,10 +172,12 @@ class BackwardPass:
             one.gradients.show(self._scale)
         for one, _ in self._received:
             one.gradients.finish()
-        if is_on:
+        if is_on and any([one.ranks.groups for one in self._optimizers]):  # noqa: C419  # as fast again
             self._agree(found)
-        self._pending = PendingCheck(self._scaling, found, [one.skip for one in self._optimizers])
-        self._pending.register()
+        return found
+
+    def _skips(self) -> list[Skip]:
+        return [one.skip for one in self._optimizers]
 
     def _agree(self, found: Sequence[Found]) -> None:
         """Let all ranks that make this step together find the same.
@@ -174,8 +186,6 @@ class BackwardPass:
             RuntimeError: they do not hold the same scale.
         """
         groups = [group for one in self._optimizers for group in one.ranks.groups]
-        if not groups:
-            return
         flag = agree(
             [flag for check, _ in found for flag in check.found_inf],
             without_repetition(groups),
@@ -196,13 +206,15 @@ class BackwardPass:
             self._pending.settle()
 
     def end(self) -> None:
-        """Unscale and update: at once where nothing is scaled, and no master waits."""
-        if self._open or self._scaling.is_on:
-            self.unscale_()
-            self.update()
-        else:
+        """Unscale and update, and let nobody else do either in between."""
+        if not self._open and not self._scaling.is_on:  # and no master waits
             self._end_backward()
             self._scaling.update((), ())
+        elif self._pending is None and self._unsynced is None:
+            self._scaling.update(self._receive(), self._skips())
+        else:
+            self.unscale_()
+            self.update()
 
     def leave_scaled(self) -> None:
         """Leave what the backward wrote multiplied by the scale, unless `unscale_` was called."""

@@ -99,10 +99,11 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
-        self._aside.clear()
-        self._received.clear()
-        self._watched.forget()
         self.scaled.forget()
+        if self._received or self._aside:  # where a step has ended, `zero_grad` finds neither
+            self._aside.clear()
+            self._received.clear()
+            self._watched.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""

@@ -79,7 +79,9 @@ class NoScaling:
 
     def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         """See `LossScaling`."""
-        if captures.can_follow(self._device):
+        if not captures.are_made(self._device):
+            self._scaler.update(overflow=False)
+        elif captures.can_follow(self._device):
             captures.follow(self._device, functools.partial(self._scaler.update, overflow=False))
 
     def moves(self, scaler: LossScaler) -> bool:
