@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import pytest
 import torch
 from benchmarks import cuda_host, host_in_turn, memory, report
 from benchmarks.host_models import HostModel, regression
+from benchmarks.host_steps import rules_of_cpu_autocast
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
 from torch import nn
@@ -48,6 +50,36 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     (ratios,) = json.loads(out.read_text())["ratios"].values()
     assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("layer_norm", lambda x: nn.functional.layer_norm(x, (4,))),
+        ("softmax", lambda x: x.softmax(0)),
+        ("exp", torch.exp),
+        ("mse_loss", lambda x: nn.functional.mse_loss(x, x)),
+        ("cross_entropy", lambda x: nn.functional.cross_entropy(x, torch.tensor(1))),
+        ("matmul", lambda x: x.float() @ x.float()),
+    ],
+)
+def test_by_the_cpus_list_functions_run_in_the_dtype_of_autocast_there(
+    amp: ModuleType, name: str, call: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    half = torch.ones(4, dtype=torch.bfloat16)
+    with torch.autocast("cpu"):
+        expected = call(half).dtype
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self) -> torch.Tensor:
+            return call(half)
+
+    model = amp.initialize(Model(), opt_level="O4", rules=rules_of_cpu_autocast(), verbosity=0)
+    assert model().dtype is expected
 
 
 def test_two_processes_take_turns_and_end(monkeypatch: pytest.MonkeyPatch) -> None:

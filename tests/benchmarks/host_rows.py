@@ -5,7 +5,8 @@
     python tests/benchmarks/host_rows.py --compile --rounds 5
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
-hand for the model. ``--cpu-time`` takes the thread's own time, where the machine is shared.
+hand for the model. "by the CPU's list" is O1 or O4 in which no more functions run in fp32 than under
+torch's autocast on a CPU. ``--cpu-time`` takes the thread's own time, where the machine is shared.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ RATIOS = (
     ("O4", "autocast bf16"),
     ("O5", "bare bf16"),
     ("O5 fused_step", "bare bf16"),
+    ("O1 by the CPU's list", "autocast fp16"),
+    ("O4 by the CPU's list", "autocast bf16"),
 )
 CANDIDATES = list(dict.fromkeys(name for pair in RATIOS for name in pair))
 
@@ -52,7 +55,9 @@ def step_of(
         return host_steps.autocast(make, rest, compiled)
     if kind == "bare":
         return host_steps.bare(make, rest, compiled)
-    return host_steps.amp_patch(make, kind, bool(rest), compiled)
+    rules = host_steps.rules_of_cpu_autocast() if rest == "by the CPU's list" else None
+    fused_step = rest == "fused_step"
+    return host_steps.amp_patch(make, kind, compiled, fused_step=fused_step, rules=rules)
 
 
 def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace) -> Seconds:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch import amp
+from amp_patch.casting import rules as cast_rules
+from amp_patch.casting import targets
 
 Step = Callable[[], None]
 Compile = Callable[[nn.Module], nn.Module]
@@ -57,15 +59,45 @@ def autocast(make: Callable[[], HostModel], half: str, compiled: Compile) -> Ite
     yield scaled_step if half == "fp16" else plain_step
 
 
+def rules_of_cpu_autocast() -> dict[str, str]:
+    """Return what leaves alone the functions that run in fp32 under CUDA's autocast alone.
+
+    On a CPU torch's autocast follows a list of its own, without layer norm, softmax and others.
+    """
+    names = torch._C._dispatch_get_all_op_names()
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    cast = [name for name in names if has_kernel(name, "AutocastCPU")]
+    known = {name.removeprefix("aten::").split(".")[0].removesuffix("_loss") for name in cast}
+    return {
+        op: "off"
+        for op, rule in cast_rules.rules().items()
+        if rule in ("float", "float_dtype")
+        and op.removesuffix("_nd").removesuffix("_loss") not in known
+        and _is_public(op)
+    }
+
+
+def _is_public(op: str) -> bool:
+    try:
+        return bool(targets.user_rule_targets(op))
+    except ValueError:
+        return False
+
+
 @contextlib.contextmanager
 def amp_patch(
-    make: Callable[[], HostModel], opt_level: str, fused_step: bool, compiled: Compile
+    make: Callable[[], HostModel],
+    opt_level: str,
+    compiled: Compile,
+    *,
+    fused_step: bool = False,
+    rules: dict[str, str] | None = None,
 ) -> Iterator[Step]:
     """The same at a level."""
     model, loss_of, _ = _started(make)
     optimizer = _optimizer(list(model.parameters()))
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=opt_level, fused_step=fused_step, verbosity=0
+        model, optimizer, opt_level=opt_level, fused_step=fused_step, rules=rules, verbosity=0
     )
     model = compiled(model)
 
