@@ -5,8 +5,9 @@
     python tests/benchmarks/host_rows.py --compile --rounds 5
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
-hand for the model. "by the CPU's list" is O1 or O4 in which no more functions run in fp32 than under
-torch's autocast on a CPU. ``--cpu-time`` takes the thread's own time, where the machine is shared.
+hand for the model. "by the CPU's list" is O1 or O4 in which no more functions run in fp32 than
+under torch's autocast on a CPU. ``--cpu-time`` takes the thread's own time, where the machine is
+shared.
 """
 
 from __future__ import annotations
