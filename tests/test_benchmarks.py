@@ -13,7 +13,7 @@ from types import ModuleType
 import processes
 import pytest
 import torch
-from benchmarks import cuda_host, host_in_turn, memory, report
+from benchmarks import cuda_host, host_in_turn, host_rows, memory, report
 from benchmarks.host_models import HostModel, regression
 from benchmarks.host_steps import rules_of_cpu_autocast
 from benchmarks.report import Row
@@ -43,13 +43,28 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
 def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     few = ("--rounds", "1", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
+    plot = tmp_path / "host.png"
     done = processes.run(
-        [sys.executable, *WARNINGS, HOST_ROWS, *few, "--out", out], env=ENVIRONMENT
+        [sys.executable, *WARNINGS, HOST_ROWS, *few, "--out", out, "--plot", plot], env=ENVIRONMENT
     )
     assert (done.returncode, done.stderr) == (0, "")
-    (ratios,) = json.loads(out.read_text())["ratios"].values()
+    saved = json.loads(out.read_text())
+    (ratios,) = saved["ratios"].values()
     assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())
+    (least,) = saved["least seconds"].values()
+    (against,) = saved["against autocast"].values()
+    assert against["O5 / autocast bf16"]["median"] == least["O5"] / least["autocast bf16"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_needs_what_it_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["host_rows.py", "--plot", "host.png"])
+    with pytest.raises(SystemExit):
+        host_rows.main()
+    assert "--plot draws what --out or --from names; give one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,47 @@ def many_parameters() -> HostModel:
     return regression(Concatenated(), torch.randn(2, 4000), torch.randn(2))
 
 
+class GraphConvolutions(nn.Module):
+    """Six layers that add up their neighbours' features: (10, width) to the same."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.register_buffer("source", torch.arange(20) % 10)
+        self.register_buffer("target", torch.arange(20) * 7 % 10)
+
+    def forward(self, features: Tensor) -> Tensor:
+        for layer in self.layers:
+            sent = layer(features)[self.source]
+            features = torch.zeros_like(features, dtype=sent.dtype).index_add(0, self.target, sent)
+            features = F.relu(features)
+        return features
+
+
+def graph_convolutions() -> HostModel:
+    return regression(GraphConvolutions(), torch.randn(10, 8), torch.randn(10, 8))
+
+
+class Recurrent(nn.Module):
+    """An LSTM cell that is called for each step: (T, N, width) to the same."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(width, width), nn.Linear(width, width)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        state = None
+        outputs = []
+        for x in sequence:
+            state = self.cell(x, state)
+            outputs.append(self.out(state[0]))
+        return torch.stack(outputs)
+
+
+def recurrent() -> HostModel:
+    return regression(Recurrent(), torch.randn(6, 4, 8), torch.randn(6, 4, 8))
+
+
 MODELS = {
     "24 x (Linear 8 + ReLU)": linears,
     "12 transformer blocks, width 16": transformer,
@@ -146,6 +187,8 @@ MODELS = {
     "Hugging Face's BERT, 8 layers": hugging_face_bert,
     "gradient penalty, 9 linears": gradient_penalty,
     "1,000 parameters of 4 elements": many_parameters,
+    "6 graph convolutions, width 8": graph_convolutions,
+    "LSTM cell, called 6 times": recurrent,
 }
 if importlib.util.find_spec("transformers") is None:
     del MODELS["Hugging Face's BERT, 8 layers"]

@@ -3,6 +3,7 @@
     python tests/benchmarks/host_rows.py
     python tests/benchmarks/host_rows.py --only linears conv --rounds 41
     python tests/benchmarks/host_rows.py --compile --rounds 5
+    python tests/benchmarks/host_rows.py --from FILE --plot FILE
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
 hand for the model. "by the CPU's list" is O1 or O4 in which no more functions run in fp32 than
@@ -17,7 +18,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,13 @@ RATIOS = (
     ("O5 fused_step", "bare bf16"),
     ("O1 by the CPU's list", "autocast fp16"),
     ("O4 by the CPU's list", "autocast bf16"),
+)
+#: What a user asks first.
+AGAINST_AUTOCAST = (
+    ("O1", "autocast fp16"),
+    ("O2", "autocast fp16"),
+    ("O4", "autocast bf16"),
+    ("O5", "autocast bf16"),
 )
 CANDIDATES = list(dict.fromkeys(name for pair in RATIOS for name in pair))
 
@@ -81,11 +89,13 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Seconds]]]:
     return measured
 
 
-def ratios(measured: dict[str, dict[str, list[Seconds]]]) -> dict[str, dict[str, Spread]]:
+def ratios(
+    measured: dict[str, dict[str, list[Seconds]]], pairs: Sequence[tuple[str, str]] = RATIOS
+) -> dict[str, dict[str, Spread]]:
     return {
         model: {
             f"{ours} / {theirs}": ratio(seconds, ours, theirs)
-            for ours, theirs in RATIOS
+            for ours, theirs in pairs
             if ours in seconds and theirs in seconds
         }
         for model, seconds in measured.items()
@@ -109,16 +119,47 @@ def as_table(measured: dict[str, dict[str, list[Seconds]]]) -> Table:
 
 
 def save(path: Path, measured: dict[str, dict[str, list[Seconds]]]) -> None:
-    spreads = {
-        model: {name: vars(spread) for name, spread in row.items()}
-        for model, row in ratios(measured).items()
-    }
     least = {
         model: {name: min(values) for name, values in seconds.items()}
         for model, seconds in measured.items()
     }
-    result = {"machine": report.machine(), "ratios": spreads, "least seconds": least}
+    result = {
+        "machine": report.machine(),
+        "ratios": _as_json(ratios(measured)),
+        "against autocast": _as_json(ratios(measured, AGAINST_AUTOCAST)),
+        "least seconds": least,
+    }
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _as_json(found: dict[str, dict[str, Spread]]) -> dict[str, dict[str, dict[str, float]]]:
+    return {
+        model: {name: vars(spread) for name, spread in row.items()} for model, row in found.items()
+    }
+
+
+def draw(saved: Path, path: Path) -> None:
+    """Draw what `save` wrote: each level's step against autocast's, median and quartiles."""
+    import matplotlib.pyplot as plt
+
+    found = json.loads(saved.read_text(encoding="utf-8"))["against autocast"]
+    levels = list(next(iter(found.values())))
+    _, axes = plt.subplots(figsize=(9, 0.9 * len(found) + 1.2), layout="constrained")
+    for place, level in enumerate(levels):
+        spreads = [row[level] for row in found.values()]
+        medians = [one["median"] for one in spreads]
+        below = [one["median"] - one["lower"] for one in spreads]
+        above = [one["upper"] - one["median"] for one in spreads]
+        rows = [
+            row + (place - (len(levels) - 1) / 2) / (len(levels) + 2) for row in range(len(found))
+        ]
+        axes.errorbar(medians, rows, xerr=[below, above], fmt="o", label=level.partition(" / ")[0])
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set(xlabel="host time of a step; torch.autocast in the same half dtype takes 1")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    plt.savefig(path, dpi=110)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -131,7 +172,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile all models")
     parser.add_argument("--out", type=Path, help="a file for the result as JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--from", dest="saved", type=Path, help="measure nothing, but draw this")
+    parser.add_argument("--plot", type=Path, help="a file for the plot of --out or --from")
     args = parser.parse_args()
+    if args.plot is not None and (args.out is None) == (args.saved is None):
+        parser.error("--plot draws what --out or --from names; give one of them")
     chosen = [word.lower() for word in args.only or [""]]
     args.models = {
         name: make
@@ -146,11 +191,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    torch.set_num_threads(1)
-    measured = measure(args)
-    Console(width=200).print(as_table(measured))
-    if args.out is not None:
-        save(args.out, measured)
+    if args.saved is None:
+        torch.set_num_threads(1)
+        measured = measure(args)
+        Console(width=200).print(as_table(measured))
+        if args.out is not None:
+            save(args.out, measured)
+    if args.plot is not None:
+        draw(args.saved or args.out, args.plot)
 
 
 if __name__ == "__main__":
