@@ -41,6 +41,7 @@ __all__ = [
     "clip_factor",
     "combined",
     "find_nonfinite",
+    "inverse_of",
     "multiply",
     "norms_of",
     "values",
@@ -156,7 +157,7 @@ class Unscale:
             return GradCheck(
                 targets, self._multiply_and_check(groups, 1.0 / scale.reshape(1), True)
             )
-        inverse = 1.0 / ctypes.c_float(scale).value
+        inverse = _inverse(scale)
         return GradCheck(targets, self._multiply_and_check(groups, inverse, inverse > 1.0))
 
     @without_grad
@@ -227,6 +228,15 @@ class Unscale:
         if self._factor is None or self._factor[0] != factor:
             self._factor = factor, torch.full((1,), factor, dtype=torch.float32, device=device)
         return self._factor[1]
+
+
+def _inverse(scale: float) -> float:
+    return 1.0 / ctypes.c_float(scale).value
+
+
+def inverse_of(scale: float) -> Tensor:
+    """Return what a gradient of a loss times ``scale`` is multiplied by: fp32, (1,), on the CPU."""
+    return torch.full((1,), _inverse(scale), dtype=torch.float32, device="cpu")
 
 
 @torch.no_grad()

@@ -163,15 +163,18 @@ class BackwardPass:
         if self._watched is not None:
             self._refuse_another(self._watched)
         self._received = self._share("master") if self._open else []
-        is_on = self._scaling.is_on
-        found = [Found(*one.receive(pairs, self._scale, is_on)) for one, pairs in self._received]
+        is_on, is_alone = self._scaling.is_on, len(self._received) == 1
+        found = [
+            Found(*one.receive(pairs, self._scale, is_on, is_alone))
+            for one, pairs in self._received
+        ]
         if self._watched is not None:
             self._tell_of_strays(self._watched, found)
-        # Another optimizer may have received the same half gradients.
-        for one, _ in self._received:
-            one.gradients.show(self._scale)
-        for one, _ in self._received:
-            one.gradients.finish()
+        if not is_alone:  # another optimizer may have received the same half gradients
+            for one, _ in self._received:
+                one.gradients.show(self._scale)
+            for one, _ in self._received:
+                one.gradients.finish()
         if is_on and any([one.ranks.groups for one in self._optimizers]):  # noqa: C419  # as fast again
             self._agree(found)
         return found

@@ -71,6 +71,12 @@ class GradientBuffers:
         self._have_buffer = [buffer is not None for buffer in self._buffers]
         self._have_all_buffers = all(self._have_buffer)
         self._storage = self._places()
+        # The only memory of all targets, where it is one on the CPU, for a list of tensors.
+        self._pool: list[Tensor] = []
+        is_reference = isinstance(self._unscale, torch_kernels.Unscale)
+        if is_reference and not self.is_spread and not self._devices and self._have_all_buffers:
+            self._pool = self._pools if len(self._pools) == len(self._kinds) == 1 else []
+        self._scale, self._inverse = 1.0, torch_kernels.inverse_of(1.0)
         # The buffers of all others, with whether a row is theirs; None until somebody asks.
         self._rest: tuple[list[bool], GradientBuffers] | None = None
         self._large = [row for row in rows if not self._have_buffer[row]]
@@ -197,6 +203,35 @@ class GradientBuffers:
         places = self._storage if are_dense else ()
         storage = [[*pools, *[targets[row] for row in rows]] for pools, rows in places]
         return self._unscale.run(grads, targets, scale, storage)
+
+    @without_grad
+    def take(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
+    ) -> GradCheck | None:
+        """Do `unscale` and `copy_back` by a call of torch each, where all targets are one memory.
+
+        Args:
+            grads: of all parameters, dense.
+            scale, is_checked: see `unscale`.
+            shows: whether to do `copy_back`.
+
+        Returns:
+            As `unscale`. None, with nothing done, where not all of these are small half parameters
+            on the CPU, or somebody holds a target.
+        """
+        pool, targets = self._pool, self._reusable.tensors
+        if not pool or isinstance(scale, Tensor) or scale < 1.0 or not self._reusable.are_free():
+            return None
+        torch._foreach_copy_(targets, grads)
+        if not is_checked:
+            return GradCheck(targets, [])
+        if scale != self._scale:
+            self._scale, self._inverse = scale, torch_kernels.inverse_of(scale)
+        found_inf = torch.zeros(1, dtype=torch.float32, device="cpu")
+        torch._amp_foreach_non_finite_check_and_unscale_(pool, found_inf, self._inverse)
+        if shows and scale != 1.0:
+            torch._foreach_copy_(grads, targets)
+        return GradCheck(targets, [found_inf])
 
     def _places(self) -> list[tuple[list[Tensor], list[int]]]:
         """Return for each kind where the numbers of targets are: in which pools and rows."""

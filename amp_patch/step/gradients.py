@@ -250,6 +250,40 @@ class Gradients:
         self.scaled.scale = None
         return check, self._buffers.params
 
+    def receive_alone(
+        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+    ) -> tuple[GradCheck, Params]:
+        """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
+
+        In most steps each parameter has a dense gradient, and nothing was there before or waits:
+        that takes a third of the calls.
+        """
+        grads: list[Any] = list(map(_GRAD, pairs.model))
+        buffers = self._buffers
+        lazy = self._lazy
+        is_plain = (
+            not self._aside
+            and (lazy is None or not lazy.are_waiting)
+            and all(map(operator.is_not, grads, repeat(None)))
+            and buffers.fits(pairs)
+            and not any(map(_IS_SPARSE, grads))
+            and have_none(buffers.masters)
+        )
+        check = buffers.take(grads, scale, is_checked, lazy is None) if is_plain else None
+        if check is None:
+            found = self.receive(pairs, scale, is_checked)
+            self.show(scale)
+            self.finish()
+            return found
+        if lazy is None:
+            store_grads(buffers.masters, check.grads)
+        else:
+            lazy.hold(buffers.masters, Made(check.grads))
+        self._used = [*self._used, *grads] if self._received else grads
+        self._note(pairs.model, grads)
+        self.scaled.scale = None
+        return check, buffers.params
+
     def show(self, scale: float | Tensor) -> None:
         """Let half gradients hold what their masters have received.
 

@@ -164,13 +164,24 @@ class OptimizerBackward:
         self._close()
 
     def receive(
-        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+        self,
+        pairs: ParamPairs,
+        scale: float | Tensor,
+        is_checked: bool = True,
+        is_alone: bool = False,
     ) -> tuple[GradCheck, Params]:
-        """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
+        """End the pass: take its gradients unscaled and checked.
+
+        Args:
+            pairs, scale, is_checked: see `Gradients.receive`.
+            is_alone: whether it is of this optimizer alone, see `Gradients.receive_alone`.
+        """
         if self._had_used:
             self._tell_of_added(pairs)
+        gradients = self.gradients
         try:
-            return self.gradients.receive(pairs, scale, is_checked)
+            receive = gradients.receive_alone if is_alone else gradients.receive
+            return receive(pairs, scale, is_checked)
         finally:
             self._foreign.note_own_pass()
             self._close()
