@@ -262,8 +262,7 @@ class Gradients:
         buffers = self._buffers
         lazy = self._lazy
         is_plain = (
-            not self._aside
-            and (lazy is None or not lazy.are_waiting)
+            not (self._aside or self._received)
             and all(map(operator.is_not, grads, repeat(None)))
             and buffers.fits(pairs)
             and not any(map(_IS_SPARSE, grads))
@@ -279,7 +278,7 @@ class Gradients:
             store_grads(buffers.masters, check.grads)
         else:
             lazy.hold(buffers.masters, Made(check.grads))
-        self._used = [*self._used, *grads] if self._received else grads
+        self._used = grads
         self._note(pairs.model, grads)
         self.scaled.scale = None
         return check, buffers.params
