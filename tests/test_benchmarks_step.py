@@ -24,8 +24,9 @@ from benchmarks.step_models import BERT, MLP, MODELS, Batch, Maker, Workload
 from benchmarks.step_processes import Failed, Process
 from benchmarks.step_results import Results
 from benchmarks.step_row import Key, Measured, Row
-from benchmarks.step_timing import TINY_STEPS, Prepared, Stepping, first_line
+from benchmarks.step_timing import STEPS, TINY_STEPS, Prepared, Stepping, first_line
 from cuda_on_cpu.fake_gpu import Gpu
+from pages import DOCS, text_of
 from test_cuda_graph import FakeCuda
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -216,6 +217,10 @@ def test_a_candidate_that_fails_stops_no_other(
         name: "OutOfMemoryError: no memory is left" if name in failed else None
         for name in CANDIDATES
     }
+    script.run("--modes", "eager")
+    assert script.measured == []
+    script.run("--modes", "eager", "--retry")
+    assert {key.candidate for key in script.measured} == failed
 
 
 def refuses(_: bool) -> NoReturn:
@@ -570,6 +575,13 @@ def test_a_plot_is_drawn_of_what_was_written(
     assert "78 rows measured" in capsys.readouterr().out
     monkeypatch.undo()
     pyplot.close(figures[0])
+
+
+def test_the_page_names_the_targets_and_the_steps() -> None:
+    heading = "## Whole training steps on a GPU\n"
+    section = text_of(DOCS / "benchmarks.md").partition(heading)[2].partition("\n## ")[0]
+    assert all(f"{target.bound:g} x" in section for target in step_report.TARGETS)
+    assert f"the loss after {STEPS} steps" in section
 
 
 def test_nothing_can_be_drawn_of_no_rows() -> None:

@@ -58,18 +58,22 @@ def reason_against(key: Key, args: argparse.Namespace) -> str | None:
     is_asked = key.mode in args.modes and key.candidate in args.candidates
     if not is_asked or not any(word in key.model.lower() for word in words):
         return "not asked for"
-    if key.mode == "graphed" and args.device.type != "cuda":
+    if key.mode == "graphed" and args.device != "cuda":
         return "there are CUDA graphs on a CUDA device only"
     if package := MODELS[key.model].missing():
         return f"{package} is missing"
     return None
 
 
+def measures_again(row: Row, args: argparse.Namespace) -> bool:
+    return args.again or (args.retry and row.error is not None)
+
+
 def measure(results: Results, args: argparse.Namespace) -> None:
     """Measure the rows that are asked for and are not there, while there is time."""
     asked = []
     for key in schedule():
-        if key in results.rows and not args.again:
+        if key in results.rows and not measures_again(results.rows[key], args):
             continue
         why = reason_against(key, args)
         asked += [] if why else [key]
@@ -77,7 +81,7 @@ def measure(results: Results, args: argparse.Namespace) -> None:
             results.missing[key] = why or "the run was cut off before"
     results.write()
     end = time.monotonic() + 60 * args.minutes
-    comparison = Comparison(partial(Process, str(args.device), args.tiny), args.rounds)
+    comparison = Comparison(partial(Process, args.device, args.tiny), args.rounds)
     try:
         for key in asked:
             if time.monotonic() < end:
@@ -101,7 +105,7 @@ def line_of(row: Row) -> str:
 
 def results_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Results:
     """Return what is there of this machine, or nothing yet."""
-    found = about(args.device, args.tiny, TINY_STEPS if args.tiny else STEPS)
+    found = about(torch.device(args.device), args.tiny, TINY_STEPS if args.tiny else STEPS)
     path = args.out and args.out / file_name(found)
     if path is None or not path.exists():
         return Results(path, found)
@@ -123,7 +127,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda", type=torch.device)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="tiny models, a few steps: a test")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="models whose names have a word")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
@@ -133,13 +137,14 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
         "--minutes", type=float, default=float("inf"), help="behind these no row is begun"
     )
     parser.add_argument("--again", action="store_true", help="measure also what is there")
+    parser.add_argument("--retry", action="store_true", help="... of that, what has failed")
     parser.add_argument(
         "--out", type=Path, help="the folder to write to; with --tiny nothing is written without it"
     )
     parser.add_argument("--from", dest="source", type=Path, help="show this JSON, measure nothing")
     parser.add_argument("--plot", type=Path, help="a file for the plot; needs matplotlib")
     args = parser.parse_args(arguments)
-    measures_on_gpu = args.source is None and args.device.type == "cuda"
+    measures_on_gpu = args.source is None and args.device == "cuda"
     if measures_on_gpu and not torch.cuda.is_available():
         parser.error("there must be a CUDA device; got none. Give --device cpu --tiny for a test.")
     if args.out is None and not args.tiny:
@@ -153,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.source is not None:
         results = Results.read(args.source)
     else:
-        if args.device.type == "cuda":
+        if args.device == "cuda":
             prepare_environment()
         results = results_of(args, parser)
         measure(results, args)

@@ -148,13 +148,16 @@ def cells(row: Row, speed_of_mode: float | None) -> tuple[str, ...]:
     spread = f"{row.speed.median:.2f} ({row.speed.lower:.2f}-{row.speed.upper:.2f})"
     of_mode = None if speed_of_mode is None else row.speed.median / speed_of_mode
     peak = None if own.peak_bytes is None else own.peak_bytes / 2**20
+    losses = ("not finite", "not finite")
+    if math.isfinite(own.final_loss):
+        losses = (f"{own.final_loss:.4f}", _number(row.ratio("final_loss"), ".4f"))
     return (
         *(row.key.mode, row.key.candidate, f"{own.samples_per_second:.1f}", spread),
         _number(of_mode, ".2f"),
         *(_number(peak, ".0f"), _number(row.ratio("peak_bytes"), ".3f")),
         *(_number(own.launches, "d"), _number(row.ratio("launches"), ".2f")),
-        f"{own.final_loss:.4f}" if math.isfinite(own.final_loss) else "not finite",
-        *(_number(row.ratio("final_loss"), ".4f"), row.optimizer),
+        *losses,
+        row.optimizer,
     )
 
 
