@@ -3,9 +3,11 @@
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,6 @@ from test_cuda_graph import FakeCuda
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SCRIPT = Path(step.__file__)
 O2 = Key("eager", BERT, "O2")
 
 
@@ -120,13 +121,22 @@ def test_each_candidate_in_each_mode_gets_a_row_with_ratios_to_the_baseline(
     assert "not measured" in printed
 
 
-def test_the_script_measures_in_processes_of_their_own(tmp_path: Path) -> None:
-    command = [SCRIPT, "--device", "cpu", "--tiny", "--only", "mlp", "--modes", "eager"]
-    command += ["--candidates", BASELINE, "O2", "--rounds", "1", "--out", tmp_path]
-    done = processes.run([step.sys.executable, *command], env={**os.environ, "COLUMNS": "80"})
-    assert (done.returncode, done.stderr) == (0, "")
+def test_candidates_and_the_baseline_are_measured_in_processes_of_their_own(tmp_path: Path) -> None:
+    few = ("--device", "cpu", "--tiny", "--only", "mlp", "--modes", "eager", "--rounds", "1")
+    assert step.main([*few, "--candidates", BASELINE, "O2", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "step-CPU.json").read_text())["rows"]
     assert [(row["candidate"], row["error"]) for row in rows] == [(BASELINE, None), ("O2", None)]
+    assert multiprocessing.active_children() == []
+
+
+def test_the_script_starts_from_anywhere_and_writes_nothing_where_it_is_tiny() -> None:
+    environment = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, step.__file__, "--device", "cpu", "--tiny", "--minutes", "0"]
+    results = set(step.RESULTS.iterdir())
+    done = processes.run(command, cwd=Path("/"), env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("0 rows measured, 0 could not be, 234 not tried")
+    assert set(step.RESULTS.iterdir()) == results
 
 
 def test_a_process_that_dies_or_fails_gives_a_reason() -> None:
@@ -168,7 +178,7 @@ class Turns:
         self._calls.append(f"{self._name} {method}")
         if method == "prepare":
             return Prepared("AdamW()", samples=6, steps=40, final_loss=2.0, peak_bytes=5)
-        return next(self._seconds) if method == "block" else 7
+        return next(self._seconds, 1.0) if method == "block" else 7
 
     def end(self) -> None:
         self._calls.append(f"{self._name} end")
@@ -178,7 +188,7 @@ def test_the_baseline_takes_turns_with_a_candidate_and_stays_for_the_next() -> N
     calls: list[str] = []
     baseline = Turns("baseline", [9.0, 1.0, 2.0, 9.0, 3.0, 3.0], calls)
     own = Turns("own", [1.0, 0.5, 0.5, 1.0, 3.0, 3.0], calls)
-    started = iter([baseline, own])
+    started = iter([own, baseline])
     comparison = Comparison(lambda: next(started), rounds=2)
     row = comparison.row(Key("eager", MLP, "O2"))
     blocks = ["own block", "baseline block"]
@@ -192,6 +202,9 @@ def test_the_baseline_takes_turns_with_a_candidate_and_stays_for_the_next() -> N
     calls.clear()
     assert comparison.row(Key("compiled", MLP, "O2")).ratio("speed") == 1.0
     assert calls == ["own prepare", *blocks, *reversed(blocks), *blocks, "own launches"]
+    calls.clear()
+    comparison.row(Key("eager", BERT, "O2"))
+    assert calls[:3] == ["own drop", "baseline prepare", "own prepare"]
     comparison.end()
     assert calls[-2:] == ["own end", "baseline end"]
 
@@ -596,7 +609,7 @@ def test_the_order_has_every_row_once_and_what_tells_most_first() -> None:
 
 
 def test_a_machine_without_cupy_is_described_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(step.sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     about = kernel_report.machine(torch.device("cuda"))
     assert (about["device"], about["cupy"]) == ("A GPU", "missing")

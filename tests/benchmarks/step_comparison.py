@@ -53,7 +53,11 @@ class Comparison:
                 self._end(caller)
 
     def _measure(self, key: Key, date: str) -> Row:
-        baseline = self._baseline_of(key.model)
+        baseline = self._baseline
+        if baseline is None or self._model != key.model:
+            self._free_memory()
+            self._own = self._own or self._start()  # it imports while the baseline is prepared
+            baseline = self._prepare_baseline(key.model)
         own = self._own = self._own or self._start()
         prepared: Prepared = own.call("prepare", key.model, key.candidate, key.mode)
         timed = {"ours": partial(own.call, "block"), "theirs": partial(baseline.call, "block")}
@@ -75,11 +79,8 @@ class Comparison:
             speed=ratio(seconds, "theirs", "ours"),
         )
 
-    def _baseline_of(self, model: str) -> Caller:
-        """Return the process that trains a model by the baseline."""
-        if self._baseline is not None and self._model == model:
-            return self._baseline
-        self._free_memory()
+    def _prepare_baseline(self, model: str) -> Caller:
+        """Have a process train a model by the baseline; return it."""
         baseline = self._baseline = self._baseline or self._start()
         self._model, self._launches = model, None
         try:
@@ -90,6 +91,7 @@ class Comparison:
         return baseline
 
     def _free_memory(self) -> None:
+        """Have the candidate before drop what it holds."""
         if self._own is not None:
             try:
                 self._own.call("drop")
