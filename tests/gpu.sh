@@ -2,14 +2,15 @@
 # Runs all that needs a GPU, what tells most first: tests/gpu.sh FOLDER [STEP...]
 #
 # From a bare checkout: PYTHON (python3, unless it is set) must have torch for CUDA, cupy, wrapt,
-# numpy, pytest and hypothesis. Each step's log, what it measured and summary.txt are written to
-# FOLDER while it runs, at most 8 files; what an earlier call left there is kept. A step that fails,
-# or takes longer than STEP_SECONDS (480), does not stop the next ones. The exit code is 0 where
-# every step of this call passed, and was not skipped as a whole.
+# numpy, rich, pytest and hypothesis; the models of `steps` are left out whose package is missing.
+# Each step's log, what it measured and summary.txt are written to FOLDER while it runs, at most 8
+# files; what an earlier call left there is kept. A step that fails, or takes longer than
+# STEP_SECONDS (480), does not stop the next ones. The exit code is 0 where every step of this call
+# passed, and was not skipped as a whole.
 set -uo pipefail
 
 STEPS=(
-    machine kernels benchmark others
+    machine kernels benchmark steps others
     sanitizer-memcheck sanitizer-racecheck sanitizer-initcheck sanitizer-synccheck
 )
 VERSIONS='
@@ -45,6 +46,11 @@ choose() {
         machine) command=("$python" -c "$VERSIONS") ;;
         kernels) command=("${tests[@]}" -v tests/kernels --ignore tests/kernels/test_sanitizer.py) ;;
         benchmark) command=("$python" tests/benchmarks/kernels.py --out "$folder") ;;
+        # with what it has not begun a minute before the limit, another call goes on
+        steps)
+            command=("$python" tests/benchmarks/step.py --out "$folder")
+            command+=(--minutes "$(((limit - 60) / 60))")
+            ;;
         others) command=("${tests[@]}" -v tests --ignore tests/kernels) ;;
         sanitizer-*) command=("${tests[@]}" -rP tests/kernels/test_sanitizer.py -k "${1#*-}") ;;
     esac
@@ -58,6 +64,15 @@ if [ -f "$folder/summary.txt" ]; then
         result[$step]=$said
     done < "$folder/summary.txt"
 fi
+
+# So that at most 8 files come out, with three that the benchmarks write.
+log_of() {
+    case $1 in
+        machine | benchmark | steps) echo "$folder/benchmark.log" ;;
+        sanitizer-*) echo "$folder/sanitizer.log" ;;
+        *) echo "$folder/$1.log" ;;
+    esac
+}
 
 # The file is complete at any time.
 summarize() {
@@ -79,7 +94,7 @@ exit_code=0
 current=${chosen[0]}
 trap cut_off TERM INT
 for current in "${chosen[@]}"; do
-    log=$folder/${current%%-*}.log  # the sanitizer's tools share one
+    log=$(log_of "$current")
     choose "$current"
     result[$current]=running
     summarize

@@ -15,7 +15,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("gpu.sh")
 STEPS = [
-    *("machine", "kernels", "benchmark", "others"),
+    *("machine", "kernels", "benchmark", "steps", "others"),
     *(f"sanitizer-{tool}" for tool in ("memcheck", "racecheck", "initcheck", "synccheck")),
 ]
 # Does what BEHAVIOUR tells for a call that has all of these words: an exit code, "sleep" or "skip".
@@ -97,23 +97,37 @@ def script(tmp_path: Path) -> Script:
 
 def test_all_steps_run_in_the_order_that_tells_most_first(script: Script) -> None:
     assert script.run() == 0, script.errors
-    parts = ["import", "tests/kernels", "benchmarks/kernels.py", "tests --ignore tests/kernels"]
-    parts += ["-k memcheck", "-k racecheck", "-k initcheck", "-k synccheck"]
+    parts = ["import", "tests/kernels", "benchmarks/kernels.py", "benchmarks/step.py"]
+    parts += ["tests --ignore tests/kernels", "-k memcheck", "-k racecheck"]
+    parts += ["-k initcheck", "-k synccheck"]
     assert len(script.calls()) == len(parts)
     assert all(part in call for part, call in zip(parts, script.calls(), strict=True))
     assert list(script.summary()) == STEPS
     assert all(line == "passed: the last line" for line in script.summary().values())
     assert [line.partition(":")[0] for line in script.printed.splitlines()] == STEPS
     files = {path.name for path in script.out.iterdir()}
-    logs = ("machine", "kernels", "benchmark", "others", "sanitizer")
+    logs = ("kernels", "benchmark", "others", "sanitizer")
     assert files == {"summary.txt", *(f"{name}.log" for name in logs)}
-    assert len(files) < 8  # the benchmark writes one
+    assert len(files) + 3 <= 8  # the benchmarks write three
     assert script.log("sanitizer").count("the last line") == 4
-    assert f"--out {script.out}" in script.log("benchmark")
+    assert script.log("benchmark").count("the last line") == 3
+    for name in ("kernels.py", "step.py"):
+        assert f"{name} --out {script.out}" in script.log("benchmark")
+
+
+@pytest.mark.parametrize(("seconds", "minutes"), [(480, 7), (600, 9), (30, 0)])
+def test_the_steps_that_are_measured_end_before_the_limit(
+    script: Script, seconds: int, minutes: int
+) -> None:
+    assert script.run("steps", seconds=seconds) == 0
+    (call,) = script.calls()
+    assert call.split() == [
+        *("tests/benchmarks/step.py", "--out", str(script.out), "--minutes", str(minutes)),
+    ]
 
 
 def test_a_step_that_fails_stops_no_other_and_is_the_exit_code(script: Script) -> None:
-    assert script.run(behaviour="3 tests/kernels --ignore\n1 benchmarks") == 1
+    assert script.run(behaviour="3 tests/kernels --ignore\n1 benchmarks/kernels") == 1
     said = {name: line.partition(":")[0] for name, line in script.summary().items()}
     expected = dict.fromkeys(STEPS, "passed")
     assert said == expected | {"kernels": "exit code 3", "benchmark": "exit code 1"}

@@ -76,11 +76,17 @@ def machine(device: torch.device) -> dict[str, str]:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
     if device.type == "cuda":
-        import cupy
-
         about |= {"device": torch.cuda.get_device_name(device), "driver": _driver()}
-        about |= {"CUDA": str(torch.version.cuda), "cupy": cupy.__version__}
+        about |= {"CUDA": str(torch.version.cuda), "cupy": _cupy()}
     return about
+
+
+def _cupy() -> str:
+    try:
+        import cupy
+    except ImportError:
+        return "missing"
+    return str(cupy.__version__)
 
 
 def _driver() -> str:
