@@ -18,15 +18,19 @@ import cuda_on_cpu
 import processes
 import pytest
 import torch
-from benchmarks import kernel_report, step, step_models, step_plot, step_report, step_results
+from benchmarks import kernel_report, step
 from benchmarks.rounds import Spread
-from benchmarks.step_candidates import BASELINE, CANDIDATES, FUSED_BASELINE, stepping, tf32
-from benchmarks.step_comparison import Comparison
-from benchmarks.step_models import BERT, MLP, MODELS, Batch, Maker, Workload
-from benchmarks.step_processes import Failed, Process
-from benchmarks.step_results import Results
-from benchmarks.step_row import Key, Measured, Row
-from benchmarks.step_timing import STEPS, TINY_STEPS, Prepared, Stepping, first_line
+from benchmarks.whole_step import models as step_models
+from benchmarks.whole_step import plot as step_plot
+from benchmarks.whole_step import report as step_report
+from benchmarks.whole_step import results as step_results
+from benchmarks.whole_step.candidates import BASELINE, CANDIDATES, FUSED_BASELINE, stepping, tf32
+from benchmarks.whole_step.comparison import Comparison
+from benchmarks.whole_step.models import BERT, MLP, MODELS, Batch, Maker, Workload
+from benchmarks.whole_step.processes import Failed, Process
+from benchmarks.whole_step.results import Results
+from benchmarks.whole_step.row import Key, Measured, Row
+from benchmarks.whole_step.timing import STEPS, TINY_STEPS, Prepared, Stepping, first_line
 from cuda_on_cpu.fake_gpu import Gpu
 from pages import DOCS, text_of
 from test_cuda_graph import FakeCuda
@@ -152,7 +156,7 @@ def test_a_process_that_dies_or_fails_gives_a_reason() -> None:
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import step_processes
+    from benchmarks.whole_step import processes as step_processes
 
     monkeypatch.setattr(step_processes, "PATIENCE", 0.01)
     process = Process("cpu", True)

@@ -28,14 +28,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import step_plot, step_report
-from benchmarks.step_candidates import CANDIDATES, MODES
-from benchmarks.step_comparison import Comparison
-from benchmarks.step_models import MODELS
-from benchmarks.step_processes import Process
-from benchmarks.step_results import Results, about, differences, file_name
-from benchmarks.step_row import Key, Row
-from benchmarks.step_timing import STEPS, TINY_STEPS
+from benchmarks.whole_step import plot as step_plot
+from benchmarks.whole_step import report as step_report
+from benchmarks.whole_step.candidates import CANDIDATES, MODES
+from benchmarks.whole_step.comparison import Comparison
+from benchmarks.whole_step.models import MODELS
+from benchmarks.whole_step.processes import Process
+from benchmarks.whole_step.results import Results, about, differences, file_name
+from benchmarks.whole_step.row import Key, Row
+from benchmarks.whole_step.timing import STEPS, TINY_STEPS
 
 RESULTS = Path(__file__).with_name("results")
 NAMES = list(CANDIDATES)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks import step_report
 from benchmarks.kernel_report import machine
-from benchmarks.step_candidates import MAX_NORM
-from benchmarks.step_row import Key, Row
+from benchmarks.whole_step import report as step_report
+from benchmarks.whole_step.candidates import MAX_NORM
+from benchmarks.whole_step.row import Key, Row
 
 PACKAGES = ("torchvision", "transformers", "torch_geometric")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step_candidates import BASELINE, CANDIDATES, MODES
-from benchmarks.step_models import MODELS
-from benchmarks.step_report import TARGETS
-from benchmarks.step_results import Results
+from benchmarks.whole_step.candidates import BASELINE, CANDIDATES, MODES
+from benchmarks.whole_step.models import MODELS
+from benchmarks.whole_step.report import TARGETS
+from benchmarks.whole_step.results import Results
 
 #: Of each mode: a marker, and a color that who is color-blind can tell from the others.
 MARKS = dict(zip(MODES, (("o", "#0072b2"), ("^", "#d55e00"), ("s", "#009e73")), strict=True))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from benchmarks.rounds import Seconds
-from benchmarks.step_timing import Stepping, first_line
+from benchmarks.whole_step.timing import Stepping, first_line
 
 PROCESSES = multiprocessing.get_context("spawn")
 #: What takes longer hangs: to import, to compile and to make the first steps, or to make a block.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from io import StringIO
 from typing import Any, NamedTuple
 
-from benchmarks.step_candidates import BASELINE, CANDIDATES, FUSED_BASELINE
-from benchmarks.step_models import BERT, MLP, SMALL_BERT
-from benchmarks.step_row import Key, Row
+from benchmarks.whole_step.candidates import BASELINE, CANDIDATES, FUSED_BASELINE
+from benchmarks.whole_step.models import BERT, MLP, SMALL_BERT
+from benchmarks.whole_step.row import Key, Row
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.rounds import Seconds, interleave, ratio
-from benchmarks.step_candidates import BASELINE, IMPOSSIBLE
-from benchmarks.step_processes import Caller, Failed
-from benchmarks.step_row import Key, Measured, Row
-from benchmarks.step_timing import Prepared
+from benchmarks.whole_step.candidates import BASELINE, IMPOSSIBLE
+from benchmarks.whole_step.processes import Caller, Failed
+from benchmarks.whole_step.row import Key, Measured, Row
+from benchmarks.whole_step.timing import Prepared
 
 
 class Comparison:

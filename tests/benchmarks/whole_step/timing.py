@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from benchmarks.gpu_timing import count_launches
 from benchmarks.rounds import Seconds
-from benchmarks.step_candidates import (
+from benchmarks.whole_step.candidates import (
     CANDIDATES,
     WARM_UP,
     Candidate,
@@ -19,7 +19,7 @@ from benchmarks.step_candidates import (
     optimizer_options,
     stepping,
 )
-from benchmarks.step_models import Workload, made
+from benchmarks.whole_step.models import Workload, made
 from torch import Tensor
 
 #: The loss is that of so many steps. In the first 32 amp_patch looks for mistakes of the script.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from benchmarks.step_models import Workload
+from benchmarks.whole_step.models import Workload
 from torch import Tensor, nn
 
 from amp_patch import amp, cuda_graph
