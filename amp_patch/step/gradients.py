@@ -259,29 +259,38 @@ class Gradients:
         that takes a third of the calls.
         """
         grads: list[Any] = list(map(_GRAD, pairs.model))
-        buffers = self._buffers
-        lazy = self._lazy
-        is_plain = (
-            not (self._aside or self._received)
-            and all(map(operator.is_not, grads, repeat(None)))
-            and buffers.fits(pairs)
-            and not any(map(_IS_SPARSE, grads))
-            and have_none(buffers.masters)
-        )
-        check = buffers.take(grads, scale, is_checked, lazy is None) if is_plain else None
+        is_new = not (self._aside or self._received)
+        are_there = is_new and all(map(operator.is_not, grads, repeat(None)))
+        check = None
+        if are_there and self._buffers.fits(pairs):
+            check = self._take(pairs, grads, scale, is_checked)
         if check is None:
             found = self.receive(pairs, scale, is_checked)
             self.show(scale)
             self.finish()
             return found
+        self.scaled.scale = None
+        return check, self._buffers.params
+
+    def _take(
+        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Take in the gradients of all parameters; None, with nothing done, if that takes more."""
+        buffers, lazy = self._buffers, self._lazy
+        if buffers.is_in_place:
+            return None if buffers.is_spread else buffers.unscale(grads, scale, is_checked)
+        if any(map(_IS_SPARSE, grads)) or not have_none(buffers.masters):
+            return None
+        check = buffers.take(grads, scale, is_checked, shows=lazy is None)
+        if check is None:
+            return None
         if lazy is None:
             store_grads(buffers.masters, check.grads)
         else:
             lazy.hold(buffers.masters, Made(check.grads))
-        self._used = grads
+        self._used = [*grads]
         self._note(pairs.model, grads)
-        self.scaled.scale = None
-        return check, buffers.params
+        return check
 
     def show(self, scale: float | Tensor) -> None:
         """Let half gradients hold what their masters have received.

@@ -512,16 +512,16 @@ class Received:
 
     Args:
         is_lazy: whether masters' gradients wait.
-        with_others: whether a parameter is stepped itself.
+        in_place: how many parameters are stepped themselves.
     """
 
-    def __init__(self, is_lazy: bool, with_others: bool) -> None:
+    def __init__(self, is_lazy: bool, in_place: int) -> None:
         self.lazy = LazyGradients() if is_lazy else None
         halves = [nn.Parameter(torch.zeros(n, 2, dtype=torch.float16)) for n in (3, 1, 2)]
         make = self.lazy.parameter if self.lazy else nn.Parameter
         masters: list[Tensor] = [make(half.detach().float(), True) for half in halves]
-        if with_others:
-            halves[2] = masters[2] = nn.Parameter(torch.zeros(2, 2))
+        for row in range(3 - in_place, 3):
+            halves[row] = masters[row] = nn.Parameter(halves[row].detach().float())
         self.pairs = ParamPairs([*halves], masters)
         self.gradients = Gradients(self.lazy)
         self.held: Any = None
@@ -595,14 +595,14 @@ def one_odd(oddity: str) -> list[Pass]:
     return [Pass((1, 2, 3), 8.0, True, oddity if row == 1 else "") for row in range(3)]
 
 
-@example(passes=one_odd("no step"), is_lazy=True, with_others=False)
-@example(passes=one_odd("delayed"), is_lazy=False, with_others=False)
-@example(passes=one_odd("not cleared"), is_lazy=False, with_others=False)
-@given(passes=PASSES, is_lazy=st.booleans(), with_others=st.sampled_from([False, False, True]))
+@example(passes=one_odd("no step"), is_lazy=True, in_place=0)
+@example(passes=one_odd("delayed"), is_lazy=False, in_place=0)
+@example(passes=one_odd("not cleared"), is_lazy=False, in_place=0)
+@given(passes=PASSES, is_lazy=st.booleans(), in_place=st.sampled_from([0, 0, 1, 3]))
 def test_a_pass_of_one_optimizer_alone_leaves_what_three_calls_leave(
-    passes: list[Pass], is_lazy: bool, with_others: bool
+    passes: list[Pass], is_lazy: bool, in_place: int
 ) -> None:
-    ours, theirs = Received(is_lazy, with_others), Received(is_lazy, with_others)
+    ours, theirs = Received(is_lazy, in_place), Received(is_lazy, in_place)
     for one in passes:
         ours.run(one, is_alone=True)
         theirs.run(one, is_alone=False)
@@ -610,11 +610,13 @@ def test_a_pass_of_one_optimizer_alone_leaves_what_three_calls_leave(
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
-@pytest.mark.parametrize("odd", ["", "no gradient", "sparse", "a master has one", "scale", "norm"])
+@pytest.mark.parametrize(
+    "odd", ["", "no gradient", "sparse", "a master has one", "scale", "norm", "all"]
+)
 def test_the_short_way_is_for_what_most_steps_find(
     monkeypatch: pytest.MonkeyPatch, is_lazy: bool, odd: str
 ) -> None:
-    received = Received(is_lazy, with_others=odd == "norm")
+    received = Received(is_lazy, in_place={"norm": 1, "all": 3}.get(odd, 0))
     received.run(Pass((1, 2, 3), 8.0, True, ""), is_alone=True)  # which makes the buffers
     long: list[Any] = []
     receive = received.gradients.receive
@@ -623,4 +625,4 @@ def test_the_short_way_is_for_what_most_steps_find(
     )
     scale = 0.5 if odd == "scale" else 8.0
     received.run(Pass((1, 2, 3), scale, True, odd), is_alone=True)
-    assert bool(long) == (odd != "")
+    assert bool(long) == (odd not in ("", "all"))
