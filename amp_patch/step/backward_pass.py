@@ -19,7 +19,7 @@ from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.warn_once import warn, warn_once
 
 from .foreign_gradients import Watch
-from .loss_scaling import Found, LossScaling, PendingCheck
+from .loss_scaling import Found, LossScaling, PendingCheck, factor_for
 from .optimizer_backward import OptimizerBackward
 from .param_pairs import ParamPairs
 from .skip import Skip
@@ -133,7 +133,9 @@ class BackwardPass:
         loss = loss.float() if loss.dtype in HALVES else loss
         if self._on_scaled is not None:
             self._on_scaled(loss, self._scale)
-        return loss * self._scale if self._scaling.is_on else loss
+        if not self._scaling.is_on:
+            return loss
+        return loss * factor_for(loss, self._scale)
 
     def unscale_(self) -> None:
         """Divide what the backward wrote by the scale, and check it; once.
