@@ -22,12 +22,14 @@ from .argument_casts import (
     dtypes_in,
     float_on_cpu,
     holds_half,
+    is_half,
     need_no_cast,
     tensors_in,
     to_dtype,
     to_float,
 )
 from .mode import FLOATS, HALVES, OFF, mode, process
+from .rules import ROUNDED_ONCE
 from .shared_casts import last_cast, new_cast, shared_cast
 from .weight_cache import WeightCache
 
@@ -48,6 +50,7 @@ class Casts:
         self._rules: dict[str, Callable[[Function], Function]] = {
             "half": functools.partial(self._casting, None),
             "bfloat16": functools.partial(self._casting, torch.bfloat16),
+            "half_out": self._half_out,
             "float": functools.partial(_mapping, to_float),
             "float_on_cpu": functools.partial(_mapping, float_on_cpu),
             "float_dtype": _setting_dtype,
@@ -133,6 +136,31 @@ class Casts:
             elif bias is not None:
                 bias = to_dtype(bias, dtype)
             return original(input, weight, bias, *args)
+
+        return wrapper
+
+    def _half_out(self, original: Function) -> Function:
+        """Wrap a function that computes in fp32 and whose result is cast to the level's half dtype.
+
+        Where torch's kernel for half tensors rounds but once, as this does, that is called.
+        """
+        cast_weight = self._cache.cast
+        devices = ROUNDED_ONCE.get(original.__name__, ())
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            dtype = mode.dtype or process.dtype
+            compiling = is_compiling()
+            if dtype is OFF or _untouched(kwargs, compiling) or _asks_for_dtype(args, kwargs):
+                return original(*args, **kwargs)
+            source: Any = args[0] if args else kwargs.get("input")
+            cast: Callable[[Any], Any] = to_float
+            if is_half(source) and source.device.type in devices:
+                weight = to_dtype if compiling else cast_weight
+                cast = functools.partial(to_dtype, dtype=source.dtype, weight=weight)
+            if kwargs:
+                kwargs = {key: cast(value) for key, value in kwargs.items()}
+            return to_dtype(original(*[cast(value) for value in args], **kwargs), dtype)
 
         return wrapper
 
@@ -240,8 +268,7 @@ def _setting_dtype(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES):
             return original(*args, **kwargs)
-        asked = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
-        if asked or not holds_half((*args, *kwargs.values())):
+        if _asks_for_dtype(args, kwargs) or not holds_half((*args, *kwargs.values())):
             return original(*args, **kwargs)
         if is_norm or not args or any(arg is None for arg in args):
             # A nuclear norm takes no dtype above its input's. A positional None may stand for
@@ -251,6 +278,10 @@ def _setting_dtype(original: Function) -> Function:
         return original(*args, **{**kwargs, "dtype": torch.float32})
 
     return wrapper
+
+
+def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("dtype")) or any(isinstance(value, torch.dtype) for value in args)
 
 
 def _promoting(original: Function) -> Function:
