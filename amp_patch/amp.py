@@ -20,6 +20,7 @@ from . import arguments, levels, requested_level, rules_file
 from . import debug as debug
 from .call_site import errors_at_the_call, returned
 from .casting import regions
+from .casting.rules import PROFILES
 from .casting.torch_compile import never_trace
 from .debug import overflow_report, summary
 from .debug.logs import logs
@@ -198,7 +199,7 @@ def initialize(
 
 def _resolved(rules: Any, opt_level: Any, **options: Any) -> tuple[rules_file.Rules, Resolved]:
     """Return the rules that the user gave, and the level that they, or the call, name."""
-    given = rules_file.rules_of(rules, levels.OPT_LEVELS)
+    given = rules_file.rules_of(rules, levels.OPT_LEVELS, PROFILES)
     return given, requested_level.resolve_forced(opt_level, given.opt_level, **options)
 
 
