@@ -140,9 +140,9 @@ class Casts:
         return wrapper
 
     def _half_out(self, original: Function) -> Function:
-        """Wrap a function that computes in fp32 and whose result is cast to the level's half dtype.
+        """Wrap a function that computes in fp32, and of which the result is cast to half.
 
-        Where torch's kernel for half tensors rounds but once, as this does, that is called.
+        A half input stays as it is where torch's kernel for it rounds once, as this does.
         """
         cast_weight = self._cache.cast
         devices = ROUNDED_ONCE.get(original.__name__, ())
@@ -154,13 +154,13 @@ class Casts:
             if dtype is OFF or _untouched(kwargs, compiling) or _asks_for_dtype(args, kwargs):
                 return original(*args, **kwargs)
             source: Any = args[0] if args else kwargs.get("input")
-            cast: Callable[[Any], Any] = to_float
+            inside, weight = torch.float32, None
             if is_half(source) and source.device.type in devices:
-                weight = to_dtype if compiling else cast_weight
-                cast = functools.partial(to_dtype, dtype=source.dtype, weight=weight)
+                inside, weight = source.dtype, to_dtype if compiling else cast_weight
             if kwargs:
-                kwargs = {key: cast(value) for key, value in kwargs.items()}
-            return to_dtype(original(*[cast(value) for value in args], **kwargs), dtype)
+                kwargs = {key: to_dtype(value, inside, weight) for key, value in kwargs.items()}
+            result = original(*[to_dtype(value, inside, weight) for value in args], **kwargs)
+            return to_dtype(result, dtype)
 
         return wrapper
 

@@ -101,6 +101,13 @@ def test_float64_and_a_dtype_that_is_asked_for_stay(amp: ModuleType, name: str) 
         assert torch.softmax(x.float(), -1, out=out) is out
 
 
+def test_what_is_no_tensor_is_refused_as_before(amp: ModuleType) -> None:
+    with fast_norms(amp):
+        for arguments in ((), ([1.0], 0)):
+            with pytest.raises(TypeError, match="softmax"):
+                torch.softmax(*arguments)
+
+
 def test_layers_give_half_and_a_loss_is_computed_in_float32(amp: ModuleType) -> None:
     layers = (nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 8), nn.Softmax(-1))
     x = torch.randn(4, 8)
@@ -390,7 +397,8 @@ def test_a_compiled_model_trains_as_the_plain_one(amp: ModuleType, opt_level: st
     model.load_state_dict(plain.state_dict())
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
     options = {"rules": PROFILE, "verbosity": 0, "loss_scale": 128.0}
-    amp.initialize([plain, model], optimizers, opt_level=opt_level, **options)
+    with half_kernels_as_on_cuda():  # for which weights are cast as well
+        amp.initialize([plain, model], optimizers, opt_level=opt_level, **options)
     forward = torch.compile(model, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         x = torch.randn(4, 8).to(HALVES[opt_level])
