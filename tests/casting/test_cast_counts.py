@@ -95,8 +95,8 @@ def test_fast_norms_cast_less(opt_level: str, as_on_cuda: bool, at_most: int) ->
     assert casts.bulk_copies == 1
     assert casts.total == at_most
     if as_on_cuda:
-        # What is left are gradients of weights and biases: of 145 linear layers and of all norms but
-        # the first, whose input is float32 as the embedding is; and one of that norm's input.
+        # Left are gradients of weights and biases, of 145 linear layers and of all norms but the
+        # first, whose input is float32 as the embedding is; and one of that norm's input.
         assert casts.backward - casts.forward == 2 * 145 + 2 * 47 + 1
 
 
