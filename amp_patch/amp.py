@@ -20,6 +20,7 @@ from . import arguments, levels, requested_level, rules_file
 from . import debug as debug
 from .call_site import errors_at_the_call, returned
 from .casting import regions
+from .casting.rules import PROFILES
 from .casting.torch_compile import never_trace
 from .debug import overflow_report, summary
 from .debug.logs import logs
@@ -128,11 +129,14 @@ def initialize(
         backoff_factor: multiplies the scale at an overflow (0.5).
         growth_interval: finite backward passes in a row until the scale grows (2000).
         hysteresis: overflows tolerated before the scale backs off, itself included (1).
-        rules: function -> "half", "float", "promote", "bfloat16" or "off", for O1 and O4: the bare
-            name of a torch function ("softmax"), or a dotted path. Or a rules file, by its path,
-            or what it holds, ``{"opt_level": ..., "functions": ..., "modules": ...}``: its level
-            takes the place of ``opt_level``, and ``modules`` maps paths in the model, or patterns
-            ("blocks.*.norm"), to "float" or "half" at every level (docs/tune.md).
+        rules: function -> "half", "half_out", "float", "promote", "bfloat16" or "off", for O1 and
+            O4: the bare name of a torch function ("softmax"), or a dotted path. Or "fast-norms",
+            a profile of such rules: norms and softmax in half where torch's kernels round once
+            (docs/rules.md). Or a rules file, by its path, or what it holds, ``{"opt_level": ...,
+            "profile": ..., "functions": ..., "modules": ...}``: its level takes the place of
+            ``opt_level``, ``functions`` stand above the profile, and ``modules`` maps paths in the
+            model, or patterns ("blocks.*.norm"), to "float" or "half" at every level
+            (docs/tune.md).
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.
@@ -159,7 +163,7 @@ def initialize(
             wrapper at O2, O3 or O5; an optimizer passed before.
         ValueError: a scale, factor, count or rule out of range; a rule of no function or module; a
             file for a folder.
-        FileNotFoundError: no such rules file.
+        FileNotFoundError: no such profile or rules file.
     """
     result = returned(models, optimizers)
     if not arguments.enabled_of(enabled):
@@ -198,7 +202,7 @@ def initialize(
 
 def _resolved(rules: Any, opt_level: Any, **options: Any) -> tuple[rules_file.Rules, Resolved]:
     """Return the rules that the user gave, and the level that they, or the call, name."""
-    given = rules_file.rules_of(rules, levels.OPT_LEVELS)
+    given = rules_file.rules_of(rules, levels.OPT_LEVELS, PROFILES)
     return given, requested_level.resolve_forced(opt_level, given.opt_level, **options)
 
 

@@ -316,9 +316,9 @@ def fused_step_of(fused_step: Any, level: str, has_masters: bool) -> bool:
 
 
 def function_rules_of(
-    rules: Mapping[Any, Any], level: str, casts_functions: bool
+    rules: Mapping[Any, Any], level: str, casts_functions: bool, profile: str | None = None
 ) -> dict[str, str]:
-    """Return the rules of functions as a dict.
+    """Return the rules of functions as a dict; a profile of such rules may stand below them.
 
     Raises:
         TypeError: a function that is not named by a string.
@@ -330,9 +330,10 @@ def function_rules_of(
                 f"rules must name functions by strings; got {name!r}; call "
                 f"amp.initialize(..., rules={{'softmax': {rules[name]!r}}})."
             )
-    if rules and not casts_functions:
+    given = dict(rules) or profile
+    if given and not casts_functions:
         raise RuntimeError(
             f"rules say how functions are cast, which opt_level {level!r} does not do; got "
-            f"{dict(rules)!r}; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'."
+            f"{given!r}; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'."
         )
     return dict(rules)

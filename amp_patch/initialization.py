@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import arguments
 from .casting.patched_functions import expand
+from .casting.rules import PROFILES
 from .levels import OptLevel, print_level
 from .requested_level import Resolved, is_forced
 from .rules_file import Rules
@@ -54,7 +55,7 @@ def initialize_at(
     checked = arguments.models_of(models, allow_half)
     rules = rules or Rules()
     with rules.told():
-        functions = _rules_of_functions(rules.functions, level)
+        functions = _rules_of_functions(rules, level)
         precisions = session.models.precisions(checked, rules.modules)
     if message is not None:  # what a level that the script did not ask for has no use for
         fused_step = fused_step and bool(level.master_weights)
@@ -76,8 +77,12 @@ def initialize_at(
         print_level(level, message)
 
 
-def _rules_of_functions(given: Mapping[Any, Any], level: OptLevel) -> dict[str, str]:
+def _rules_of_functions(given: Rules, level: OptLevel) -> dict[str, str]:
     """Return dotted path -> rule; a level that the environment says may have no use for them."""
     if is_forced() and not level.casts_functions:
         return {}
-    return expand(arguments.function_rules_of(given, level.name, level.casts_functions))
+    own = arguments.function_rules_of(
+        given.functions, level.name, level.casts_functions, given.profile
+    )
+    below = PROFILES[given.profile] if given.profile else {}
+    return {**expand(below), **expand(own)}

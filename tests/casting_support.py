@@ -1,10 +1,14 @@
 """What tests of the patched functions share."""
 
+import contextlib
 import pkgutil
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils import _pytree
+
+from amp_patch.casting import rules
 
 HALVES = {"O1": torch.float16, "O4": torch.bfloat16}
 
@@ -13,6 +17,17 @@ def activate(amp, opt_level="O1", model=None, **options):
     model = nn.Linear(2, 2) if model is None else model
     amp.initialize(model, opt_level=opt_level, verbosity=0, **options)
     return model
+
+
+@contextlib.contextmanager
+def half_kernels_as_on_cuda():
+    """Give the CPU's half kernels what those of CUDA are given by the rule "half_out".
+
+    For casts and dtypes. Those of layer norm round more often than CUDA's.
+    """
+    as_cuda = {name: ("cpu",) for name, kinds in rules.ROUNDED_ONCE.items() if "cuda" in kinds}
+    with mock.patch.dict(rules.ROUNDED_ONCE, as_cuda):
+        yield
 
 
 def existing(path):

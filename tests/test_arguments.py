@@ -210,6 +210,7 @@ def test_rules_are_copied() -> None:
     assert taken == rules
     assert taken is not rules
     assert arguments.function_rules_of({}, "O2", False) == {}
+    assert arguments.function_rules_of(rules, "O1", True, "fast-norms") == rules
 
 
 @pytest.mark.parametrize(

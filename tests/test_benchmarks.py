@@ -13,7 +13,7 @@ from types import ModuleType
 import processes
 import pytest
 import torch
-from benchmarks import cuda_host, host_in_turn, host_rows, memory, report
+from benchmarks import cuda_host, host_in_turn, host_rows, memory, norms, report
 from benchmarks.host_models import HostModel, regression
 from benchmarks.host_steps import rules_of_cpu_autocast
 from benchmarks.report import Row
@@ -131,6 +131,31 @@ def test_the_peak_of_a_step_is_that_of_the_bytes_for_each_parameter(
 
     found = (peak(640) - peak(512)) / (12 * (640**2 - 512**2))
     assert found == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("name", norms.FUNCTIONS)
+def test_fast_norms_are_as_near_to_float64_as_the_level_without_them(
+    amp: ModuleType, name: str
+) -> None:
+    errors, u = norms.errors_of(name, "O1"), torch.finfo(torch.float16).eps / 2
+    for without, with_them, on_cuda in zip(*errors.values(), strict=True):
+        assert with_them <= (without if name != "softmax" else 1.1 * u)
+        assert on_cuda <= 1.1 * u
+
+
+@pytest.mark.parametrize("what", norms.LEFT_OUT)
+def test_what_fast_norms_do_in_the_place_of_what_they_leave_out_rounds_once(
+    amp: ModuleType, what: str
+) -> None:
+    left_out, kept = norms.LEFT_OUT[what]("O1")
+    assert kept <= torch.finfo(torch.float16).eps / 2
+    assert left_out > kept
+
+
+def test_a_training_with_fast_norms_and_its_memory_are_measured(amp: ModuleType) -> None:
+    losses = [norms.final_loss(norms.NormBehind, "O4", given, 0, 2) for given in ("", "fast-norms")]
+    assert 0 < abs(losses[0] - losses[1]) < 1e-2
+    assert norms.kept_for_backward("fast-norms") < norms.kept_for_backward(None)
 
 
 def test_the_phase_on_cuda_is_timed_in_its_parts_while_kernels_are_only_launched(

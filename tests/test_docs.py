@@ -1,7 +1,7 @@
 """The pages: each snippet runs, tables say what the code does, and the files named exist.
 
 ``python tests/test_docs.py`` writes the tables made from the code, and from what was measured and
-committed: docs/sweep.json and tests/benchmarks/results/host_*.json.
+committed: docs/sweep.json and some of tests/benchmarks/results/.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import pytest
-from benchmarks import memory
+from benchmarks import memory, norms
 from pages import (
     DOCS,
     PAGES,
@@ -197,7 +197,32 @@ def memory_table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def profiles_table() -> str:
+    """Return the profiles of rules, and the rules that each consists of."""
+    lines = ["| profile | rules |", "|---|---|"]
+    for name, found in rules.PROFILES.items():
+        listed = ", ".join(f'`{function} = "{rule}"`' for function, rule in found.items())
+        lines.append(f"| `{name}` | {listed} |")
+    return "\n".join([*lines, ""])
+
+
+def norms_table(part: str) -> str:
+    """Return a part of what was committed of the profile "fast-norms"."""
+    measured = json.loads(text_of(RESULTS / "norms.json"))
+    heading, *lines = norms.tables(measured)[part]
+    rows = [heading, ["---"] * len(heading), *lines]
+    about = measured["machine"]
+    where = f"one thread of {about['processor']}, torch {about['torch']}"
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"Measured on {about['date']}, {where}.\n\n{table}\n"
+
+
 GENERATED = {
+    "profiles": (DOCS / "rules.md", profiles_table),
+    "norms-savings": (DOCS / "rules.md", partial(norms_table, "savings")),
+    "norms-losses": (DOCS / "rules.md", partial(norms_table, "losses")),
+    "norms-errors": (DOCS / "benchmarks.md", partial(norms_table, "errors")),
+    "norms-left-out": (DOCS / "benchmarks.md", partial(norms_table, "left-out")),
     "memory": (DOCS / "benchmarks.md", memory_table),
     "host-rows": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows.json")),
     "host-rows-compiled": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_patch import rules_file
+from amp_patch.casting.rules import PROFILES
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.rules_file import Rules
 
 FILE = """
 # written by hand
 opt_level = "O1"
+profile = "fast-norms"
 [functions]
 softmax = "half"
 "torch.nn.functional.gelu" = "float"
@@ -28,6 +31,7 @@ READ = Rules(
     "O1",
     {"softmax": "half", "torch.nn.functional.gelu": "float"},
     {"blocks.2.proj": "float", "blocks.*.norm": "half"},
+    profile="fast-norms",
 )
 
 
@@ -42,19 +46,52 @@ def written(tmp_path: Path):
 
 
 def read(given: object) -> Rules:
-    return rules_file.rules_of(given, OPT_LEVELS)
+    return rules_file.rules_of(given, OPT_LEVELS, PROFILES)
 
 
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_file_holds_a_level_functions_and_modules(written, kind: type) -> None:
     path = written(FILE)
-    expected = Rules(READ.opt_level, READ.functions, READ.modules, path)
-    assert read(kind(path)) == expected
+    assert read(kind(path)) == replace(READ, file=path)
 
 
 def test_what_a_file_holds_may_come_as_a_mapping() -> None:
-    given = {"opt_level": "O1", "functions": READ.functions, "modules": READ.modules}
-    assert read(given) == READ
+    given = {"functions": READ.functions, "modules": READ.modules}
+    assert read({"opt_level": "O1", "profile": "fast-norms", **given}) == READ
+
+
+def test_the_name_of_a_profile_wins_and_any_other_path_is_that_of_a_file(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("fast-norms").write_text('opt_level = "O4"')
+    assert read("fast-norms") == read({"profile": "fast-norms"}) == Rules(profile="fast-norms")
+    for given in ("./fast-norms", Path("fast-norms"), tmp_path / "fast-norms"):
+        assert read(given) == Rules("O4", file=Path(given))
+
+
+def test_the_environment_may_name_a_profile(monkeypatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_RULES", "fast-norms")
+    assert read({"gelu": "half"}) == Rules(profile="fast-norms")
+
+
+def test_a_profile_that_is_none_is_told_with_those_that_are(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as raised:
+        read("fast_norms")
+    assert str(raised.value) == (
+        "rules must name a file that can be read, or a profile ('fast-norms'); got 'fast_norms', "
+        f"looked for in {tmp_path}: No such file or directory; did you mean 'fast-norms'?"
+    )
+    for given in ("fast_norms", 3, ["fast-norms"]):
+        with pytest.raises(ValueError, match="profile in rules must be") as raised:
+            read({"profile": given})
+        assert str(raised.value) == (
+            f"profile in rules must be one of 'fast-norms'; got {given!r}; write profile = "
+            '"fast-norms".'
+        )
+    with pytest.raises(ValueError, match="may have opt_level, profile, .*; got 'softmax'"):
+        read({"profile": "fast-norms", "softmax": "float"})
 
 
 def test_a_mapping_of_functions_means_what_it_did() -> None:
@@ -85,7 +122,9 @@ def test_the_environments_file_takes_the_place_of_what_is_given(written, monkeyp
 BAD = {
     'opt_level = "02"': "opt_level in .* must be one of 'O0', .*; got '02'; write opt_level",
     "opt_level = 2": "got 2; write",
-    'opt_levl = "O1"': "may have opt_level, .*got 'opt_levl'; did you mean 'opt_level'?",
+    'opt_level = ["O1"]': "got .'O1'.; write",
+    'profile = "fast"': "profile in .* must be one of 'fast-norms'; got 'fast'; write profile =",
+    'opt_levl = "O1"': "may have opt_level, profile, .*got 'opt_levl'; did you mean 'opt_level'?",
     'softmax = "half"': r"got 'softmax'; Write the rule of a function below a line \[functions\]",
     'functions = "half"': "functions in .* must be a table; got 'half'",
     '[modules]\nhead = "bfloat16"': "is 'float' or 'half'; got 'bfloat16' for 'head'; write",

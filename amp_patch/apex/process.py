@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from amp_patch.casting.rules import PROFILES
+
 from .finder import is_of_amp_patch
 from .unused import SCRIPT
 
@@ -38,7 +40,8 @@ def run_python(
         command: ``["script.py", "arg", ...]`` or ``["-m", "module", "arg", ...]``.
         opt_level: takes the place of what the script gives `initialize`; None leaves it.
         force: put the drop-in in the place of a real apex, too.
-        rules: path of a rules file, in the place of what the script gives `initialize`.
+        rules: a profile, or the path of a rules file, in the place of what the script gives
+            `initialize`.
         report: path of the file that tells, in the end, what became of the run.
 
     Raises:
@@ -95,8 +98,8 @@ def environment_of_run(
     }
     if opt_level is not None:
         changed["AMP_PATCH_OPT_LEVEL"] = opt_level
-    if rules is not None:  # the script may change the folder before it needs the file
-        changed["AMP_PATCH_RULES"] = os.path.abspath(rules)
+    if rules is not None:  # the script may change the folder before it needs a file
+        changed["AMP_PATCH_RULES"] = rules if rules in PROFILES else os.path.abspath(rules)
     if report is not None:
         changed[REPORT] = os.path.abspath(report)
         changed[REPORT_PROCESS] = f"{os.getpid()} {time.time()}"

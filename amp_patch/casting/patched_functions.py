@@ -21,7 +21,7 @@ from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
 
-USER_RULES = ("half", "float", "promote", "bfloat16", "off")
+USER_RULES = ("half", "half_out", "float", "promote", "bfloat16", "off")
 
 
 def expand(rules: Mapping[str, str]) -> dict[str, str]:

@@ -293,6 +293,27 @@ NO_HALF_ON_CPU_BEFORE = {
     "trace": (2, 13),
 }
 
+# Of which functions torch's kernel for half tensors computes in float32 and rounds once, in forward
+# and backward, by kind of device. Not that of group_norm: on CUDA its backward reads a mean and a
+# deviation that are rounded to half (aten/src/ATen/native/group_norm.cpp). Nor that of layer_norm
+# on the CPU: it adds up the gradients of weight and bias in half.
+ROUNDED_ONCE = {
+    "layer_norm": ("cuda",),
+    "rms_norm": ("cuda",),
+    "softmax": ("cpu", "cuda"),
+    "special_softmax": ("cpu", "cuda"),
+}
+
+# What users may give as ``rules`` by its name: function -> rule.
+PROFILES = {
+    "fast-norms": {
+        "group_norm": "half_out",
+        "layer_norm": "half_out",
+        "rms_norm": "half_out",
+        "softmax": "half_out",
+    },
+}
+
 # What differs from torch's CUDA autocast, and why. A composite's rule casts once, before all of it,
 # where autocast casts inside C++: results have the same dtype, and steps between may be in float32.
 DIFFERENCES = {

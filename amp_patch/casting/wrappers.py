@@ -22,12 +22,14 @@ from .argument_casts import (
     dtypes_in,
     float_on_cpu,
     holds_half,
+    is_half,
     need_no_cast,
     tensors_in,
     to_dtype,
     to_float,
 )
 from .mode import FLOATS, HALVES, OFF, mode, process
+from .rules import ROUNDED_ONCE
 from .shared_casts import last_cast, new_cast, shared_cast
 from .weight_cache import WeightCache
 
@@ -48,6 +50,7 @@ class Casts:
         self._rules: dict[str, Callable[[Function], Function]] = {
             "half": functools.partial(self._casting, None),
             "bfloat16": functools.partial(self._casting, torch.bfloat16),
+            "half_out": self._half_out,
             "float": functools.partial(_mapping, to_float),
             "float_on_cpu": functools.partial(_mapping, float_on_cpu),
             "float_dtype": _setting_dtype,
@@ -136,6 +139,31 @@ class Casts:
             elif bias is not None:
                 bias = to_dtype(bias, dtype)
             return original(input, weight, bias, *args)
+
+        return wrapper
+
+    def _half_out(self, original: Function) -> Function:
+        """Wrap a function that computes in fp32, and of which the result is cast to half.
+
+        A half input stays as it is where torch's kernel for it rounds once, as this does.
+        """
+        cast_weight = self._cache.cast
+        devices = ROUNDED_ONCE.get(original.__name__, ())
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            dtype = mode.dtype or process.dtype
+            compiling = is_compiling()
+            if dtype is OFF or _untouched(kwargs, compiling) or _asks_for_dtype(args, kwargs):
+                return original(*args, **kwargs)
+            source: Any = args[0] if args else kwargs.get("input")
+            inside, weight = torch.float32, None
+            if is_half(source) and source.device.type in devices:
+                inside, weight = source.dtype, to_dtype if compiling else cast_weight
+            if kwargs:
+                kwargs = {key: to_dtype(value, inside, weight) for key, value in kwargs.items()}
+            result = original(*[to_dtype(value, inside, weight) for value in args], **kwargs)
+            return to_dtype(result, dtype)
 
         return wrapper
 
@@ -245,8 +273,7 @@ def _setting_dtype(original: Function) -> Function:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES):
             return original(*args, **kwargs)
-        asked = kwargs.get("dtype") or any(isinstance(value, torch.dtype) for value in args)
-        if asked or not holds_half((*args, *kwargs.values())):
+        if _asks_for_dtype(args, kwargs) or not holds_half((*args, *kwargs.values())):
             return original(*args, **kwargs)
         if is_norm or not args or any(arg is None for arg in args):
             # A nuclear norm takes no dtype above its input's. A positional None may stand for
@@ -256,6 +283,10 @@ def _setting_dtype(original: Function) -> Function:
         return original(*args, **{**kwargs, "dtype": torch.float32})
 
     return wrapper
+
+
+def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("dtype")) or any(isinstance(value, torch.dtype) for value in args)
 
 
 def _promoting(original: Function) -> Function:

@@ -8,10 +8,21 @@ from pathlib import Path
 import click
 
 from amp_patch.apex.process import real_amp, run_python
+from amp_patch.casting.rules import PROFILES
 
 from .errors import BadArguments
 from .options import known_level, writable_folder
 from .run_report import file_of_rank
+
+
+def _profile_or_file(
+    context: click.Context, param: click.Parameter, value: str | None
+) -> str | None:
+    if value is not None and value not in PROFILES and not Path(value).is_file():
+        raise click.BadParameter(
+            f"{value!r} is neither a profile ({', '.join(map(repr, PROFILES))}) nor a file."
+        )
+    return value
 
 
 # What follows the script is the script's, options of the same names included.
@@ -25,8 +36,9 @@ from .run_report import file_of_rank
 @click.option(
     "--rules",
     metavar="FILE",
-    type=click.Path(exists=True, dir_okay=False),
-    help="A rules file, as amp-patch tune writes it, in place of the script's own rules.",
+    callback=_profile_or_file,
+    help="A rules file, as amp-patch tune writes it, or the name of a profile, in place of the "
+    "script's own rules.",
 )
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option(

@@ -40,19 +40,26 @@ class Casts:
 
 
 def amp_casts(
-    *, opt_level: str = "O1", recompute: bool = False, micro_batches: int = 1, steps: int = 3
+    *,
+    opt_level: str = "O1",
+    rules: str | None = None,
+    recompute: bool = False,
+    micro_batches: int = 1,
+    steps: int = 3,
 ) -> list[Casts]:
     """Count the casts of each micro-batch of the last of ``steps`` training steps.
 
     Args:
         opt_level: the level to train at.
+        rules: the profile to train by.
         recompute: whether ``torch.utils.checkpoint`` computes each layer again in backward.
         micro_batches: how many backward passes go into a step; all but the last are delayed.
         steps: the casts of the weights are made in the first, and refreshed in later ones.
     """
     model = MaskedLanguageModel(recompute=recompute)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    options = {"opt_level": opt_level, "rules": rules, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         counts = []

@@ -23,13 +23,14 @@ from benchmarks import casts, host, report, startup
 from benchmarks.host_steps import WARM_UP
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, ratio
+from casting_support import half_kernels_as_on_cuda
 
 MILLISECOND = 1e-3
 
 
 def cast_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
     """Count casts; a count has no spread."""
-    bar = progress.add_task("counting casts", total=5)
+    bar = progress.add_task("counting casts", total=7)
     cuda_list = casts.autocast_casts(cuda_list=True)
     progress.advance(bar)
     cpu_list = casts.autocast_casts(cuda_list=False)
@@ -40,6 +41,11 @@ def cast_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
     progress.advance(bar)
     (recomputed,) = casts.amp_casts(recompute=True)
     progress.advance(bar)
+    (fast_norms,) = casts.amp_casts(rules="fast-norms")
+    progress.advance(bar)
+    with half_kernels_as_on_cuda():
+        (on_cuda,) = casts.amp_casts(rules="fast-norms")
+    progress.advance(bar)
     return [
         Row("casts, autocast by CUDA's list", cuda_list.total),
         Row("casts, autocast by the CPU's list", cpu_list.total),
@@ -48,6 +54,8 @@ def cast_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
         Row("... of weights, second micro-batch", second.of_weights, at_most=0),
         Row("bulk refreshes, second micro-batch", second.bulk_copies, at_most=0),
         Row("... of weights, recomputed step", recomputed.of_weights, at_most=0),
+        Row("casts, O1 with fast-norms", fast_norms.total, at_most=485),
+        Row("... as on CUDA", on_cuda.total, at_most=391),
     ]
 
 

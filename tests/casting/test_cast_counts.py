@@ -1,9 +1,12 @@
 """The number of casts of a training step; it is the same on every machine."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from benchmarks.casts import amp_casts, autocast_casts
 from cast_counter import CastCounter
+from casting_support import half_kernels_as_on_cuda
 from torch.nn import functional as F
 
 
@@ -81,6 +84,20 @@ def test_a_warm_step_casts_no_weight_and_at_most_552_times(opt_level: str) -> No
     assert casts.of_weights == 0
     assert casts.bulk_copies == 1
     assert casts.total <= 552
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+@pytest.mark.parametrize(("as_on_cuda", "at_most"), [(False, 485), (True, 391)])
+def test_fast_norms_cast_less(opt_level: str, as_on_cuda: bool, at_most: int) -> None:
+    with half_kernels_as_on_cuda() if as_on_cuda else nullcontext():
+        (casts,) = amp_casts(opt_level=opt_level, rules="fast-norms")
+    assert casts.of_weights == 0
+    assert casts.bulk_copies == 1
+    assert casts.total == at_most
+    if as_on_cuda:
+        # Left are gradients of weights and biases, of 145 linear layers and of all norms but the
+        # first, whose input is float32 as the embedding is; and one of that norm's input.
+        assert casts.backward - casts.forward == 2 * 145 + 2 * 47 + 1
 
 
 def test_a_second_micro_batch_refreshes_no_weight() -> None:

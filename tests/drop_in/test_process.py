@@ -207,6 +207,10 @@ def test_a_rules_file_is_found_from_wherever_the_script_goes(tmp_path: Path) -> 
     assert found.stdout == f"{rules}\n", found.stderr
 
 
+def test_the_name_of_a_profile_is_no_path() -> None:
+    assert environment_of_run({}, None, rules="fast-norms")["AMP_PATCH_RULES"] == "fast-norms"
+
+
 def test_a_rules_file_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
     found = run([*RUN, "--rules", "none.toml", "train.py"], cwd=tmp_path, fork=True)
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (2, "", 1)

@@ -49,10 +49,19 @@ def test_options_before_the_script_are_ours_and_those_behind_it_are_its_own(
 
 def test_a_rules_file_must_be_there(started: list[tuple[Any, ...]], tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
-    assert called("--rules", str(rules), "train.py").exit_code == 2
+    for given in (rules, tmp_path, "fast_norms"):
+        refused = called("--rules", str(given), "train.py")
+        message = f"'--rules': '{given}' is neither a profile ('fast-norms') nor a file.\n"
+        assert (refused.exit_code, started) == (2, [])
+        assert refused.stderr.endswith(message)
     rules.touch()
     assert called("--rules", str(rules), "train.py").exit_code == 0
     assert started == [(["train.py"], None, False, str(rules), None)]
+
+
+def test_rules_may_be_a_profile(started: list[tuple[Any, ...]]) -> None:
+    assert called("--rules", "fast-norms", "train.py").exit_code == 0
+    assert started == [(["train.py"], None, False, "fast-norms", None)]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--opt-level", "O9", "train.py"]])

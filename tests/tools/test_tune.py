@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support import examples
 
 from amp_patch import rules_file
+from amp_patch.casting.rules import PROFILES
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.tools.command_line import main
 from amp_patch.tools.compare import runs
@@ -45,7 +46,7 @@ def test_a_file_is_read_as_it_was_meant(tmp_path_factory, setting, head, reason)
     reasons = {name: [reason] for name in ("opt_level", *setting.floats)}
     path = tmp_path_factory.getbasetemp() / "written.toml"
     path.write_text(setting.toml(head, reasons), encoding="utf-8")
-    found = rules_file.read(path, OPT_LEVELS)
+    found = rules_file.read(path, OPT_LEVELS, PROFILES)
     assert found.opt_level == setting.level
     assert tuple(found.functions.items()) == setting.functions
     assert found.modules == dict.fromkeys(setting.floats, "float")
@@ -141,7 +142,7 @@ def test_the_module_that_overflows_is_mended_and_the_rest_stays_in_half(
     options = ["--levels", level, "--steps", "12", "--tolerance", "0.05", "--out", str(out)]
     code, output = tuned(*options, "--", write_script(tmp_path))
     assert code == 0, output
-    found = rules_file.read(out, OPT_LEVELS)
+    found = rules_file.read(out, OPT_LEVELS, PROFILES)
     assert (found.opt_level, found.modules) == (level, {"2": "float"})
     assert "mul makes inf or NaN here" in out.read_text()
     assert "Verified by a run with it" in output
@@ -153,7 +154,7 @@ def test_what_is_found_when_the_budget_is_over_is_written(tmp_path: Path) -> Non
     out = tmp_path / "rules.toml"
     code, output = tuned("--budget", "0.0001", "--out", str(out), "--", write_script(tmp_path))
     assert code == 0, output
-    assert rules_file.read(out, OPT_LEVELS).opt_level == "O0"
+    assert rules_file.read(out, OPT_LEVELS, PROFILES).opt_level == "O0"
     assert "the budget was used up" in out.read_text()
 
 
@@ -256,7 +257,7 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path, monkeypatch) -> None:
     options = ["--levels", "O0,O1", "--out", str(out)]
     code, _ = tuned(*options, "--", write_script(tmp_path))
     assert code == 130
-    assert rules_file.read(out, OPT_LEVELS).opt_level == "O0"
+    assert rules_file.read(out, OPT_LEVELS, PROFILES).opt_level == "O0"
     assert "it was interrupted" in out.read_text()
 
 
@@ -294,4 +295,4 @@ def test_the_page_shows_what_is_so(amp, tmp_path: Path, monkeypatch) -> None:
     (file,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     path = tmp_path / "shown.toml"
     path.write_text(file)
-    assert rules_file.read(path, OPT_LEVELS).modules == {"blocks.2.proj": "float"}
+    assert rules_file.read(path, OPT_LEVELS, PROFILES).modules == {"blocks.2.proj": "float"}

@@ -11,6 +11,7 @@ from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
 from amp_patch.call_site import errors_at_the_call, returned
+from amp_patch.casting.rules import PROFILES
 from amp_patch.initialization import initialize_at
 from amp_patch.levels import OptLevel
 from amp_patch.requested_level import Resolved, resolve_forced
@@ -129,7 +130,7 @@ def initialize(
         session.disable(optimizers)
         return result
     _refuse_fp16_optimizers(optimizers)
-    given = rules_of(None, core_levels.OPT_LEVELS)
+    given = rules_of(None, core_levels.OPT_LEVELS, PROFILES)
     resolved = _resolve(
         opt_level,
         given.opt_level,
