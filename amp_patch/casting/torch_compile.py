@@ -12,6 +12,7 @@ import contextlib
 import functools
 import operator
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -97,6 +98,18 @@ def leave_out(function: F) -> F:
 
     frames.skip_code(cast(types.FunctionType, left_out).__code__)
     return cast(F, left_out)
+
+
+def order_hooks(hooks: OrderedDict[Any, Any]) -> None:
+    """Give a module's hooks one order, after one was put before others.
+
+    torch moves it to the front of the ``OrderedDict``; in the dict below it stays behind the others.
+    Before torch 2.12 torch.compile takes the numbers of hooks from the one order and looks them up in
+    the other: it ends with an internal error where some are methods and others are functions.
+    """
+    ordered = list(hooks.items())
+    hooks.clear()
+    hooks.update(ordered)
 
 
 def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -355,6 +355,29 @@ def test_containers_made_in_a_traced_model_keep_their_kind(amp, opt_level, kind)
     assert_same(*[list(o.values()) if kind is Out else list(o) for o in (got, expected)])
 
 
+def doubled(module, args):
+    return (2 * args[0],)
+
+
+def halved(module, args, outputs):
+    return outputs / 2
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_functions_of_the_users_among_our_hooks(amp, opt_level):
+    """Ours are methods, and come before hooks that were there."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for module in (model, model[0]):
+        module.register_forward_pre_hook(doubled)
+        module.register_forward_hook(halved)
+    start(amp, opt_level, model, rules={"modules": {"0": "float"}})
+    assert_same(compiled(model)(X), model(X))
+    for module in (model, model[0]):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            assert len(hooks) == 2
+            assert list(dict.keys(hooks)) == list(hooks)
+
+
 class Checkpointed(nn.Module):
     """A block under a checkpoint that torch.compile traces."""
 
