@@ -103,9 +103,9 @@ def leave_out(function: F) -> F:
 def order_hooks(hooks: OrderedDict[Any, Any]) -> None:
     """Give a module's hooks one order, after one was put before others.
 
-    torch moves it to the front of the ``OrderedDict``; in the dict below it stays behind the others.
-    Before torch 2.12 torch.compile takes the numbers of hooks from the one order and looks them up in
-    the other: it ends with an internal error where some are methods and others are functions.
+    torch moves it to the front of the ``OrderedDict``; in the dict below it stays behind the
+    others. Before torch 2.12 torch.compile numbers hooks in the one order and looks them up in the
+    other: it ends with an internal error where some are methods and others are functions.
     """
     ordered = list(hooks.items())
     hooks.clear()
