@@ -12,7 +12,6 @@ import contextlib
 import functools
 import operator
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -100,10 +99,10 @@ def leave_out(function: F) -> F:
     return cast(F, left_out)
 
 
-def order_hooks(hooks: OrderedDict[Any, Any]) -> None:
-    """Give a module's hooks one order, after one was put before others.
+def order_hooks(hooks: dict[Any, Any]) -> None:
+    """Give a module's hooks, an ``OrderedDict``, one order after one was put before others.
 
-    torch moves it to the front of the ``OrderedDict``; in the dict below it stays behind the
+    torch moves it to the front of the OrderedDict; in the dict below it stays behind the
     others. Before torch 2.12 torch.compile numbers hooks in the one order and looks them up in the
     other: it ends with an internal error where some are methods and others are functions.
     """
