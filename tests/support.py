@@ -9,6 +9,7 @@ from typing import Any
 import filelock
 import hypothesis
 import pytest
+import torch
 from torch import Tensor
 
 #: How often properties are drawn, see `conftest`.
@@ -80,3 +81,9 @@ def scaled_backward(amp: ModuleType, loss: Tensor, optimizers: Any, **options: A
     """Run the backward of a loss in its ``scale_loss`` block; options are that function's."""
     with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
         scaled_loss.backward()
+
+
+def profiled() -> torch.profiler.profile:
+    """Profile the CPU; torch before 2.13 warns where events of earlier cycles are not kept."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, acc_events=True)

@@ -99,6 +99,18 @@ def leave_out(function: F) -> F:
     return cast(F, left_out)
 
 
+def order_hooks(hooks: dict[Any, Any]) -> None:
+    """Give a module's hooks, an ``OrderedDict``, one order after one was put before others.
+
+    torch moves it to the front of the OrderedDict; in the dict below it stays behind the
+    others. Before torch 2.12 torch.compile numbers hooks in the one order and looks them up in the
+    other: it ends with an internal error where some are methods and others are functions.
+    """
+    ordered = list(hooks.items())
+    hooks.clear()
+    hooks.update(ordered)
+
+
 def _without_casts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Call the original with casts off."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amp_patch.casting.torch_compile import order_hooks
 from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
@@ -114,6 +115,7 @@ class Tracer(StepObserver):
                 model.register_forward_pre_hook(_before, with_kwargs=True, prepend=True),
                 model.register_forward_hook(_after),
             ]
+            order_hooks(model._forward_pre_hooks)
 
     def scaled(
         self,

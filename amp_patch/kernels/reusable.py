@@ -63,7 +63,12 @@ def is_held(tensor: Tensor, lists: int = 0) -> bool:
     return (
         _count_uses(tensor) > 1
         or not _count_storage_uses(tensor.untyped_storage()._cdata) <= _OWN_USES < _MANY_USES
-        or sys.getrefcount(tensor) > _OWN_REFERENCES + lists
+        or (
+            sys.getrefcount(tensor) > _OWN_REFERENCES + lists
+            # Counted again, for a caller keeps its arguments while torch.compile evaluates frames:
+            # from a compilation that raised to the end of the process, among others.
+            and sys.getrefcount(tensor) > _count_own(_OWNER.field)[1] + lists
+        )
     )
 
 

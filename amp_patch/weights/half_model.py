@@ -19,7 +19,7 @@ from amp_patch.casting.foreign_objects import cast_object
 from amp_patch.casting.mode import HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import CAST
-from amp_patch.casting.torch_compile import call_as_traced, leave_out
+from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
 from amp_patch.distributed.shards import set_data
 from amp_patch.warn_once import warn_once
 
@@ -99,6 +99,7 @@ class ForwardCasts:
         """Put the hooks on ``model``, in place of those of an earlier level."""
         detach(model)
         model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        order_hooks(model._forward_pre_hooks)
         model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from amp_patch.casting.mode import mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
+from amp_patch.casting.torch_compile import order_hooks
 
 from .half_model import cast_floats, remove_hooks
 
@@ -45,6 +46,7 @@ class ModuleRegion:
         """Put the hooks on a module: the innermost, for the model's own set the mode around it."""
         module.register_forward_pre_hook(self.enter)
         module.register_forward_hook(self.leave, prepend=True, always_call=True)
+        order_hooks(module._forward_hooks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,8 @@ REFUSED_ON_CPU = {
     "linalg_cross", "native_group_norm", "put", "torch_ops_aten__efficient_attention_forward",
     "torch_ops_aten__flash_attention_forward",
 }  # fmt: skip
-# The same, of which older versions refuse the call on the fake CUDA device too, or lack them.
-if torch.__version__ >= (2, 14):
+# The same, of which older builds for CPUs refuse the call on the fake CUDA device too, or lack it.
+if torch.__version__ >= (2, 14) or torch.backends.cuda.is_built():
     REFUSED_ON_CPU |= {
         "_native_batch_norm_legit", "_unsafe_masked_index_put_accumulate", "grid_sampler_2d",
         "instance_norm", "native_batch_norm", "torch__scaled_mm_v2",

@@ -25,8 +25,11 @@ def fail_on(failing: int) -> None:
 
 
 def die_on(dying: int) -> None:
+    store = distributed.distributed_c10d._get_default_store()
     if distributed.get_rank() == dying:
+        store.wait(["both are here"])  # the other one would fail while it joins
         os._exit(3)
+    store.set("both are here", "yes")
     time.sleep(60)
 
 

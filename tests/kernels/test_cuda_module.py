@@ -122,7 +122,8 @@ def test_the_current_device_is_restored_when_a_launch_fails(gpus: Gpus) -> None:
 
 
 def test_without_cupy_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fake_cupy.sys.modules, "cupy", None)
+    for module in ("cupy", "cupy.cuda"):  # the latter is there where cupy has been imported
+        monkeypatch.setitem(fake_cupy.sys.modules, module, None)
     modules = CudaModules()
     assert modules.can_launch([], gpu(0))
     assert not modules.can_launch(["reconcile.cu"], gpu(0))

@@ -1,9 +1,10 @@
 """What only a GPU shows of the kernels: streams, devices, graphs and syncs.
 
-The operations' own table runs there, too: test_kernels.py and test_scaler_state.py.
+The operations' own table runs there, too: test_torch_kernels.py and others.
 """
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -91,6 +92,25 @@ def test_operations_run_on_the_current_stream(gpu: torch.device) -> None:
         stream.synchronize()
         assert seen.unique().tolist() == [value / 2]
         torch.cuda.current_stream(gpu).wait_stream(stream)
+
+
+def test_a_thread_may_launch_before_torch_does_anything_in_it(gpu: torch.device) -> None:
+    """torch makes a device's context a thread's current one when the thread first needs it."""
+    step, errors = Step(gpu), []
+    step.run()
+
+    def run_again() -> None:
+        try:
+            step.run()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run_again)
+    thread.start()
+    thread.join()
+    assert errors == []
+    torch.cuda.synchronize()
+    assert step.sums[1].unique().tolist() == [2 * 0.25]
 
 
 def test_a_copy_is_ready_when_the_device_has_made_it(gpu: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Whether anybody but its owner holds a tensor, for every way of holding one."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,8 +43,27 @@ HOLDERS: list[Callable[[Tensor], Any]] = [
 ]
 
 
+@contextlib.contextmanager
+def frames_evaluated_by_torch() -> Iterator[None]:
+    """Have torch evaluate all frames, as it does from a compilation that raised on."""
+    frames: Any = torch._C._dynamo.eval_frame
+    before = frames.set_eval_frame(False)  # compiles nothing
+    try:
+        yield
+    finally:
+        frames.set_eval_frame(before)
+
+
+@pytest.mark.parametrize("evaluated_by", [contextlib.nullcontext, frames_evaluated_by_torch])
 @pytest.mark.parametrize("hold", HOLDERS)
-def test_whoever_holds_a_tensor_is_seen_until_he_lets_go(hold: Callable[[Tensor], Any]) -> None:
+def test_whoever_holds_a_tensor_is_seen_until_he_lets_go(
+    hold: Callable[[Tensor], Any], evaluated_by: Callable[[], Any]
+) -> None:
+    with evaluated_by():
+        check_holding(hold)
+
+
+def check_holding(hold: Callable[[Tensor], Any]) -> None:
     owner = Owner(torch.ones(3))
     reusable = Reusable([torch.ones(3), torch.ones(3)])
     assert reusable.are_free()

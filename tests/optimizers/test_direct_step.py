@@ -17,6 +17,7 @@ import torch.distributed as dist
 from drawn_trainings import ACTIONS, EPS, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support import profiled
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -303,13 +304,12 @@ def test_hooks_behind_the_step_get_what_torchs_get(
         optimizer.register_step_post_hook(note("second"))
 
     training, plain = Training(amp), AdamW([torch.ones(2, requires_grad=True)], fused=True)
-    activities = [torch.profiler.ProfilerActivity.CPU]
     with contextlib.ExitStack() as ends:
         ends.callback(register_optimizer_step_post_hook(note("global")).remove)
         for optimizer in (training.optimizer, plain):
             register(optimizer)
         if is_profiled:
-            profile = ends.enter_context(torch.profiler.profile(activities=activities))
+            profile = ends.enter_context(profiled())
         training.train()
         ours, seen[:] = list(seen), []
         assert own_steps == []
@@ -447,7 +447,7 @@ def test_a_profile_of_all_threads_sees_the_step(
         return original(name)
 
     monkeypatch.setattr(torch.autograd.profiler, "record_function", marked)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with profiled():
         thread = threading.Thread(target=training.train)
         thread.start()
         thread.join()

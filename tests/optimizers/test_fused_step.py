@@ -14,6 +14,7 @@ import torch
 from drawn_trainings import ACTIONS, EPS, INF, Make, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support import profiled
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
@@ -343,7 +344,7 @@ def test_a_scheduler_counts_the_steps(amp: ModuleType, built: str) -> None:
 def test_the_profiler_sees_the_step(amp: ModuleType) -> None:
     run = run_of(amp)
     run.backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with profiled() as profile:
         run.step()
     assert "Optimizer.step#AdamW.step" in [event.name for event in profile.events()]
 
