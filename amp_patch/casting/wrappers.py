@@ -154,7 +154,7 @@ class Casts:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             dtype = mode.dtype or process.dtype
             compiling = is_compiling()
-            if dtype is OFF or _untouched(kwargs, compiling) or _asks_for_dtype(args, kwargs):
+            if dtype is OFF or _untouched(kwargs) or _asks_for_dtype(args, kwargs):
                 return original(*args, **kwargs)
             source: Any = args[0] if args else kwargs.get("input")
             inside, weight = torch.float32, None
