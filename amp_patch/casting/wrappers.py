@@ -132,7 +132,7 @@ class Casts:
                 input = to_dtype(input, dtype, None, new_cast) if cast is None else cast
             if type(weight) is Parameter:
                 weight = cast_weight(weight, dtype)
-            elif weight.dtype is not dtype:  # computed anew, as a weight norm does
+            elif weight.dtype is not dtype:  # no parameter: computed by a weight norm, say
                 weight = to_dtype(weight, dtype, None, shared_cast)
             if type(bias) is Parameter:
                 bias = cast_weight(bias, dtype)

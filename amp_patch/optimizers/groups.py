@@ -152,7 +152,7 @@ class StepCounters:
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
-        self._all = self._one = torch.zeros(0)
+        self._all = self._one = torch.zeros(0)  # until `gather` sees the first counters
 
     def advance(self, states: Sequence[ParamState]) -> list[Tensor]:
         """Add 1 to each ``state["step"]``, which is replaced where it was not in that memory.
@@ -162,7 +162,7 @@ class StepCounters:
         """
         first = states[0]["step"]
         self.gather(states, first.device, first.dtype)
-        self._all += self._one  # a tensor, for torch would make one of a number
+        self._all += self._one  # adding a number of Python's would first make a tensor of it
         return self._steps
 
     def gather(

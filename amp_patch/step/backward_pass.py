@@ -19,7 +19,7 @@ from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.warn_once import warn, warn_once
 
 from .foreign_gradients import Watch
-from .loss_scaling import Found, LossScaling, PendingCheck, factor_for
+from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
 from .param_pairs import ParamPairs
 from .skip import Skip
@@ -133,9 +133,7 @@ class BackwardPass:
         loss = loss.float() if loss.dtype in HALVES else loss
         if self._on_scaled is not None:
             self._on_scaled(loss, self._scale)
-        if not self._scaling.is_on:
-            return loss
-        return loss * factor_for(loss, self._scale)
+        return loss * self._scale if self._scaling.is_on else loss
 
     def unscale_(self) -> None:
         """Divide what the backward wrote by the scale, and check it; once.
@@ -211,7 +209,7 @@ class BackwardPass:
             self._pending.settle()
 
     def end(self) -> None:
-        """Unscale and update, and let nobody else do either in between."""
+        """Unscale and update: no check waits for a step, so where it can be none is registered."""
         if not self._open and not self._scaling.is_on:  # and no master waits
             self._end_backward()
             self._scaling.update((), ())

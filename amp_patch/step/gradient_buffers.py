@@ -71,12 +71,9 @@ class GradientBuffers:
         self._have_buffer = [buffer is not None for buffer in self._buffers]
         self._have_all_buffers = all(self._have_buffer)
         self._storage = self._places()
-        # The only memory of all targets, where it is one on the CPU, for a list of tensors.
-        self._pool: list[Tensor] = []
-        is_reference = isinstance(self._unscale, torch_kernels.Unscale)
-        if is_reference and not self.is_spread and not self._devices and self._have_all_buffers:
-            self._pool = self._pools if len(self._pools) == len(self._kinds) == 1 else []
-        self._scale, self._inverse = 1.0, torch_kernels.inverse_of(1.0)
+        self._pool = self._only_pool()
+        # A scale and its inverse, in one field: an interrupt may come between two.
+        self._factor = 1.0, torch_kernels.inverse_of(1.0)
         # The buffers of all others, with whether a row is theirs; None until somebody asks.
         self._rest: tuple[list[bool], GradientBuffers] | None = None
         self._large = [row for row in rows if not self._have_buffer[row]]
@@ -208,7 +205,7 @@ class GradientBuffers:
     def take(
         self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
     ) -> GradCheck | None:
-        """Do `unscale` and `copy_back` by a call of torch each, where all targets are one memory.
+        """Do `unscale` and `copy_back`: copy all, unscale the one memory of all targets, copy back.
 
         Args:
             grads: of all parameters, dense.
@@ -225,13 +222,20 @@ class GradientBuffers:
         torch._foreach_copy_(targets, grads)
         if not is_checked:
             return GradCheck(targets, [])
-        if scale != self._scale:
-            self._scale, self._inverse = scale, torch_kernels.inverse_of(scale)
+        if scale != self._factor[0]:
+            self._factor = scale, torch_kernels.inverse_of(scale)
         found_inf = torch.zeros(1, dtype=torch.float32, device="cpu")
-        torch._amp_foreach_non_finite_check_and_unscale_(pool, found_inf, self._inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(pool, found_inf, self._factor[1])
         if shows and scale != 1.0:
             torch._foreach_copy_(grads, targets)
         return GradCheck(targets, [found_inf])
+
+    def _only_pool(self) -> list[Tensor]:
+        """Return the memory of all targets, if all are small masters on the CPU; else nothing."""
+        is_reference = isinstance(self._unscale, torch_kernels.Unscale)  # no kernel does it
+        is_plain = is_reference and not self._devices and not self.is_spread
+        is_one = len(self._pools) == 1 and len(self._kinds) == 1  # pairs of a half dtype and fp32
+        return self._pools if is_plain and self._have_all_buffers and is_one else []
 
     def _places(self) -> list[tuple[list[Tensor], list[int]]]:
         """Return for each kind where the numbers of targets are: in which pools and rows."""

@@ -100,7 +100,7 @@ class Gradients:
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
         self.scaled.forget()
-        if self._received or self._aside:  # where a step has ended, `zero_grad` finds neither
+        if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
             self._watched.forget()
@@ -255,8 +255,8 @@ class Gradients:
     ) -> tuple[GradCheck, Params]:
         """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
 
-        In most steps each parameter has a dense gradient, and nothing was there before or waits:
-        that takes a third of the calls.
+        In most steps each parameter has a dense gradient, and nothing was there before or waits.
+        Then this makes a third of the calls of those three.
         """
         grads: list[Any] = list(map(_GRAD, pairs.model))
         is_new = not (self._aside or self._received)
@@ -275,11 +275,12 @@ class Gradients:
     def _take(
         self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
     ) -> GradCheck | None:
-        """Take in the gradients of all parameters; None, with nothing done, if that takes more."""
+        """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
         buffers, lazy = self._buffers, self._lazy
         if buffers.is_in_place:
             return None if buffers.is_spread else buffers.unscale(grads, scale, is_checked)
-        if any(map(_IS_SPARSE, grads)) or not have_none(buffers.masters):
+        are_waiting = lazy is not None and lazy.are_waiting
+        if are_waiting or any(map(_IS_SPARSE, grads)) or not have_none(buffers.masters):
             return None
         check = buffers.take(grads, scale, is_checked, shows=lazy is None)
         if check is None:

@@ -264,27 +264,6 @@ def choose_scaling(
     return DeviceScaling(DeviceScaler.of(scaler, device), scaler, scaler_id, on_host)
 
 
-def factor_for(loss: Tensor, scale: float | Tensor) -> float | Tensor:
-    """Return what a loss is multiplied by: of a number the tensor, which takes half the time.
-
-    Args:
-        loss: in fp32 or float64. One of another class, or under a mode, gets the number.
-        scale: see `LossScaling.scale`.
-    """
-    if isinstance(scale, Tensor) or type(loss) is not Tensor or _count_dispatch_modes():
-        return scale
-    return _as_tensor(scale)
-
-
-@functools.lru_cache(maxsize=64)
-def _as_tensor(scale: float) -> Tensor:
-    with torch.inference_mode(False):  # or no graph could save it
-        return torch.tensor(scale, dtype=torch.float32, device="cpu")
-
-
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
-
-
 class PendingCheck:
     """What a pass found, until the scale is moved by it: by the pass's `update`, or by the step.
 

@@ -174,7 +174,11 @@ class OptimizerBackward:
 
         Args:
             pairs, scale, is_checked: see `Gradients.receive`.
-            is_alone: whether it is of this optimizer alone, see `Gradients.receive_alone`.
+            is_alone: whether it is of this optimizer alone. Then half gradients are shown, too, and
+                the pass is finished, see `Gradients.receive_alone`.
+
+        Returns:
+            What the check found, and the parameters that got a gradient, in the same order.
         """
         if self._had_used:
             self._tell_of_added(pairs)

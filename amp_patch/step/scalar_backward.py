@@ -69,7 +69,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Return whether this is one number, about which torch would find nothing else to do."""
+    """Return whether this is a real 0-dim tensor, and no class, mode or transform has a say."""
     return (
         isinstance(value, Tensor)
         and value.dim() == 0

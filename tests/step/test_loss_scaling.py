@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_patch import kernels
 from amp_patch.scaling import device_scaler
@@ -25,7 +24,6 @@ from amp_patch.step.loss_scaling import (
     NoScaling,
     PendingCheck,
     choose_scaling,
-    factor_for,
 )
 from amp_patch.step.param_pairs import Params
 from amp_patch.step.skip import Skip
@@ -257,45 +255,3 @@ def test_a_check_that_half_of_the_optimizers_wait_for_is_withdrawn() -> None:
     assert pending.withdraw()
     assert case.skip.pending == other.skip.pending == []
     assert not pending.withdraw()
-
-
-@given(
-    loss=st.floats(-3.0e4, 3.0e4, width=32),
-    scale=st.one_of(st.integers(-24, 24).map(lambda power: 2.0**power), st.floats(0.5, 1e5)),
-)
-def test_a_loss_times_the_tensor_is_that_times_the_number(loss: float, scale: float) -> None:
-    weight = torch.tensor(loss, requires_grad=True)
-    factor = factor_for(weight, scale)
-    assert isinstance(factor, Tensor)
-    scaled, expected = weight * factor, weight * scale
-    assert torch.equal(scaled, expected)
-    assert scaled.dtype is torch.float32
-    grads = [torch.autograd.grad(one, weight)[0] for one in (scaled, expected)]
-    assert torch.equal(*grads)
-
-
-def test_a_scale_that_a_device_knows_is_the_factor() -> None:
-    scale = torch.tensor(8.0)
-    assert factor_for(torch.ones(()), scale) is scale
-
-
-def test_losses_that_torch_would_not_multiply_by_a_plain_tensor_get_the_number() -> None:
-    class Mine(Tensor):
-        """As a DTensor, which takes no plain tensor beside it."""
-
-    assert type(factor_for(torch.ones(()).as_subclass(Mine), 8.0)) is float
-
-
-def test_a_factor_made_under_a_mode_is_not_kept() -> None:
-    loss = torch.ones(())
-    with FakeTensorMode():
-        assert type(factor_for(loss, 5.0)) is float
-    assert type(factor_for(loss, 5.0)) is Tensor
-
-
-def test_a_factor_made_in_inference_mode_serves_a_training_later() -> None:
-    with torch.inference_mode():
-        factor_for(torch.ones(()), 3.0)
-    weight = torch.ones((), requires_grad=True)
-    (weight * factor_for(weight, 3.0)).backward()
-    assert weight.grad == 3.0
