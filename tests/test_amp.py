@@ -239,8 +239,8 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
     "rule": (
         initialize_with(opt_level="O1", rules={"softmax": "fp16"}),
         ValueError,
-        "a rule must be one of 'half', 'float', 'promote', 'bfloat16', 'off'; got 'fp16' for "
-        "'softmax'; call amp.initialize(..., rules={'softmax': 'float'}).",
+        "a rule must be one of 'half', 'half_out', 'float', 'promote', 'bfloat16', 'off'; got "
+        "'fp16' for 'softmax'; call amp.initialize(..., rules={'softmax': 'float'}).",
     ),
     "function": (
         initialize_with(opt_level="O1", rules={"softmaxx": "half"}),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from .mode import FLOATS, HALVES, process
@@ -62,6 +63,9 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 def is_on_cast_device(tensor: Tensor) -> bool:
     """Tell whether the tensor is on a device of the models', whose tensors are cast."""
     # Of the devices most in use; to ask for the type of any costs the host five times as much.
+    # In a backward that torch 2.6 traces it refuses these questions, but not the type.
+    if is_dynamo_compiling():
+        return tensor.device.type in process.devices
     if tensor.is_cpu:
         return "cpu" in process.devices
     return ("cuda" if tensor.is_cuda else tensor.device.type) in process.devices

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -239,7 +239,7 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     runs_in, result = _dtypes(rule, tensors)
     if runs_in is result or not _may_save_in_half(result):
         args, kwargs = _cast((args, dict(kwargs)), runs_in)
-        with _nothing_else_casts():
+        with _NothingElseCasts():
             return _cast(function(*args, **kwargs), result)
     saving = HalfSaving(result)
 
@@ -254,7 +254,7 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
         return half
 
     args, kwargs = map_tensors(widen, (args, dict(kwargs)))
-    with _nothing_else_casts(), saving.hooks():
+    with _NothingElseCasts(), saving.hooks():
         found = function(*args, **kwargs)
     found = map_tensors(narrow, found)
     saving.settle()
@@ -311,16 +311,19 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-@contextlib.contextmanager
-def _nothing_else_casts() -> Iterator[None]:
-    """Let no cast of a level, region or rule act inside: arguments are in the dtype to run in."""
-    saved, stored = mode.switch_off(), mode.stored
-    mode.stored = None
-    try:
-        yield
-    finally:
-        mode.restore(saved)
-        mode.stored = stored
+class _NothingElseCasts:
+    """Let no cast of a level, region or rule act inside: arguments are in the dtype to run in.
+
+    A class and no generator: torch 2.6 does not compile those.
+    """
+
+    def __enter__(self) -> None:
+        self._saved, self._stored = mode.switch_off(), mode.stored
+        mode.stored = None
+
+    def __exit__(self, *error: object) -> None:
+        mode.restore(self._saved)
+        mode.stored = self._stored
 
 
 def _may_save_in_half(dtype: torch.dtype) -> bool:

@@ -118,8 +118,8 @@ class Casts:
                 kwargs
                 or dtype is OFF
                 or type(input) is not Tensor
+                or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
                 or type(weight) not in _WEIGHTS
-                or is_dynamo_compiling()
                 or not is_grad_enabled()
                 or _count_dispatch_modes()
                 or _below_autograd(_AUTOGRAD)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -85,6 +86,7 @@ class PlainAverages:
 
     def __init__(self) -> None:
         self._followed: list[_Followed] = []
+        self._models: list[weakref.ref[nn.Module]] = []
         self._steps = 0
 
     def __bool__(self) -> bool:
@@ -93,12 +95,14 @@ class PlainAverages:
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Models were prepared."""
         self._steps = 0
+        if not self._followed:
+            self._models.clear()
         for model in models:
             # of a parameter that is spread over ranks nobody keeps an average in plain tensors
-            plain = [one for one in model.parameters() if type(one) is nn.Parameter]
-            halves = [one for one in plain if one.dtype in HALVES and one.requires_grad]
+            halves = [one for one in _halves_of(model) if one.requires_grad]
             if halves:
                 self._followed.append(_Followed(min(halves, key=_order)))
+                self._models.append(weakref.ref(model))
 
     def look(self) -> None:
         """Warn where an average followed a parameter at each of the last looks.
@@ -111,7 +115,7 @@ class PlainAverages:
         if not _is_alone():
             self._followed.clear()
             return
-        living = functools.cache(lambda: list(_plain_tensors()))
+        living = functools.cache(lambda: list(_plain_tensors(self._addresses())))
         is_last = self._steps >= _FIRST_LOOK + _MOST_STEPS
         self._followed = [one for one in self._followed if one.look(living) and not is_last]
         if [one for one in self._followed if one.looks > _LOOKS]:
@@ -122,6 +126,16 @@ class PlainAverages:
                 "amp.initialize() stored in half. Average amp.master_params(optimizer) in place of "
                 "model.parameters(), or use torch.optim.swa_utils.AveragedModel(model)."
             )
+
+    def _addresses(self) -> set[int]:
+        """Return where the half parameters are: torch 2.6 hides those that a graph holds."""
+        models = [model for model in [one() for one in self._models] if model is not None]
+        return {param.data_ptr() for model in models for param in _halves_of(model)}
+
+
+def _halves_of(model: nn.Module) -> list[Tensor]:
+    plain = [one for one in model.parameters() if type(one) is nn.Parameter]
+    return [one for one in plain if one.dtype in HALVES]
 
 
 def _order(param: Tensor) -> tuple[bool, bool, int]:
@@ -138,9 +152,13 @@ def _is_alone() -> bool:
     return all(type(one).__module__.startswith("tqdm.") for one in others)
 
 
-def _plain_tensors() -> Iterator[Tensor]:
-    """Yield the living tensors in half that are, or share the memory of, no trained parameter."""
+def _plain_tensors(known: set[int]) -> Iterator[Tensor]:
+    """Yield the living tensors in half that are, or share the memory of, no trained parameter.
+
+    Args:
+        known: addresses of parameters.
+    """
     tensors = [one for one in instances(Tensor) if type(one) in (Tensor, nn.Parameter)]
     halves = [one for one in tensors if one.layout is torch.strided and one.dtype in HALVES]
-    trained = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)}
+    trained = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)} | known
     return (one for one in halves if not one.requires_grad and one.data_ptr() not in trained)

@@ -72,8 +72,8 @@ def _is_scalar(value: Any) -> bool:
     """Return whether this is a real 0-dim tensor, and no class, mode or transform has a say."""
     return (
         isinstance(value, Tensor)
+        and not has_torch_function_unary(value)  # else a class of the user's would see the rest
         and value.dim() == 0
         and value.dtype in FLOATS
-        and not has_torch_function_unary(value)
         and not _are_transforms_active()
     )

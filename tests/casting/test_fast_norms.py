@@ -367,7 +367,7 @@ class Norms(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(8), nn.RMSNorm(8), nn.GroupNorm(2, 8)])
 
     def forward(self, x: Tensor) -> Tensor:
-        for linear, norm in zip(self.linears, self.norms, strict=False):
+        for linear, norm in zip(self.linears[:-1], self.norms, strict=True):
             x = x + norm(linear(x))
         return self.linears[-1](x).softmax(-1)
 

@@ -508,7 +508,7 @@ def test_an_export_made_inside_disable_casts_computes_as_eager_does_there(amp, o
     x = torch.rand(2, 3)
     with amp.disable_casts():
         expected = model(x)
-        program = torch.export.export(model, (x,))
+        program = torch.export.export(model, (x,), strict=False)  # torch 2.6 is strict by default
     torch.testing.assert_close(program.module()(x), expected)
     amp.deactivate()
     assert "to.dtype" not in str(program.graph) or opt_level not in HALF

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -300,8 +302,11 @@ def test_clipping_of_other_parameters_is_torchs(amp: ModuleType, level: str) -> 
     assert nn.utils.clip_grad_norm_(iter([param]), 1.0) == torch.full((3,), 2.0).norm()
     nn.utils.clip_grad_value_(param, 0.1)
     assert param.grad.tolist() == pytest.approx([0.1] * 3)
-    with pytest.warns(UserWarning, match="empty generator"):
-        nn.utils.clip_grad_norm_((one for one in []), 1.0)
+    source = inspect.getsource(torch.nn.utils.clip_grad)
+    warns = "empty generator" in source  # not in torch 2.6
+    expected = pytest.warns(UserWarning, match="empty generator")
+    with expected if warns else contextlib.nullcontext():
+        assert nn.utils.clip_grad_norm_((one for one in []), 1.0) == 0
     assert prepared_pair
 
 

@@ -247,7 +247,8 @@ class Shell:
 
     def showtraceback(self, exc_tuple: Any = None, **options: Any) -> None:
         error = (exc_tuple or sys.exc_info())[1]
-        self.shown += getattr(error, "__notes__", [])
+        # Python 3.10 has no notes: what is told stands in the message
+        self.shown += getattr(error, "__notes__", [str(error)])
 
 
 def test_a_cell_of_a_notebook_is_told(amp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
