@@ -113,15 +113,21 @@ def stepping(
 @contextlib.contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """Have products and convolutions in fp32 made in TF32, or really in fp32."""
-    owners = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [owner.allow_tf32 for owner in owners]
+    before, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn
+    # as a block, for torch's own test tools let nobody set cuDNN's flags otherwise
+    flags = cudnn.flags(
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.benchmark_limit,
+        cudnn.deterministic,
+        allow_tf32=allowed,
+    )
     try:
-        for owner in owners:
-            owner.allow_tf32 = allowed
-        yield
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        with flags:
+            yield
     finally:
-        for owner, value in zip(owners, before, strict=True):
-            owner.allow_tf32 = value
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def torch_step(
