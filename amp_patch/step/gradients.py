@@ -137,6 +137,8 @@ class Gradients:
             self._lazy.drop()
         for tensor in chain(*pairs):
             tensor.grad = None
+        # of a pass that ended between `receive` and `finish`: no later one may finish it
+        self._written, self._halves, self._unscaled = None, [], []
         self.forget()
 
     def clear(self, pairs: ParamPairs, cleared: set[int]) -> None:

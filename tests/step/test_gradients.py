@@ -626,3 +626,12 @@ def test_the_short_way_is_for_what_most_steps_find(
     scale = 0.5 if odd == "scale" else 8.0
     received.run(Pass((1, 2, 3), scale, True, odd), is_alone=True)
     assert bool(long) == (odd not in ("", "all"))
+
+
+def test_a_pass_that_failed_before_its_end_is_not_ended_by_a_later_one() -> None:
+    received = Received(is_lazy=False, in_place=0)
+    received.backward(Pass((1, 2, 3), 8.0, True, ""))
+    received.gradients.receive(received.pairs, 8.0)
+    received.gradients.drop(received.pairs)  # an interrupt came before `finish`
+    received.gradients.delay(received.pairs, 8.0)  # a backward that reached none of them
+    assert not received.gradients.are_pending
