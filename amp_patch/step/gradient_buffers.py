@@ -43,6 +43,7 @@ class GradientBuffers:
         is_spread: True where a parameter lies on several ranks (DTensor).
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
         are_all_masters: True where none is stepped itself.
+        are_taken_at_once: True where `take` may unscale all gradients, or all are unscaled in place.
         masters: the masters; the same object until there are other parameters.
     """
 
@@ -72,6 +73,7 @@ class GradientBuffers:
         self._have_all_buffers = all(self._have_buffer)
         self._storage = self._places()
         self._pool = self._only_pool()
+        self.are_taken_at_once = bool(self._pool) or (self.is_in_place and not self.is_spread)
         # A scale and its inverse, in one field: an interrupt may come between two.
         self._factor = 1.0, torch_kernels.inverse_of(1.0)
         # The buffers of all others, with whether a row is theirs; None until somebody asks.

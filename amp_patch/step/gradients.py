@@ -29,6 +29,7 @@ from amp_patch.weights.lazy_gradients import (
     Source,
     clear_grads,
     have_none,
+    look_up,
     store_grads,
     stored_grad,
 )
@@ -233,7 +234,7 @@ class Gradients:
         Returns:
             What the check found, and the parameters that got a gradient, in the same order.
         """
-        grads: list[Any] = list(map(_GRAD, pairs.model))
+        grads: list[Any] = look_up(_GRAD, pairs.model)
         if not all(map(operator.is_not, grads, repeat(None))):
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
@@ -260,12 +261,9 @@ class Gradients:
         In most steps each parameter has a dense gradient, and nothing was there before or waits.
         Then this makes a third of the calls of those three.
         """
-        grads: list[Any] = list(map(_GRAD, pairs.model))
-        is_new = not (self._aside or self._received)
-        are_there = is_new and all(map(operator.is_not, grads, repeat(None)))
         check = None
-        if are_there and self._buffers.fits(pairs):
-            check = self._take(pairs, grads, scale, is_checked)
+        if self._buffers.are_taken_at_once and not (self._aside or self._received):
+            check = self._take(pairs, scale, is_checked)
         if check is None:
             found = self.receive(pairs, scale, is_checked)
             self.show(scale)
@@ -275,12 +273,15 @@ class Gradients:
         return check, self._buffers.params
 
     def _take(
-        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool
     ) -> GradCheck | None:
         """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
         buffers, lazy = self._buffers, self._lazy
+        grads = look_up(_GRAD, pairs.model)
+        if not all(map(operator.is_not, grads, repeat(None))) or not buffers.fits(pairs):
+            return None
         if buffers.is_in_place:
-            return None if buffers.is_spread else buffers.unscale(grads, scale, is_checked)
+            return buffers.unscale(grads, scale, is_checked)
         are_waiting = lazy is not None and lazy.are_waiting
         if are_waiting or any(map(_IS_SPARSE, grads)) or not have_none(buffers.masters):
             return None
@@ -493,7 +494,7 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
 
 def _untouched(params: list[Tensor], versions: list[int]) -> bool:
     try:
-        return list(map(_GRAD_VERSION, params)) == versions
+        return look_up(_GRAD_VERSION, params) == versions
     except AttributeError:  # None has no version
         return False
 
