@@ -43,8 +43,9 @@ class GradientBuffers:
         is_spread: True where a parameter lies on several ranks (DTensor).
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
         are_all_masters: True where none is stepped itself.
-        are_taken_at_once: True where `take` may unscale all gradients, or all are unscaled in place.
+        are_taken_at_once: True where `take` may unscale all, or all are unscaled in place.
         masters: the masters; the same object until there are other parameters.
+        rows_of_masters: which rows are theirs.
     """
 
     def __init__(self, pairs: ParamPairs) -> None:
@@ -59,7 +60,7 @@ class GradientBuffers:
         self._without_master = [not has for has in self._has_master]
         self.are_all_masters = all(self._has_master)
         self.masters = self.of_masters(pairs.master)
-        rows = self.rows_of_masters()
+        self.rows_of_masters = rows = list(compress(range(len(pairs.model)), self._has_master))
         self._kinds = _by_kind({row: [column[row] for column in self._parts] for row in rows})
         self._checker: kernels.Checker | None = None
         self._unscale = kernels.Unscale(*self._parts)
@@ -126,10 +127,6 @@ class GradientBuffers:
         found = torch_kernels.find_nonfinite(large) if is_checked else []
         all_grads = [next(unscaled) if r else g for r, g in zip(is_rest, grads, strict=True)]
         return GradCheck(all_grads, [*check.found_inf, *found])
-
-    def rows_of_masters(self) -> list[int]:
-        """Return which rows belong to masters."""
-        return list(compress(range(len(self._has_master)), self._has_master))
 
     def of_masters(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries of a column that belong to masters."""

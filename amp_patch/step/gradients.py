@@ -272,9 +272,7 @@ class Gradients:
         self.scaled.scale = None
         return check, self._buffers.params
 
-    def _take(
-        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool
-    ) -> GradCheck | None:
+    def _take(self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool) -> GradCheck | None:
         """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
         buffers, lazy = self._buffers, self._lazy
         grads = look_up(_GRAD, pairs.model)
@@ -336,8 +334,13 @@ class Gradients:
 
     def _note(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Note the gradients of these parameters, to tell what is written to them later."""
-        self._received.append((params, list(map(_VERSION, grads))))
-        if self._lazy is None or isinstance(self._lazy.source, LargeInHalf):
+        source = None if self._lazy is None else self._lazy.source
+        if isinstance(source, HalfGradients) and same(source.grads, grads):
+            versions = source.versions  # it has asked these very gradients
+        else:
+            versions = list(map(_VERSION, grads))
+        self._received.append((params, versions))
+        if self._lazy is None or isinstance(source, LargeInHalf):
             self._watched.note(params)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
@@ -381,7 +384,7 @@ class Gradients:
             return check
         source: Source = Made(received)
         if checked is not None:  # by kernels, which take dense ones
-            source = HalfGradients(received, scale, checked, buffers.rows_of_masters())
+            source = HalfGradients(received, scale, checked, buffers.rows_of_masters)
         elif late is not None and not isinstance(scale, Tensor):
             source = LargeInHalf(received, scale)
         lazy.hold(masters, source)

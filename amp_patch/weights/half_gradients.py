@@ -28,6 +28,7 @@ class UnscaledLater:
 
     Attributes:
         clip: a factor for the unscaled gradients, 0-dim fp32, or None.
+        versions: of the gradients, as they came.
     """
 
     is_half = True
@@ -35,7 +36,7 @@ class UnscaledLater:
     def __init__(self, grads: Sequence[Tensor], scale: float | Tensor) -> None:
         self.grads, self.scale = list(grads), scale
         self.clip: Tensor | None = None
-        self._versions = list(map(_VERSION, self.grads))
+        self.versions = list(map(_VERSION, self.grads))
 
     @torch.no_grad()
     def make(self, rows: Sequence[int]) -> list[Tensor]:
@@ -58,9 +59,9 @@ class UnscaledLater:
         Raises:
             RuntimeError: as said.
         """
-        if list(map(_VERSION, self.grads)) == self._versions:
+        if list(map(_VERSION, self.grads)) == self.versions:
             return
-        written = sum(self.grads[row]._version != self._versions[row] for row in rows)
+        written = sum(self.grads[row]._version != self.versions[row] for row in rows)
         if written:
             self._refuse(written, len(rows))
 

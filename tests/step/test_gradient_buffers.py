@@ -104,6 +104,6 @@ def test_they_fit_the_tensors_that_they_were_made_for() -> None:
 def test_columns_are_parted_by_who_has_a_master() -> None:
     half, own, master = torch.zeros(1, dtype=F16), torch.zeros(1), torch.zeros(1)
     buffers = GradientBuffers(ParamPairs([own, half], [own, master]))
-    assert buffers.rows_of_masters() == [1]
+    assert buffers.rows_of_masters == [1]
     assert [id(one) for one in buffers.of_masters([own, master])] == [id(master)]
     assert [id(one) for one in buffers.in_place([own, master])] == [id(own)]
