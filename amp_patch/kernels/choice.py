@@ -105,7 +105,8 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
         ValueError: ``AMP_PATCH_KERNELS`` has a value that it cannot have.
         RuntimeError: it forces cupy, which does not work.
     """
-    if not _are_candidates(columns):
+    forced = _forced()
+    if forced == "torch" or not columns[0] or not all(map(are_on_cuda, columns)):
         return False
     # To compare numbers takes less time than to compare devices.
     numbers = [list(map(_NUMBER, column)) for column in columns]
@@ -114,17 +115,12 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
         for column, own in zip(columns, numbers, strict=True)
         for number in set(own)
     }
-    return all(_works(one.device, sources, _forced()) for one in firsts.values())
+    return all(_works(one.device, sources, forced) for one in firsts.values())
 
 
 def are_on_cuda(tensors: Sequence[Tensor]) -> bool:
     """Return whether all tensors are where kernels may take them; asks for no wish of the user."""
     return all(map(_IS_CUDA, tensors))
-
-
-def _are_candidates(columns: Sequence[Sequence[Tensor]]) -> bool:
-    on_cuda = columns[0] and all(map(are_on_cuda, columns))
-    return _forced() != "torch" and bool(on_cuda)
 
 
 def _forced() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from . import cuda_module, torch_kernels
@@ -19,6 +18,7 @@ from .cuda_unscale import Check, GradCheck, Unscale, statistics_memory
 from .dense_rows import DenseRows, chosen, split
 from .scaler_state import Rule, ScalerState
 from .tensor_tables import addresses
+from .without_grad import without_grad
 
 __all__ = [
     "Cast",
@@ -45,7 +45,7 @@ SOURCES = {
 _UPDATE_SCALE = Kernel("update_scale.cu", "update_scale", "PPiddqqff", 32)
 
 
-@torch.no_grad()
+@without_grad
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """See `torch_kernels.accumulate`."""
     parts, rest = split("accumulate", targets, others)
@@ -66,7 +66,7 @@ class Cast:
         self._sources, self._targets = list(sources), list(targets)
         self._dense_rows = DenseRows()
 
-    @torch.no_grad()
+    @without_grad
     def run(self) -> None:
         """See `torch_kernels.Cast.run`."""
         parts, others = self._dense_rows.split(self._sources, self._targets)
@@ -96,7 +96,7 @@ class Comparison(torch_kernels.Comparison):
     def note_equal(self) -> None:
         """Do nothing: `reconcile` reads all sources again, which costs the host nothing."""
 
-    @torch.no_grad()
+    @without_grad
     def reconcile(self, wins: Callable[[], Sequence[bool]]) -> bool:
         """See `torch_kernels.Comparison.reconcile`.
 

@@ -118,9 +118,9 @@ class CudaModules:
         return self._functions[key]
 
     def _module(self, source: str, index: int) -> Any:
-        from cupy.cuda import Module
-
         if (source, index) not in self._modules:
+            from cupy.cuda import Module
+
             major, minor = torch.cuda.get_device_capability(index)
             code = cuda_compiler.machine_code(source, f"sm_{major}{minor}")
             with torch.cuda.device(index):

@@ -16,11 +16,12 @@ from .cuda_module import Kernel
 from .cuda_unscale import Statistics, examine
 from .dense_rows import chosen, split
 from .torch_norms import CLIP_EPS
+from .without_grad import without_grad
 
 _CLIP_COEFFICIENT = Kernel("summarize.cu", "clip_coefficient", "PffPP", 32)
 
 
-@torch.no_grad()
+@without_grad
 def clip_by_norm(
     grads: Sequence[Tensor], max_norm: float, norm_type: float, norm: Tensor | None = None
 ) -> Tensor:
@@ -30,7 +31,7 @@ def clip_by_norm(
     return clip_together((), grads, max_norm)[0]
 
 
-@torch.no_grad()
+@without_grad
 def clip_together(
     squares: Sequence[Tensor], grads: Sequence[Tensor], max_norm: float
 ) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,7 @@ def clip_together(
     return norm, factor
 
 
-@torch.no_grad()
+@without_grad
 def squares_of(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Add up the squares of gradients, in one pass.
 

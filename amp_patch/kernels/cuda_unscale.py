@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .cuda_launch import launch, note_written
 from .cuda_module import Kernel
 from .dense_rows import DenseRows, Part, Split, chosen, layouts
 from .resident import Resident, scalar
+from .without_grad import without_grad
 
 _STATISTICS_BYTES = 16  # as in statistics.cuh
 _KINDS = {1: "inf", 2: "NaN", 3: "inf and NaN"}
@@ -170,7 +172,7 @@ class Unscale:
         self._dense_rows = DenseRows()
         self._scales: dict[torch.device, Resident] = {}
 
-    @torch.no_grad()
+    @without_grad
     def run(
         self,
         sources: Sequence[Tensor],
@@ -218,7 +220,7 @@ class Check(Unscale):
         self._key: Any = None
         self._split: Split | None = None
 
-    @torch.no_grad()
+    @without_grad
     def look(
         self,
         sources: Sequence[Tensor],
@@ -249,12 +251,14 @@ class Check(Unscale):
         for part in parts:
             ours = chosen(sources, part.rows)
             targets: list[Tensor | None] = [None] * len(ours)
-            if any(in_place):
+            written = list(compress(ours, chosen(in_place, part.rows)))
+            if written:
                 pairs = zip(ours, chosen(in_place, part.rows), strict=True)
                 targets = [source if unscales else None for source, unscales in pairs]
             one = Statistics(part, None)
             examine(one, ours, targets, self._scale_on(part.device, scale))
-            note_written([target for target in targets if target is not None])
+            if written:
+                note_written(written)
             statistics.append(one)
         return GradCheck(sources, ([], torch_kernels.GradCheck([], [])), statistics)
 

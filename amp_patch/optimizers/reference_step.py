@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.kernels import small_tensors, torch_kernels, torch_optimizers
+from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
@@ -118,7 +118,7 @@ class ReferenceStep:
             inputs = inputs._replace(grads=grads)
         work.part.cached.update.step(inputs)
 
-    @torch.no_grad()
+    @without_grad
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """Clip gradients to a total 2-norm: large ones when the step unscales them.
 
