@@ -22,6 +22,7 @@ from .cuda_launch import launch, note_written
 from .cuda_module import THREADS, Argument, Kernel
 from .dense_rows import DenseRows, Part, chosen, layouts
 from .tensor_tables import addresses
+from .without_grad import without_grad
 
 Column = Sequence[Tensor | None]
 
@@ -114,6 +115,9 @@ class KernelStep:
 
     Args:
         kernels: the optimizer's.
+
+    Attributes:
+        params: the float32 parameters of the last `take`.
     """
 
     def __init__(self, kernels: OptimizerKernels) -> None:
@@ -122,7 +126,7 @@ class KernelStep:
         self._columns: list[Column] = []
         self._addresses: list[list[int]] = []
         # What follows was looked up for the tensors that `_key` describes.
-        self._params: Column = []
+        self.params: Column = []
         self._key: Any = None
         self._rows = DenseRows(_are_fp32_between)
         self._parts: list[Part] = []
@@ -143,14 +147,21 @@ class KernelStep:
             return False
         columns: Any = self._columns
         grads, params, weights = columns[0], columns[1], columns[-2]
-        of_users = (grads, weights) if 0 not in self._addresses[-2] else (grads, weights, params)
+        of_users = (grads, weights) if 0 not in self.places else (grads, weights, params)
         sizes = [len(group.columns[0]) for group in groups]
         key = (sizes, list(map(_DTYPE, grads)), layouts(of_users), self._addresses[1:])
-        if key != self._key or not all(map(operator.is_, params, self._params)):
+        if key != self._key or not all(map(operator.is_, params, self.params)):
             self._look_up(params, sizes)
             # The list may be the optimizer's own, which users change in place.
-            self._key, self._params = key, list(params)
+            self._key, self.params = key, list(params)
+        # The very lists of the step before: who compares them again finds the same objects.
+        self._addresses[1:] = self._key[-1]
         return not self._others
+
+    @property
+    def places(self) -> list[int]:
+        """The addresses of the half weights of the last `take`; 0 for none."""
+        return self._addresses[-2]
 
     def _look_up(self, params: Column, sizes: Sequence[int]) -> None:
         """Find out which kernels step the columns, and by which tables."""
@@ -162,7 +173,7 @@ class KernelStep:
         self._parts, self._others = self._rows.split_anew(*models)
         self._spans = [_spans(part, sizes) for part in self._parts]
 
-    @torch.no_grad()
+    @without_grad
     def step(
         self, factors: Factors, found_inf: Tensor | None, wins: Sequence[bool] | None = None
     ) -> None:
@@ -175,7 +186,7 @@ class KernelStep:
                 weight follows the float32 parameter where the two disagree; else the parameter
                 follows, in the elements that disagree. None: all half weights follow.
         """
-        wins = [True] * len(self._params) if wins is None else wins
+        wins = [True] * len(self.params) if wins is None else wins
         for part, spans in zip(self._parts, self._spans, strict=True):
             columns = [chosen(column, part.rows) for column in (*self._addresses, wins)]
             table = part.table.rows_of(*columns)
@@ -185,9 +196,11 @@ class KernelStep:
             self._prepare(part, operands, spans)
             self._kernels.update(part, operands, weight=len(self._columns) - 2)
         # Who asks for versions asks for those of parameters.
-        params: Any = self._columns[1]
-        note_written(params)
-        note_written([one for one in self._columns[-2] if one is not None])
+        params, weights = self._columns[1], self._columns[-2]
+        if 0 in self.places:
+            weights = [one for one in weights if one is not None]
+        written: Any = [*params, *weights]
+        note_written(written)
 
     def release(self) -> None:
         """Let go of the tensors of the last `take`, but for the parameters."""

@@ -19,11 +19,12 @@ from amp_patch.kernels import are_on_cuda, are_used, cuda_kernels, cuda_norms
 from amp_patch.kernels.cuda_optimizers import Factors, GroupRows, KernelStep, OptimizerKernels
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.resident import Resident, scalar
+from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients, are_none, stored_grads
 from amp_patch.weights.master_weights import MasterWeights
 
-from .groups import CachedGroups, GroupUpdate
+from .groups import CachedGroups, GroupUpdate, are_same
 
 
 class CudaStep:
@@ -69,18 +70,20 @@ class CudaStep:
             found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
                 for where the host enters new state, of which a skipped step is to leave no trace.
         """
-        if not are_on_cuda(_first_of_groups(optimizer)):
-            return False  # most often seen at once, in less time than to ask the environment
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not self._are_used(optimizer, params):
+        if not self.is_expected(optimizer):
+            return False
+        params = _params_of(optimizer)
+        # All of a group are on one device, of which its first has told that kernels work there.
+        if not are_on_cuda(params):
             return False
         try:
             stored = stored_grads(params)
-            half = self._half_gradients(stored)
+            half = self._half_gradients(not are_none(stored))
             if half is None:
                 stored = stored_grads(params)
+            waiting = self._waiting(params, half)
             param_of = _itself if masters is None else masters.param_of
-            if not self._take(optimizer, param_of, half, stored):
+            if not self._take(optimizer, param_of, waiting, stored):
                 return False
             entries = self._new_entries(optimizer)
             if entries and found_inf is not None and captures.wait_for(found_inf):
@@ -93,23 +96,30 @@ class CudaStep:
             self._scaled.release()
             self._unscaled.release()
 
+    def _waiting(self, params: list[Tensor], half: HalfGradients | None) -> list[Any]:
+        """Return for each parameter the gradient that waits in half, or None."""
+        if half is None:
+            return [None] * len(params)
+        if are_same(params, self._lazy.params):  # most often, and in less time than to look up
+            return half.grads
+        waiting = dict(zip(map(id, self._lazy.params), half.grads, strict=True))
+        return list(map(waiting.get, map(id, params)))
+
     def _take(
         self,
         optimizer: Optimizer,
         param_of: Callable[[Tensor], Tensor],
-        half: HalfGradients | None,
+        waiting: list[Tensor | None],
         stored: list[Tensor | None],
     ) -> bool:
         """Take the rows to step; return whether there are kernels for all of them."""
-        waiting: dict[int, Tensor] = {}
-        if half is not None:
-            waiting = dict(zip(map(id, self._lazy.params), half.grads, strict=True))
-        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-        scaled = [list(map(waiting.get, map(id, params))) for params in groups]
-        ends = accumulate(map(len, groups), initial=0)
-        unscaled = [stored[begin:end] for begin, end in pairwise(ends)]
-        return self._scaled.take(optimizer, param_of, scaled) and self._unscaled.take(
-            optimizer, param_of, unscaled
+        lengths = [len(group["params"]) for group in optimizer.param_groups]
+        spans = list(pairwise(accumulate(lengths, initial=0)))
+        scaled = [waiting[begin:end] for begin, end in spans]
+        unscaled = [stored[begin:end] for begin, end in spans]
+        # Those that wait have been checked by kernels, which take dense ones.
+        return self._scaled.take(optimizer, param_of, scaled, True) and self._unscaled.take(
+            optimizer, param_of, unscaled, False
         )
 
     def _new_entries(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
@@ -123,8 +133,11 @@ class CudaStep:
 
     def _wins(self, masters: MasterWeights | None) -> list[bool]:
         """Return for each row that was taken whether its half weight is to follow its master."""
-        stepped = [*self._scaled.params(), *self._unscaled.params()]
-        return [True] * len(stepped) if masters is None else masters.reconcile_all_but(stepped)
+        scaled, unscaled = self._scaled, self._unscaled
+        stepped = [*scaled.params, *unscaled.params]
+        if masters is None:
+            return [True] * len(stepped)
+        return masters.reconcile_all_but(stepped, [*scaled.places, *unscaled.places])
 
     def _launch(
         self,
@@ -135,7 +148,7 @@ class CudaStep:
     ) -> None:
         """Step the rows that were taken."""
         scaled, unscaled = self._scaled, self._unscaled
-        count = len(scaled.params())
+        count = len(scaled.params)
         clip = self._own_clip(optimizer, half)
         if half is not None and scaled.groups:
             scaled.step(self._factors(half, clip), found_inf, wins[:count])
@@ -151,19 +164,17 @@ class CudaStep:
         squares += cuda_norms.squares_of(self._unscaled.grads())[0]
         return cuda_norms.clip_factor(squares, max_norm, 0.0)[1] if squares else None
 
-    @torch.no_grad()
+    @without_grad
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
         """Clip gradients to a total 2-norm: those that wait when the step unscales them.
 
         Returns:
             The norm before, 0-dim; None, with nothing done, where none wait in half.
         """
-        groups = optimizer.param_groups
-        stored = stored_grads(chain.from_iterable(group["params"] for group in groups))
-        half = self._half_gradients(stored)
+        others = [grad for grad in stored_grads(_params_of(optimizer)) if grad is not None]
+        half = self._half_gradients(bool(others))
         if half is None or half.clip is not None:
             return None
-        others = [] if are_none(stored) else [grad for grad in stored if grad is not None]
         norm, half.clip = cuda_norms.clip_together(half.squares(), others, max_norm)
         return norm
 
@@ -174,14 +185,14 @@ class CudaStep:
         options = (update.options(optimizer, group) for group in optimizer.param_groups)
         return all(map(update.suits_kernels, options))
 
-    def _half_gradients(self, stored: list[Tensor | None]) -> HalfGradients | None:
+    def _half_gradients(self, are_stored: bool) -> HalfGradients | None:
         """Return the gradients that wait in half, checked; where there are none, all are stored.
 
         Args:
-            stored: the gradients of all parameters that are stored now.
+            are_stored: whether any parameter has one that is stored now.
         """
         source = self._lazy.source
-        are_alone = are_none(stored) or self._lazy.are_alone()
+        are_alone = not are_stored or self._lazy.are_alone()
         if not isinstance(source, HalfGradients) or not are_alone:
             self._lazy.materialize()
             return None
@@ -203,6 +214,10 @@ class CudaStep:
 
 def _first_of_groups(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"][:1]]
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
 class _Launches:
@@ -227,8 +242,16 @@ class _Launches:
         optimizer: Optimizer,
         param_of: Callable[[Tensor], Tensor],
         grads: list[list[Tensor | None]],
+        are_dense: bool,
     ) -> bool:
-        """Take the rows to step; return whether there are kernels for all of them."""
+        """Take the rows to step; return whether there are kernels for all of them.
+
+        Args:
+            optimizer: whose groups and state are read.
+            param_of: see `CachedGroup.weights`.
+            grads: for each group and parameter the gradient, or None.
+            are_dense: whether it is known that no gradient is sparse.
+        """
         self.groups = []
         if all(map(are_none, grads)):
             if self._cached.groups:  # what is known of them may be gone
@@ -240,7 +263,8 @@ class _Launches:
             inputs = cached.inputs(optimizer, group, found)
             if inputs is None:
                 continue
-            if not cached.are_plain(inputs.grads):  # before a state is made
+            # before a state is made
+            if not cached.are_plain(() if are_dense else inputs.grads):
                 return False
             self.groups.append(cached.update.kernel_rows(inputs, cached.weights(param_of)))
         return self._kernel_step.take(self.groups)
@@ -253,9 +277,15 @@ class _Launches:
         """Return the gradients of all rows."""
         return [grad for group in self.groups for grad in group.columns[0]]
 
-    def params(self) -> list[Any]:
-        """Return the float32 parameters of all rows."""
-        return [param for group in self.groups for param in group.columns[1]]
+    @property
+    def params(self) -> Sequence[Any]:
+        """The float32 parameters of all rows."""
+        return self._kernel_step.params if self.groups else ()
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The addresses of their half weights; 0 for none."""
+        return self._kernel_step.places if self.groups else ()
 
     @property
     def device(self) -> torch.device:

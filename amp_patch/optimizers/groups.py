@@ -171,7 +171,7 @@ class StepCounters:
         """As `advance`, but the counters stay what they are, and are of this device and dtype."""
         steps = list(map(_STEP, states))
         is_known = (self._all.device, self._all.dtype) == (device, dtype)
-        if not (is_known and _are_same(steps, self._steps)):
+        if not (is_known and are_same(steps, self._steps)):
             with torch.inference_mode(False):  # or no later step could write to them
                 self._all = torch.stack([step.to(device, dtype) for step in steps])
                 self._steps = [self._all[index] for index in range(len(steps))]
@@ -231,7 +231,7 @@ class CachedGroup:
 
     def _look_up(self, params: list[Tensor], has_state: bool) -> None:
         is_known = self._seen == self._owner.changes and has_state == bool(self._states)
-        if is_known and _are_same(params, self._params):
+        if is_known and are_same(params, self._params):
             return
         state = self._owner.state
         self._seen = self._owner.changes
@@ -268,9 +268,9 @@ _STEP = operator.itemgetter("step")
 
 
 def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    has_grad = list(map(operator.is_not, grads, repeat(None)))
-    if all(has_grad):
+    if all(map(operator.is_not, grads, repeat(None))):
         return params, grads
+    has_grad = [grad is not None for grad in grads]
     return list(compress(params, has_grad)), list(compress(grads, has_grad))
 
 
@@ -301,9 +301,10 @@ class CachedGroups:
             self.groups.append(CachedGroup(self, self._update_type()))
         self.state = optimizer.state
         states = list(self.state.values())
-        if not _are_same(states, self._states):
+        if not are_same(states, self._states):
             self.changes, self._states = self.changes + 1, states
 
 
-def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))

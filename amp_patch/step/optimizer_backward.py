@@ -117,8 +117,7 @@ class OptimizerBackward:
             return False
         fused = self._fused
         can_be = skips_by_flag(optimizer) if fused is None else fused.skips_by_flag(optimizer)
-        stepped = self.pairs().master
-        if stepped and not can_be:
+        if not can_be and (stepped := self.pairs().master):
             captures.refuse_waiting(stepped[0].device)
         return can_be
 

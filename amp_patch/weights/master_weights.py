@@ -23,7 +23,7 @@ from amp_patch.distributed.shards import is_spread, local, set_data
 from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values
-from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads
+from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, look_up
 
 _VERSION = operator.attrgetter("_version")
 
@@ -181,11 +181,14 @@ class MasterWeights:
         if self._is_due:
             self.reconcile()
 
-    def reconcile_all_but(self, stepped: Sequence[Tensor]) -> list[bool]:
+    def reconcile_all_but(
+        self, stepped: Sequence[Tensor], places: Sequence[int] | None = None
+    ) -> list[bool]:
         """Do what `reconcile_later` has left to do, but for those that a kernel reconciles.
 
         Args:
             stepped: masters, and parameters that have none.
+            places: the addresses of their half parameters; None: these are asked.
 
         Returns:
             For each whether its parameter is to follow it, should the two disagree.
@@ -193,9 +196,12 @@ class MasterWeights:
         if not self._is_due:
             return [True] * len(stepped)
         self._is_due = False
-        self._compare()
+        are_all = len(stepped) == len(self._masters) and all(
+            map(operator.is_, stepped, self._masters)
+        )
+        self._compare(places if are_all else None)
         all_wins = self._masters_that_win([])
-        if len(stepped) == len(all_wins) and all(map(operator.is_, stepped, self._masters)):
+        if are_all:
             return all_wins
         wins = dict(zip(map(id, self._masters), all_wins, strict=True))
         found = [wins.pop(id(one), True) for one in stepped]
@@ -226,11 +232,11 @@ class MasterWeights:
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.catch_up()
-        with as_plain_tensors(chain(self._params, self._masters)):
-            if not are_written:
+        if not are_written:
+            with as_plain_tensors(chain(self._params, self._masters)):
                 self._cast.run()
-            self._comparison.note_equal()
-            self._note_equal()
+        self._comparison.note_equal()
+        self._note_equal()
         if self._exposed is not None:
             self._end_exposure()
 
@@ -293,22 +299,27 @@ class MasterWeights:
         self._forget_places()
 
     def _forget_places(self) -> None:
-        self._places: list[int] = []
+        self._known: tuple[int, Sequence[int]] | None = None
         self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
         self._others = None
 
-    def _compare(self) -> torch_kernels.Comparison:
+    def _compare(self, places: Sequence[int] | None = None) -> torch_kernels.Comparison:
         """Return the comparison of masters and parameters, made anew where any was replaced.
 
         ``model.to(device)``, ``p.data = t`` and new parameter groups do that; so does a load,
         after which what the parameters held before tells nothing.
+
+        Args:
+            places: where the parameters are; None: they are asked.
         """
         params = self._local(self._params)
-        places = [self._values.loads, *map(Tensor.data_ptr, params)]
-        if places != self._places:
+        if places is None:
+            places = list(map(Tensor.data_ptr, params))
+        known = self._values.loads, places
+        if known != self._known:
             self._follow_devices()
-            self._places = places
+            self._known = known
             masters = self._local(self._masters)
             self._cast = kernels.Cast(masters, params)
             self._comparison = kernels.Comparison(masters, params)
@@ -320,7 +331,7 @@ class MasterWeights:
         return list(map(local, tensors)) if self._are_spread else tensors
 
     def _note_equal(self) -> None:
-        self._versions[:] = map(_VERSION, self._masters)
+        self._versions[:] = look_up(_VERSION, self._masters)
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""

@@ -443,8 +443,9 @@ def test_another_optimizers_backward_leaves_waiting_gradients_alone(
         trial.step(True)
 
 
+@pytest.mark.parametrize("clips", [False, True])
 def test_what_a_backward_leaves_at_a_master_is_added_to_what_waits(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, on_gpu: Gpu, clips: bool
 ) -> None:
     trial = Trial(amp, RULES["adamw"], "O2", 64.0)
     for seed in range(2):
@@ -452,7 +453,23 @@ def test_what_a_backward_leaves_at_a_master_is_added_to_what_waits(
         (trial.masters[1] * 3.0).sum().backward()
         assert stored_grad(trial.masters[1]) is not None
         trial.grads[1] = trial.grads[1] + 3.0
+        if clips:
+            trial.clip(0.5)
         trial.step(True)
+
+
+def test_no_state_is_made_for_a_sparse_gradient_that_the_optimizer_refuses(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    model = nn.BatchNorm1d(4)
+    model, optimizer = amp.initialize(
+        model, AdamW(model.parameters()), opt_level="O2", loss_scale=1.0, verbosity=0,
+        fused_step=True,
+    )  # fmt: skip
+    model.weight.grad = torch.ones(4).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    assert not any(optimizer.state.values())
 
 
 def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, on_gpu: Gpu) -> None:
@@ -493,6 +510,38 @@ def test_a_tensor_that_no_kernel_takes_is_stepped_by_the_reference(
     # a first momentum is a copy of the gradient, and has its strides
     launched = [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
     assert bool(launched) == (name == "adamw")
+
+
+def test_gradients_that_wait_are_those_of_their_parameters_in_any_order(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    model = nn.ParameterList(torch.ones(2) for _ in range(3))
+    model, optimizer = amp.initialize(
+        model, SGD(model.parameters(), lr=1.0), opt_level="O2", loss_scale=64.0, verbosity=0,
+        fused_step=True,
+    )  # fmt: skip
+    for steps in (1, 2):
+        optimizer.zero_grad()
+        loss = sum((place * param.float()).sum() for place, param in enumerate(model))
+        scaled_backward(amp, loss, optimizer)
+        optimizer.param_groups[0]["params"].reverse()
+        optimizer.step()
+        assert [param.tolist() for param in model] == [[1.0 - steps * i] * 2 for i in range(3)]
+    assert on_gpu.modules.launched.count("sgd_float16_to_float16") == 2
+
+
+def test_a_write_before_the_pass_was_over_is_none_that_is_looked_for(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    trial = Trial(amp, RULES["sgd"], "O2", 64.0)
+    gradients = amp.session.optimizers.steps[trial.optimizer].backward.gradients
+    weights = list(trial.model.weights)
+    with amp.scale_loss(sum(one.float().sum() for one in weights), trial.optimizer) as scaled_loss:
+        scaled_loss.backward()
+        weights[2].grad.mul_(1.0)
+    assert not gradients.may_be_cleared
+    weights[1].grad.zero_()
+    assert gradients.may_be_cleared
 
 
 def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, on_gpu: Gpu) -> None:

@@ -335,3 +335,20 @@ def test_what_was_reconciled_is_not_due_any_more(amp: ModuleType, on_gpu: Gpu) -
     masters.reconcile_later()
     masters.reconcile()
     assert masters.reconcile_all_but(stepped) == [True] * 3
+
+
+def test_weights_whose_addresses_the_kernels_tell_are_written_to_where_they_are(
+    amp: ModuleType, on_gpu: Gpu
+) -> None:
+    training = Training(amp, "sgd", "O2", True)
+    masters, halves = training.step_of.masters, training.halves
+    masters.reconcile()
+    for param in halves:
+        param.data = param.data.clone()
+    masters.reconcile_later()
+    places = [param.data_ptr() for param in halves]
+    masters.reconcile_all_but([master for _, master in masters.pairs()], places)
+    with torch.no_grad():
+        halves[0].fill_(3.0)
+    masters.reconcile()
+    assert (training.masters[0] == 3.0).all()
