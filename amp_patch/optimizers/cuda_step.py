@@ -73,9 +73,6 @@ class CudaStep:
         if not self.is_expected(optimizer):
             return False
         params = _params_of(optimizer)
-        # All of a group are on one device, of which its first has told that kernels work there.
-        if not are_on_cuda(params):
-            return False
         try:
             stored = stored_grads(params)
             half = self._half_gradients(not are_none(stored))

@@ -10,6 +10,7 @@ import torch
 from cuda_on_cpu.launcher import EmulatedModules
 from torch import Tensor
 
+from amp_patch.kernels import choice
 from amp_patch.kernels.cuda_optimizers import (
     Factors,
     GroupRows,
@@ -23,7 +24,8 @@ NONE = Factors(None, None)
 
 
 @pytest.fixture
-def step() -> KernelStep:
+def step(monkeypatch: pytest.MonkeyPatch) -> KernelStep:
+    monkeypatch.setattr(choice, "_IS_CUDA", lambda tensor: True)
     return KernelStep(OptimizerKernels("sgd.cu", 32, "dPdddiii"))
 
 

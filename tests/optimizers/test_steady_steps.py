@@ -267,11 +267,14 @@ def test_a_parameter_that_leaves_the_gpu_takes_the_step_to_torch(
 ) -> None:
     training = Training(amp, "adamw", True)
     training.step(9)
-    on_gpu.on_cpu.append(training.stepped()[1])
+    param = training.stepped()[1]
+    param.data = param.data.clone()  # elsewhere, as on another device
+    on_gpu.on_cpu.append(param)
     on_gpu.modules.launched.clear()
     training.step(9)
     assert not [name for name in on_gpu.modules.launched if name.startswith("adamw")]
     on_gpu.on_cpu.clear()
+    param.data = param.data.clone()
     training.step(9)
     assert "adamw_prepare" in on_gpu.modules.launched
 
