@@ -331,13 +331,14 @@ class Session:
     ) -> LossScaling:
         """Return who scales a loss of these optimizers on a device."""
         for step in steps:
-            step.skip.settle()
+            if step.skip.pending:
+                step.skip.settle()
         return choose_scaling(
             self.scalers[scaler_id],
             scaler_id,
             self.models.name_of,
             device,
-            may_be_delayed or self.observers.wait_for_overflows,
+            may_be_delayed or (bool(self.observers) and self.observers.wait_for_overflows),
             can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
             on_overflow=functools.partial(self._note_overflow, steps[0].ended + 1),
             tells=lambda: self._prints,

@@ -82,8 +82,9 @@ class Gradients:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.scaled.scale is not None:
             return True
+        watched = self._watched
         for params, versions in self._received:
-            if not _untouched(params, versions) or self._watched.written(params):
+            if not _untouched(params, versions) or (watched.sums and watched.written(params)):
                 return True
         return False
 
@@ -99,11 +100,13 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
-        self.scaled.forget()
+        if self.scaled.scale is not None:
+            self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
-            self._watched.forget()
+            if self._watched.sums:
+                self._watched.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
@@ -260,12 +263,9 @@ class Gradients:
         In most steps each parameter has a dense gradient, and nothing was there before or waits.
         Then this makes a third of the calls of those three.
         """
-        grads: list[Any] = list(map(_GRAD, pairs.model))
-        is_new = not (self._aside or self._received)
-        are_there = is_new and all(map(operator.is_not, grads, repeat(None)))
         check = None
-        if are_there and self._buffers.fits(pairs):
-            check = self._take(pairs, grads, scale, is_checked)
+        if not (self._aside or self._received):
+            check = self._take(pairs, scale, is_checked)
         if check is None:
             found = self.receive(pairs, scale, is_checked)
             self.show(scale)
@@ -274,11 +274,12 @@ class Gradients:
         self.scaled.scale = None
         return check, self._buffers.params
 
-    def _take(
-        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
-    ) -> GradCheck | None:
+    def _take(self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool) -> GradCheck | None:
         """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
         buffers, lazy = self._buffers, self._lazy
+        grads: list[Any] = list(map(_GRAD, pairs.model))
+        if not (all(map(operator.is_not, grads, repeat(None))) and buffers.fits(pairs)):
+            return None
         if buffers.is_in_place:
             return None if buffers.is_spread else buffers.unscale(grads, scale, is_checked)
         are_waiting = lazy is not None and lazy.are_waiting
@@ -336,7 +337,8 @@ class Gradients:
     def _note(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Note the gradients of these parameters, to tell what is written to them later."""
         self._received.append((params, list(map(_VERSION, grads))))
-        if self._lazy is None or isinstance(self._lazy.source, LargeInHalf):
+        is_read = self._lazy is None or isinstance(self._lazy.source, LargeInHalf)
+        if is_read and self._watched.passes_left:
             self._watched.note(params)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
