@@ -10,6 +10,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -226,7 +227,9 @@ class MasterWeights:
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.catch_up()
-        with as_plain_tensors(chain(self._params, self._masters)):
+        # Masters whose gradients never wait are of torch's own class, at which it asks nothing.
+        are_plain = self._lazy is None
+        with nullcontext() if are_plain else as_plain_tensors(chain(self._params, self._masters)):
             if not are_written:
                 self._cast.run()
             self._comparison.note_equal()
