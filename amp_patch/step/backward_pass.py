@@ -62,7 +62,7 @@ class BackwardPass:
         optimizers: those whose gradients the backward writes.
         others: whose gradients it may reach all the same.
         scaling: multiplies the loss, and moves the scale.
-        cache: made stale when the backward is done.
+        cache: told when the backward begins, and made stale when it is done.
         on_scaled: gets the loss and the scale when the pass begins; None where nobody asks.
         unsynced: says whether the backward left its gradients on this rank, for a later one to
             share with the others; None where that cannot be.
@@ -119,6 +119,7 @@ class BackwardPass:
         for one in self._optimizers:
             if one.is_open:
                 one.refuse_nested()
+        self._cache.begin_backward()
         is_on = self._scaling.is_on
         if self._others:
             self._watches = [other.watch_foreign(is_on) for other in self._others]
