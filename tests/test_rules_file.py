@@ -304,6 +304,70 @@ def test_the_environments_level_stands_above_the_files(amp, written, monkeypatch
     assert model.body[0].weight.dtype is torch.float16
 
 
+CASTING_LEVELS = "call amp.initialize(..., rules=...) at opt_level='O1' or 'O4'."
+
+
+@pytest.mark.parametrize("modules", [{}, {"head": "float"}])
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"profile": "fast-norms"}, "profile 'fast-norms'"),
+        ({"functions": {"exp": "half"}}, "functions {'exp': 'half'}"),
+        (
+            {"functions": {"exp": "half"}, "profile": "fast-norms"},
+            "profile 'fast-norms' and functions {'exp': 'half'}",
+        ),
+    ],
+)
+def test_all_that_has_no_effect_at_a_level_is_told(
+    amp, rules: dict[str, object], told: str, modules: dict[str, str]
+) -> None:
+    model, rules = Net(), {**rules, "modules": modules}
+    rule = "rules say how functions are cast, which opt_level '{}' does not do"
+    for options, begin, end in (
+        ({"opt_level": "O0"}, rule.format("O0"), CASTING_LEVELS),
+        ({"opt_level": "O2"}, rule.format("O2"), CASTING_LEVELS),
+        (
+            {"opt_level": "O4", "patch_torch_functions": False},
+            rule.format("O4").replace("'O4'", "'O4' with patch_torch_functions=False"),
+            "call amp.initialize(..., rules=...) without patch_torch_functions=False.",
+        ),
+        (
+            {"opt_level": "O1", "rules": {**rules, "opt_level": "O5"}},
+            rule.format("O5"),
+            "call amp.initialize(..., rules=...) with 'O1' or 'O4' for their opt_level.",
+        ),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            amp.initialize(model, verbosity=0, **{"rules": rules, **options})
+        assert str(raised.value) == f"{begin}; got {told}, without effect there; {end}"
+        assert model.head.weight.dtype is torch.float32
+
+
+def test_rules_that_have_no_effect_at_a_forced_level_are_checked_and_told(
+    amp, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("AMP_PATCH_OPT_LEVEL", "O2")
+    for functions in ({"softmaxx": "half"}, {"softmax": "haf"}):
+        with pytest.raises(ValueError, match="did you mean"):
+            amp.initialize(Net(), opt_level="O1", rules=functions)
+    amp.initialize(Net(), opt_level="O1", rules="fast-norms")
+    assert capsys.readouterr().err.splitlines() == [
+        "amp-patch: opt_level O1 of the script is run as O2.",
+        "amp-patch: profile 'fast-norms' of the rules without effect at O2: dropped.",
+    ]
+    monkeypatch.setenv("AMP_PATCH_RULES", "fast-norms")
+    amp.initialize(Net(), opt_level="O2", rules={"exp": "half"})
+    line = "amp-patch: profile 'fast-norms' of the rules without effect at O2: dropped.\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_rule_of_the_environments_profile_is_told_as_such(amp, monkeypatch) -> None:
+    monkeypatch.setenv("AMP_PATCH_RULES", "fast-norms")
+    with pytest.raises(RuntimeError, match="This is of AMP_PATCH_RULES=fast-norms, which takes"):
+        amp.initialize(Net(), opt_level="O2", verbosity=0)
+
+
 REFUSED = {
     'opt_level = "O2"\n[functions]\nsoftmax = "half"': (RuntimeError, "opt_level 'O2' does not do"),
     '[functions]\nsoftmaxx = "half"': (ValueError, "got 'softmaxx'; did you mean .*'softmax'"),

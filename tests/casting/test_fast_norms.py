@@ -380,8 +380,9 @@ def test_levels_that_cast_no_functions_refuse_it_as_they_do_rules(
 ) -> None:
     model = nn.LayerNorm(8)
     message = (
-        f"rules say how functions are cast, which opt_level '{opt_level}' does not do; got "
-        "'fast-norms'; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'."
+        f"rules say how functions are cast, which opt_level '{opt_level}' does not do; got profile "
+        "'fast-norms', without effect there; call amp.initialize(..., rules=...) at "
+        "opt_level='O1' or 'O4'."
     )
     with pytest.raises(RuntimeError) as raised:
         amp.initialize(model, opt_level=opt_level, rules=PROFILE, verbosity=0)
