@@ -315,25 +315,19 @@ def fused_step_of(fused_step: Any, level: str, has_masters: bool) -> bool:
     return fused_step
 
 
-def function_rules_of(
-    rules: Mapping[Any, Any], level: str, casts_functions: bool, profile: str | None = None
-) -> dict[str, str]:
-    """Return the rules of functions as a dict; a profile of such rules may stand below them.
+def function_rules_of(rules: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the rules of functions as a dict.
 
     Raises:
         TypeError: a function that is not named by a string.
-        RuntimeError: given at a level that casts no functions.
     """
-    for name in rules:
+    for name, rule in rules.items():
         if not isinstance(name, str):
+            known = getattr(name, "__name__", type(name).__name__)
+            is_module = isinstance(name, (type, nn.Module))
+            mended = {"modules": {"blocks.*.norm": rule}} if is_module else {"softmax": rule}
             raise TypeError(
-                f"rules must name functions by strings; got {name!r}; call "
-                f"amp.initialize(..., rules={{'softmax': {rules[name]!r}}})."
+                "rules must name functions by strings, and modules of the model by their paths in "
+                f"it; got {known} in the place of one; call amp.initialize(..., rules={mended!r})."
             )
-    given = dict(rules) or profile
-    if given and not casts_functions:
-        raise RuntimeError(
-            f"rules say how functions are cast, which opt_level {level!r} does not do; got "
-            f"{given!r}; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'."
-        )
     return dict(rules)

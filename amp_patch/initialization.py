@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from . import arguments
 from .casting.patched_functions import expand
 from .casting.rules import PROFILES
-from .levels import OptLevel, print_level
+from .levels import OPT_LEVELS, OptLevel, print_level
 from .requested_level import Resolved, is_forced
 from .rules_file import Rules
 from .scaling.scale_rule import ScaleRule
@@ -55,7 +55,8 @@ def initialize_at(
     checked = arguments.models_of(models, allow_half)
     rules = rules or Rules()
     with rules.told():
-        functions = _rules_of_functions(rules, level)
+        functions = _rules_of_functions(rules)
+        idle = _without_effect(rules, level)
         precisions = session.models.precisions(checked, rules.modules)
     if message is not None:  # what a level that the script did not ask for has no use for
         fused_step = fused_step and bool(level.master_weights)
@@ -74,15 +75,38 @@ def initialize_at(
     )
     session.verbosity = verbosity
     if says_all and int(verbosity) > 0:
-        print_level(level, message)
+        print_level(level, "\n".join(filter(None, [message, idle])) or None)
 
 
-def _rules_of_functions(given: Rules, level: OptLevel) -> dict[str, str]:
-    """Return dotted path -> rule; a level that the environment says may have no use for them."""
-    if is_forced() and not level.casts_functions:
-        return {}
-    own = arguments.function_rules_of(
-        given.functions, level.name, level.casts_functions, given.profile
-    )
+def _rules_of_functions(given: Rules) -> dict[str, str]:
+    """Return dotted path -> rule."""
+    own = arguments.function_rules_of(given.functions)
     below = PROFILES[given.profile] if given.profile else {}
     return {**expand(below), **expand(own)}
+
+
+def _without_effect(rules: Rules, level: OptLevel) -> str | None:
+    """Return what is to be said of rules of functions at a level that casts none.
+
+    Raises:
+        RuntimeError: there are some, and it is not the environment that says the level.
+    """
+    given = {"profile": rules.profile, "functions": rules.functions}
+    told = " and ".join(f"{key} {value!r}" for key, value in given.items() if value)
+    if not told or level.casts_functions:
+        return None
+    if is_forced():
+        return f"amp-patch: {told} of the rules without effect at {level.name}: dropped."
+    switched_off = OPT_LEVELS[level.name].casts_functions
+    at = f"{level.name!r}{' with patch_torch_functions=False' if switched_off else ''}"
+    mend = (
+        "without patch_torch_functions=False"
+        if switched_off
+        else "with 'O1' or 'O4' for their opt_level"
+        if rules.opt_level
+        else "at opt_level='O1' or 'O4'"
+    )
+    raise RuntimeError(
+        f"rules say how functions are cast, which opt_level {at} does not do; got {told}, without "
+        f"effect there; call amp.initialize(..., rules=...) {mend}."
+    )

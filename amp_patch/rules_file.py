@@ -6,13 +6,14 @@ Knows the format, and of functions, modules, levels and profiles only how they a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from .did_you_mean import did_you_mean, meant
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +24,8 @@ else:
 RULES_BY: Final = "AMP_PATCH_RULES"
 PRECISIONS: Final = ("float", "half")
 _KEYS = ("opt_level", "profile", "functions", "modules")
+#: How like one of these a key must be to be taken for it: no function of torch is.
+_SURE = 0.8
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,12 @@ class Rules:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """Name the file in the message of what is raised, inside of it, about its content."""
+        """Say in the message of what is raised, inside of it, about the rules whence they are."""
         try:
             yield
         except (TypeError, ValueError, RuntimeError) as error:
+            if os.environ.get(RULES_BY):
+                raise _of_the_environment(error) from error
             if self.file is None:
                 raise
             raise type(error)(f"{error} This is of the rules file {self.file}.") from error
@@ -65,87 +70,166 @@ def rules_of(given: Any, levels: Collection[str], profiles: Collection[str]) -> 
         profiles: the names of all profiles.
 
     Raises:
-        TypeError: none of these.
+        TypeError: none of these; or a module that is not named by a string.
         FileNotFoundError: there is no such file.
         ValueError: the file is no TOML, or has a key or value that means nothing.
     """
-    given = os.environ.get(RULES_BY) or given
+    forced = os.environ.get(RULES_BY)
+    if not forced:
+        return _rules_of(given, levels, profiles)
+    try:
+        return _rules_of(forced, levels, profiles)
+    except (OSError, TypeError, ValueError) as error:
+        raise _of_the_environment(error) from error
+
+
+def _of_the_environment(error: Exception) -> Exception:
+    return type(error)(
+        f"{error} This is of {RULES_BY}={os.environ[RULES_BY]}, which takes the place of the "
+        "script's own rules."
+    )
+
+
+def _rules_of(given: Any, levels: Collection[str], profiles: Collection[str]) -> Rules:
     if given is None:
         return Rules()
     if isinstance(given, str) and given in profiles:
         return Rules(profile=given)
     if isinstance(given, (str, os.PathLike)):
-        return read(Path(given), levels, profiles)
+        return read(given, levels, profiles)
     if not isinstance(given, Mapping):
         raise TypeError(
             f"rules must map functions to rules; got {type(given).__name__}; call "
-            "amp.initialize(..., rules={'softmax': 'half'}), or rules='rules.toml'."
+            "amp.initialize(..., rules={'softmax': 'half'}), rules='fast-norms' or "
+            "rules='rules.toml'."
         )
-    if any(key in given for key in _KEYS):
-        return _checked(given, levels, profiles, None)
+    if _is_of_a_file(given, [*levels, *profiles]):
+        return _checked(given, levels, profiles, _Origin())
     return Rules(functions=given)
 
 
-def read(path: Path, levels: Collection[str], profiles: Collection[str]) -> Rules:
+def _is_of_a_file(given: Mapping[Any, Any], names: Collection[str]) -> bool:
+    """Tell a mapping of what a file holds, misspelled or not, from one of functions to rules."""
+    return any(
+        meant(key, _KEYS, _SURE) or isinstance(value, Mapping) or value in names
+        for key, value in given.items()
+    )
+
+
+def read(
+    given: str | os.PathLike[str], levels: Collection[str], profiles: Collection[str]
+) -> Rules:
     """Read a rules file; see `rules_of`."""
+    path = Path(given)
     try:
-        text = path.read_text(encoding="utf-8")
+        # with or without the mark that editors of Windows write first
+        text = path.read_text(encoding="utf-8-sig")
         found = tomllib.loads(text)
     except OSError as error:
-        near = difflib.get_close_matches(str(path), profiles, 1)
-        mend = f"write a file by hand, or by amp-patch tune --out {path} -- train.py."
         raise type(error)(
             f"rules must name a file that can be read, or a profile ({_listed(profiles)}); got "
-            f"{str(path)!r}, looked for in {Path.cwd()}: {error.strerror}; "
-            f"{f'did you mean {near[0]!r}?' if near else mend}"
+            f"{os.fspath(given)!r}, looked for in {Path.cwd()}: {error.strerror}"
+            f"{_mended_path(path, levels, profiles)}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"a rules file must be TOML; got {path}, which is not: {error}. Write keys with "
-            'dots or stars in quotes: "blocks.2.proj" = "float".'
+            f"a rules file must be TOML; got {path}, which is not: {error}. Write rules, and names "
+            'with dots or stars, in quotes: "blocks.2.proj" = "float".'
         ) from error
-    return _checked(found, levels, profiles, path)
+    return _checked(found, levels, profiles, _Origin(path))
+
+
+def _mended_path(path: Path, levels: Collection[str], profiles: Collection[str]) -> str:
+    """Return the end of a message about a file that cannot be read."""
+    if str(path) in profiles:
+        return (
+            "; the name of a profile is given as a string, without a folder: call "
+            f"amp.initialize(..., rules={str(path)!r})."
+        )
+    if str(path) in levels:
+        return f"; call amp.initialize(..., opt_level={str(path)!r})."
+    if path.is_dir():
+        return "; name a file in this folder, or leave rules out."
+    if meant(path, profiles):
+        return did_you_mean(path, profiles)
+    return f"; write a file by hand, or by amp-patch tune --out {path} -- train.py."
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where rules come from, and how they are written there.
+
+    Attributes:
+        path: of the file; None for a mapping.
+    """
+
+    path: Path | None = None
+
+    def __str__(self) -> str:
+        return "rules" if self.path is None else f"the rules file {self.path}"
+
+    def mend(self, key: str, value: str) -> str:
+        """Return what to do to say something by a key."""
+        if self.path is None:
+            return _call({key: value})
+        return f'Write {key} = "{value}", above the first line in brackets.'
+
+    def mend_in(self, table: str, name: str, word: str) -> str:
+        """Return what to do to give a function or a module a rule."""
+        if self.path is None:
+            return _call({table: {name: word}})
+        return f'Write "{name}" = "{word}" below a line [{table}].'
+
+
+def _call(rules: Mapping[str, Any]) -> str:
+    return f"Call amp.initialize(..., rules={rules!r})."
 
 
 def _checked(
-    found: Mapping[str, Any], levels: Collection[str], profiles: Collection[str], path: Path | None
+    found: Mapping[Any, Any], levels: Collection[str], profiles: Collection[str], origin: _Origin
 ) -> Rules:
-    where = "rules" if path is None else f"the rules file {path}"
-    for key in found:
-        if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, 1)
-            raise ValueError(
-                f"{where} may have opt_level, profile, [functions] and [modules]; got {key!r}"
-                f"{f'; did you mean {near[0]!r}?' if near else ';'} Write the rule of a function "
-                f"below a line [functions], that of a module below [modules]."
-            )
+    _check_keys(found, origin)
     functions, modules = found.get("functions", {}), found.get("modules", {})
-    _check_level(found.get("opt_level"), levels, where)
-    _check_profile(found.get("profile"), profiles, where)
-    _check_table("functions", "softmax", functions, where)
-    _check_table("modules", "blocks.2.proj", modules, where)
-    for name, precision in modules.items():
-        if precision not in PRECISIONS:
-            raise ValueError(
-                f"a module in {where} is 'float' or 'half'; got {precision!r} for {name!r}; write "
-                f'"{name}" = "float".'
-            )
-    return Rules(found.get("opt_level"), dict(functions), dict(modules), path, found.get("profile"))
+    _check_level(found.get("opt_level"), levels, origin)
+    _check_profile(found.get("profile"), profiles, origin)
+    _check_table("functions", "softmax", functions, origin)
+    _check_table("modules", "blocks.2.proj", modules, origin)
+    _check_modules(modules, origin)
+    level, profile = found.get("opt_level"), found.get("profile")
+    return Rules(level, dict(functions), dict(modules), origin.path, profile)
 
 
-def _check_level(level: Any, levels: Collection[str], where: str) -> None:
-    if level not in (None, *levels):
+def _check_keys(found: Mapping[Any, Any], origin: _Origin) -> None:
+    unknown = [key for key in found if key not in _KEYS]
+    if unknown:
+        key = next((key for key in unknown if meant(key, _KEYS)), unknown[0])
+        near = meant(key, _KEYS)
+        mend = (
+            f"did you mean {near!r}? Write {near} in its place."
+            if near
+            else "a function has its rule in functions, a module in modules. "
+            + origin.mend_in("functions", "softmax", "half")
+        )
         raise ValueError(
-            f"opt_level in {where} must be one of {_listed(levels)}, with the letter O; got "
-            f'{level!r}; write opt_level = "O1".'
+            f"{origin} may have opt_level, profile, functions and modules; got {key!r}; {mend}"
         )
 
 
-def _check_profile(profile: Any, profiles: Collection[str], where: str) -> None:
-    if profile not in (None, *profiles):
+def _check_level(level: Any, levels: Collection[str], origin: _Origin) -> None:
+    if level not in (None, *levels):
+        guess = f"O{str(level).strip()[-1:]}"
         raise ValueError(
-            f"profile in {where} must be one of {_listed(profiles)}; got {profile!r}; write "
-            f'profile = "{next(iter(profiles))}".'
+            f"a level in {origin} is one of {_listed(levels)}, written with the letter O; got "
+            f"{level!r}. {origin.mend('opt_level', guess if guess in levels else 'O1')}"
+        )
+
+
+def _check_profile(profile: Any, profiles: Collection[str], origin: _Origin) -> None:
+    if profile not in (None, *profiles):
+        name = meant(profile, profiles) or next(iter(profiles))
+        raise ValueError(
+            f"profile in {origin} must be one of {_listed(profiles)}; got {profile!r}. "
+            f"{origin.mend('profile', name)}"
         )
 
 
@@ -153,17 +237,46 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _check_table(name: str, example: str, table: Any, where: str) -> None:
+def _check_table(name: str, example: str, table: Any, origin: _Origin) -> None:
     if not isinstance(table, Mapping):
         raise ValueError(
-            f"{name} in {where} must be a table; got {table!r}; write [{name}] in a line and below "
-            f'it lines such as "{example}" = "float".'
+            f"{name} in {origin} must be a table of names and rules; got {table!r}. "
+            f"{origin.mend_in(name, example, 'float')}"
         )
     for key, value in table.items():
         # TOML reads a path without quotes as tables in tables.
         if isinstance(value, Mapping):
-            inner = next(iter(value), "...")
+            path = _path(key, value)
             raise ValueError(
-                f"names in [{name}] of {where} must stand in quotes where they have dots; got "
-                f'{key}.{inner}; write "{key}.{inner}" = "float".'
+                f"a name in {name} of {origin} stands in quotes if it has dots, and its rule is "
+                f"one word; got a table for {key!r}. {origin.mend_in(name, path, 'float')}"
+            )
+        if key in _KEYS and value not in PRECISIONS:
+            raise ValueError(
+                f"{key} must stand beside {name} in {origin}, not in it; got {value!r} for {key!r} "
+                f"in {name}. {origin.mend(key, value)}"
+            )
+
+
+def _path(key: Any, value: Any) -> str:
+    """Return the path that TOML has read as tables in tables."""
+    while isinstance(value, Mapping) and value:
+        inner, value = next(iter(value.items()))
+        key = f"{key}.{inner}"
+    return str(key)
+
+
+def _check_modules(modules: Mapping[Any, Any], origin: _Origin) -> None:
+    for name, precision in modules.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"modules in {origin} must be named by strings, their paths in the model or "
+                f"patterns of them; got {getattr(name, '__name__', type(name).__name__)} in the "
+                f"place of one. {origin.mend_in('modules', 'blocks.*.norm', 'float')}"
+            )
+        if precision not in PRECISIONS:
+            mended = meant(precision, PRECISIONS) or "float"
+            raise ValueError(
+                f"a module in {origin} is 'float' or 'half'; got {precision!r} for {name!r}"
+                f"{did_you_mean(precision, PRECISIONS)} {origin.mend_in('modules', name, mended)}"
             )

@@ -205,6 +205,27 @@ def amp() -> Iterator[ModuleType]:
     assert torch._C._is_torch_function_enabled()
 
 
+@pytest.fixture
+def gpu(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Iterator[Any]:
+    """Have tensors of the CPU taken for a GPU's, and the text of the kernels run there."""
+    import cuda_on_cpu
+    from cuda_on_cpu.fake_gpu import Gpu
+
+    cuda_on_cpu.require_compiler()
+    yield Gpu(monkeypatch, pytestconfig)
+    amp.deactivate()  # as long as there are kernels
+
+
+@pytest.fixture
+def cuda(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have CUDA graphs as well, which are recorded."""
+    from cuda_on_cpu.fake_graphs import FakeCuda
+
+    return FakeCuda(monkeypatch, gpu.modules)
+
+
 @pytest.fixture(
     scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=str
 )

@@ -240,7 +240,19 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
         initialize_with(opt_level="O1", rules={"softmax": "fp16"}),
         ValueError,
         "a rule must be one of 'half', 'half_out', 'float', 'promote', 'bfloat16', 'off'; got "
-        "'fp16' for 'softmax'; call amp.initialize(..., rules={'softmax': 'float'}).",
+        "'fp16' for 'softmax'; did you mean 'half'? Call amp.initialize(..., rules={'softmax': "
+        "'half'}).",
+    ),
+    "misspelled key of rules": (
+        initialize_with(opt_level="O1", rules={"profil": "fast-norms"}),
+        ValueError,
+        "rules may have opt_level, profile, functions and modules; got 'profil'; did you mean "
+        "'profile'? Write profile in its place.",
+    ),
+    "module that is no string": (
+        initialize_with(opt_level="O2", rules={"modules": {nn.Linear: "float"}}),
+        TypeError,
+        "modules in rules must be named by strings",
     ),
     "function": (
         initialize_with(opt_level="O1", rules={"softmaxx": "half"}),

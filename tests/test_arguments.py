@@ -206,33 +206,27 @@ def test_a_number_of_losses_is_taken() -> None:
 
 def test_rules_are_copied() -> None:
     rules = {"softmax": "half"}
-    taken = arguments.function_rules_of(rules, "O1", True)
+    taken = arguments.function_rules_of(rules)
     assert taken == rules
     assert taken is not rules
-    assert arguments.function_rules_of({}, "O2", False) == {}
-    assert arguments.function_rules_of(rules, "O1", True, "fast-norms") == rules
 
 
 @pytest.mark.parametrize(
-    ("rules", "error", "message"),
+    ("given", "name", "mended"),
     [
-        (
-            {torch.softmax: "half"},
-            TypeError,
-            f"rules must name functions by strings; got {torch.softmax!r}; call "
-            "amp.initialize(..., rules={'softmax': 'half'}).",
-        ),
-        (
-            {"softmax": "half"},
-            RuntimeError,
-            "rules say how functions are cast, which opt_level 'O2' does not do; got {'softmax': "
-            "'half'}; call amp.initialize(..., opt_level='O1', rules=...) or 'O4'.",
-        ),
+        (torch.nn.functional.gelu, "gelu", "{'softmax': 'half'}"),
+        (3, "int", "{'softmax': 'half'}"),
+        (nn.LayerNorm, "LayerNorm", "{'modules': {'blocks.*.norm': 'half'}}"),
+        (nn.Linear(1, 1), "Linear", "{'modules': {'blocks.*.norm': 'half'}}"),
     ],
 )
-def test_wrong_rules_are_refused(rules: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=exactly(message)):
-        arguments.function_rules_of(rules, "O2", False)
+def test_functions_are_named_by_strings(given: Any, name: str, mended: str) -> None:
+    message = (
+        "rules must name functions by strings, and modules of the model by their paths in it; got "
+        f"{name} in the place of one; call amp.initialize(..., rules={mended})."
+    )
+    with pytest.raises(TypeError, match=exactly(message)):
+        arguments.function_rules_of({"exp": "half", given: "half"})
 
 
 @pytest.mark.parametrize("given", [None, nn.Linear(1, 1), [optimizer()], iter([]), "SGD", SGD])

@@ -6,19 +6,16 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import cuda_on_cpu
 import pytest
 import torch
 from benchmarks import gpu_timing, kernel_report, kernels
 from benchmarks.kernel_report import Measured
 from benchmarks.model_shapes import MODELS
 from cuda_on_cpu.fake_gpu import Gpu
-from test_cuda_graph import FakeCuda
+from cuda_on_cpu.fake_graphs import FakeCuda
 
 from amp_patch.session import session
 from amp_patch.step import loss_scaling
@@ -70,11 +67,8 @@ def test_what_is_slower_than_it_must_be_is_named() -> None:
     ]
 
 
-def test_on_a_gpu_what_is_timed_are_the_kernels(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> None:
-    cuda_on_cpu.require_compiler()
-    modules = Gpu(monkeypatch, pytestconfig).modules
+def test_on_a_gpu_what_is_timed_are_the_kernels(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = gpu.modules
     monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", {"cpu"})
     rows = {one.name: one.make for one in kernels.operations([(3, 5), (7,)], torch.device("cpu"))}
     own = {"adamw": "adamw", "sgd with momentum": "sgd", "lamb": "lamb"}
@@ -89,16 +83,6 @@ def test_on_a_gpu_what_is_timed_are_the_kernels(
     assert [one.partition("_")[0] for one in modules.launched] == [
         *("unscale", "summarize", "update", "clip", "adamw", "adamw"),
     ]
-    amp.deactivate()  # as long as there are kernels
-
-
-@pytest.fixture
-def gpu(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[Gpu]:
-    cuda_on_cpu.require_compiler()
-    yield Gpu(monkeypatch, pytestconfig)
-    amp.deactivate()  # as long as there are kernels
 
 
 def test_on_a_gpu_the_phase_is_replayed_too(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-import cuda_on_cpu
 import processes
 import pytest
 import torch
@@ -31,9 +30,8 @@ from benchmarks.whole_step.processes import Failed, Process
 from benchmarks.whole_step.results import Results
 from benchmarks.whole_step.row import Key, Measured, Row
 from benchmarks.whole_step.timing import STEPS, TINY_STEPS, Prepared, Stepping, first_line
-from cuda_on_cpu.fake_gpu import Gpu
+from cuda_on_cpu.fake_graphs import FakeCuda
 from pages import DOCS, text_of
-from test_cuda_graph import FakeCuda
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -360,15 +358,6 @@ def test_nothing_of_amp_patch_is_left_for_the_next_candidate() -> None:
     with stepping(CANDIDATES["O1"], step_models.made(MLP, tiny=True), "eager"):
         assert F.linear is not before
     assert F.linear is before
-
-
-@pytest.fixture
-def cuda(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[FakeCuda]:
-    cuda_on_cpu.require_compiler()
-    yield FakeCuda(monkeypatch, Gpu(monkeypatch, pytestconfig).modules)
-    amp.deactivate()  # as long as there are kernels
 
 
 @pytest.mark.parametrize("name", [FUSED_BASELINE, "O1", "O2", "O2 fused_step"])

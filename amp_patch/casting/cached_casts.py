@@ -37,6 +37,8 @@ class Group:
         training: the model's mode when its forward was last seen.
         accumulates: True where casts are used again after a backward and before they go stale, so
             that they keep their memory; until a refresh finds that they were not.
+        needs_unread: True where a cast that no graph read was needed before its own gradient came,
+            so that such casts keep their memory from then on: a checkpoint ran its forward again.
         frozen: casts of large frozen parameters by their ids: references to both, and the dtype,
             the version and the address that the parameter had.
         entries: by the id of the parameter, which its entry keeps alive.
@@ -48,6 +50,7 @@ class Group:
         self.stale = True
         self.training = root.training
         self.accumulates = False
+        self.needs_unread = False
         self.frozen: dict[int, tuple[Any, ...]] = {}
         self.entries: dict[int, Entry] = {}
         self.bulk: Bulk | None = None
@@ -114,10 +117,14 @@ class Entry:
         return not self.has_memory or not is_held(self.cast, lists)
 
     def release(self) -> None:
-        """Give the memory back, but where somebody holds the cast or it is soon used again."""
+        """The gradient arrives: give the memory back."""
         self.arrivals += 1
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Give the memory back, but where somebody holds the cast or it is soon used again."""
         # A graph that is captured replays its casts at the addresses of now.
-        if self.group.accumulates or captures.are_made(self.cast.device):
+        if not self.has_memory or self.group.accumulates or captures.are_made(self.cast.device):
             return
         # In this order: another thread takes the cast before it looks at the version.
         version, self.version = self.version, _NO_VERSION
@@ -142,6 +149,7 @@ class Entry:
     def revive(self) -> None:
         """Cast the parameter again, into new memory, which the model's casts keep from now on."""
         self.group.accumulates = True
+        self.group.needs_unread |= self.arrivals == 0
         self.claim()
         self.cast.copy_(self.param)
         self.version = self.param._version
@@ -177,6 +185,8 @@ class Bulk:
         self._shapes = list(map(_SHAPE, self.params))
         self._versions: list[int] = []
         self._small = Reusable([entry.cast for entry in entries if not entry.is_large])
+        # Large ones that no graph read in the last backward; None until there was one.
+        self._unread: list[Entry] | None = None
 
     def usable(self) -> bool:
         """True while every parameter stands and nobody holds a cast (see `Entry`)."""
@@ -192,6 +202,13 @@ class Bulk:
     def were_used_again(self) -> bool:
         """Return whether casts were used in several backward passes since the last refresh."""
         return any(one.arrivals > 1 for one in self._large)
+
+    def give_back_unread(self) -> None:
+        """Let the casts that no graph reads give their memory back."""
+        unread = self._large if self._unread is None else self._unread
+        for entry in unread:
+            entry.give_back()
+        self._unread = [entry for entry in unread if not entry.has_memory]
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""

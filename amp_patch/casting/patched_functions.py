@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 
@@ -35,7 +36,8 @@ def expand(rules: Mapping[str, str]) -> dict[str, str]:
         if rule not in USER_RULES:
             raise ValueError(
                 f"a rule must be one of {', '.join(map(repr, USER_RULES))}; got {rule!r} for "
-                f"{name!r}; call amp.initialize(..., rules={{{name!r}: 'float'}})."
+                f"{name!r}{did_you_mean(rule, USER_RULES)} Call amp.initialize(..., "
+                f"rules={{{name!r}: {meant(rule, USER_RULES) or 'float'!r}}})."
             )
         for path in targets.user_rule_targets(name):
             expanded[path] = rule

@@ -235,8 +235,13 @@ def _suggestion(name: str) -> str:
     }
     begun = sorted((n for n in known if n.startswith(name)), key=lambda n: (len(n), n))[:3]
     close = begun or difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
-    guess = f"; did you mean {' or '.join(map(repr, close))}?" if close else ", which it has not."
-    return f"{guess} Call amp.initialize(..., rules={{{(close or ['softmax'])[0]!r}: 'float'}})"
+    if close:
+        guess = f"; did you mean {' or '.join(map(repr, close))}?"
+        return f"{guess} Call amp.initialize(..., rules={{{close[0]!r}: 'float'}})"
+    return (
+        ", which it has not. Call amp.initialize(..., rules={'softmax': 'float'}), or for a module "
+        f"of the model rules={{'modules': {{{name!r}: 'float'}}}}"
+    )
 
 
 def _computes(op: str) -> bool:

@@ -58,6 +58,17 @@ class WeightCache:
         for group in list(self._groups.values()):
             group.stale = True
 
+    def begin_backward(self) -> None:
+        """Let the casts that no graph reads give their memory back.
+
+        Such is the weight of a first layer, whose input gets no gradient. Under autocast its cast
+        goes when the forward ends.
+        """
+        for group in list(self._groups.values()):
+            if group.bulk is not None and not group.needs_unread:
+                with self._lock:
+                    group.bulk.give_back_unread()
+
     def drop_casts(self) -> None:
         """Forget the casts, not the models: the next use of each weight casts it anew."""
         with self._lock:

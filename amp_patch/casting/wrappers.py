@@ -148,6 +148,7 @@ class Casts:
         A half input stays as it is where torch's kernel for it rounds once, as this does.
         """
         cast_weight = self._cache.cast
+        cast = to_dtype if self.observer is None else _told(self.observer, original.__name__)
         devices = ROUNDED_ONCE.get(original.__name__, ())
 
         @functools.wraps(original)
@@ -161,9 +162,9 @@ class Casts:
             if is_half(source) and source.device.type in devices:
                 inside, weight = source.dtype, to_dtype if compiling else cast_weight
             if kwargs:
-                kwargs = {key: to_dtype(value, inside, weight) for key, value in kwargs.items()}
-            result = original(*[to_dtype(value, inside, weight) for value in args], **kwargs)
-            return to_dtype(result, dtype)
+                kwargs = {key: cast(value, inside, weight) for key, value in kwargs.items()}
+            result = original(*[cast(value, inside, weight) for value in args], **kwargs)
+            return cast(result, dtype)
 
         return wrapper
 
@@ -202,7 +203,8 @@ def _is_sparse_on_cpu(value: Any) -> bool:
 _OTHERS = {half: frozenset(FLOATS) - {half} for half in HALVES}
 
 
-#: What an observer hears of, by rule: the dtypes that are cast, and apex's words for it.
+#: What an observer hears of, by rule: the dtypes that are cast, and apex's words for it. Of
+#: "half_out" it hears by `_told`, for what that casts depends on the call.
 _REPORTS = {
     "half": ((torch.float32,), "Float->Half"),
     "bfloat16": ((torch.float32,), "Float->BFloat16"),
@@ -232,6 +234,20 @@ def _observed(
         return wrapper(*args, **kwargs)
 
     return observed
+
+
+def _told(observer: Callable[[str], None], name: str) -> Function:
+    """Return `to_dtype` for a function, telling of each tensor that it casts from or to fp32."""
+
+    def cast(value: Any, dtype: torch.dtype, weight: Function | None = None) -> Any:
+        dtypes, words = _REPORTS["half" if dtype in HALVES else "float"]
+        if not is_compiling():
+            for found in dtypes_in(value):
+                if found in dtypes:
+                    observer(f"{words} ({name})")
+        return to_dtype(value, dtype, weight)
+
+    return cast
 
 
 def _alone(original: Function) -> Function:

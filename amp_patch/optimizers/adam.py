@@ -34,13 +34,11 @@ class AdamUpdate(GroupUpdate):
         """See `GroupUpdate.step`."""
         _, group, params, grads, states = inputs
         self.make_states(inputs)
-        exp_avgs, exp_avg_sqs = state_columns(states, "exp_avg", "exp_avg_sq")
+        exp_avgs, exp_avg_sqs = list(map(_EXP_AVG, states)), list(map(_EXP_AVG_SQ, states))
         largest = state_columns(states, "max_exp_avg_sq")[0] if group["amsgrad"] else []
         tensors = (params, grads, exp_avgs, exp_avg_sqs, largest)
-        options = {
-            **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "maximize")},
-            "decoupled": group.get("decoupled_weight_decay", self.decoupled),
-        }
+        options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
+        options["decoupled"] = group.get("decoupled_weight_decay", self.decoupled)
         steps = self._counters.advance(states)
         try:
             if group["fused"]:
@@ -91,6 +89,10 @@ class AdamWUpdate(AdamUpdate):
     """A group of `torch.optim.AdamW`."""
 
     decoupled = True
+
+
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
+_EXP_AVG, _EXP_AVG_SQ = operator.itemgetter("exp_avg"), operator.itemgetter("exp_avg_sq")
 
 
 def state_columns(states: list[ParamState], *names: str) -> list[list[Tensor]]:

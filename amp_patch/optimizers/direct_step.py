@@ -40,14 +40,15 @@ class DirectStep:
 
     def is_right(self, optimizer: Optimizer) -> bool:
         """Return whether the next step may be made so: ``fused=True``, and all is as it was."""
-        groups = optimizer.param_groups
-        return (
-            type(optimizer).step is self._type_step
-            and bool(groups)
-            and all([group["fused"] and group["params"] for group in groups])  # noqa: C419  # faster
-            and _GIVEN_BY_SCALERS.isdisjoint(vars(optimizer))
-            and not captures.are_made(groups[0]["params"][0].device)
-        )
+        own, groups = vars(optimizer), optimizer.param_groups
+        if type(optimizer).step is not self._type_step or not groups:
+            return False
+        if "grad_scale" in own or "found_inf" in own:  # by which a scaler skips a fused step
+            return False
+        for group in groups:
+            if not (group["fused"] and group["params"]):
+                return False
+        return not captures.are_made(groups[0]["params"][0].device)
 
     def forget(self) -> None:
         """See `FusedStep.forget`."""
@@ -67,7 +68,3 @@ def _is_torchs(function: Any) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-#: By which a scaler tells a fused optimizer to unscale gradients, or to skip its step.
-_GIVEN_BY_SCALERS = {"grad_scale", "found_inf"}

@@ -50,6 +50,7 @@ class FusedStep:
         self.lazy = LazyGradients()
         self.masters: MasterWeights | None = None
         self._found_inf: Tensor | None = None
+        self._own_hooks: list[Any] = []  # that came before the last step, and are amp_patch's
         self.has_published = False
         self._update_type = update_of(optimizer)
         self._reference = ReferenceStep(self._update_type, self.lazy)
@@ -103,7 +104,9 @@ class FusedStep:
         self.has_published, self._found_inf = False, found_inf
         try:
             hooks = _pre_hooks(optimizer)
-            if args or kwargs or _is_profiled() or not _are_own(hooks):
+            if hooks != self._own_hooks and _are_own(hooks):
+                self._own_hooks = hooks
+            if args or kwargs or hooks != self._own_hooks or _is_profiled():
                 return self._hooked(optimizer, *args, **kwargs)
             self._step_unmarked(optimizer, hooks)
             return None
@@ -130,9 +133,12 @@ class FusedStep:
 
     @without_grad
     def _step_now(self, optimizer: Optimizer) -> None:
-        params = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-        with as_plain_tensors(params):
+        if self.masters is None:
             is_over = self._step_or_skip(optimizer, self._found_inf)
+        else:
+            params = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+            with as_plain_tensors(params):
+                is_over = self._step_or_skip(optimizer, self._found_inf)
         if not is_over:
             self.lazy.materialize()
             self._plain(optimizer)

@@ -54,6 +54,8 @@ class GroupUpdate:
 
     kernels: ClassVar[OptimizerKernels | None] = None
     numbers: ClassVar[tuple[str, ...]] = ()
+    #: The values of options for which `suits_reference` was last found to be true.
+    _suiting: tuple[Any, ...] = ()
 
     @classmethod
     def options(cls, optimizer: Optimizer, group: dict[str, Any]) -> Mapping[str, Any]:
@@ -111,7 +113,13 @@ class GroupUpdate:
         options = inputs.options
         if options.get("differentiable") or options.get("capturable"):
             return False
-        return _are_numbers(options, ("lr", *self.numbers))
+        names = ("lr", *self.numbers)
+        values = tuple(map(options.get, names))
+        if are_same(values, self._suiting):  # numbers, which nobody changes in place
+            return True
+        suits = _are_numbers(options, names)
+        self._suiting = values if suits and list not in map(type, values) else ()
+        return suits
 
     def step(self, inputs: StepInputs) -> None:
         """Step the group on multi-tensor functions of torch, to the bit as the optimizer does.
@@ -160,8 +168,9 @@ class StepCounters:
         Returns:
             The counters, 0-dim.
         """
-        first = states[0]["step"]
-        self.gather(states, first.device, first.dtype)
+        steps = list(map(_STEP, states))
+        if not are_same(steps, self._steps):
+            self._move_together(states, steps[0].device, steps[0].dtype)
         self._all += self._one  # adding a number of Python's would first make a tensor of it
         return self._steps
 
@@ -169,16 +178,20 @@ class StepCounters:
         self, states: Sequence[ParamState], device: torch.device, dtype: torch.dtype
     ) -> list[Tensor]:
         """As `advance`, but the counters stay what they are, and are of this device and dtype."""
-        steps = list(map(_STEP, states))
         is_known = (self._all.device, self._all.dtype) == (device, dtype)
-        if not (is_known and are_same(steps, self._steps)):
-            with torch.inference_mode(False):  # or no later step could write to them
-                self._all = torch.stack([step.to(device, dtype) for step in steps])
-                self._steps = [self._all[index] for index in range(len(steps))]
-                self._one = torch.ones((), device=device, dtype=dtype)
-            for state, step in zip(states, self._steps, strict=True):
-                state["step"] = step
+        if not (is_known and are_same(list(map(_STEP, states)), self._steps)):
+            self._move_together(states, device, dtype)
         return self._steps
+
+    def _move_together(
+        self, states: Sequence[ParamState], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        with torch.inference_mode(False):  # or no later step could write to them
+            self._all = torch.stack([state["step"].to(device, dtype) for state in states])
+            self._steps = [self._all[index] for index in range(len(states))]
+            self._one = torch.ones((), device=device, dtype=dtype)
+        for state, step in zip(states, self._steps, strict=True):
+            state["step"] = step
 
     def take_back(self) -> None:
         """Subtract what `advance` added, for the step was not made."""

@@ -80,6 +80,7 @@ class ReferenceStep:
         # The parameters whose gradients waited last, and which rows each part has of these.
         self._waited: Sequence[Tensor] = ()
         self._rows: list[list[int | None]] = []
+        self._no_rows: list[list[int | None]] = []
 
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
@@ -166,6 +167,7 @@ class ReferenceStep:
                 own = [members[row] for row in rows]
                 self._parts.append(_Part(group, own, places, are_large, cached))
             begin += len(members)
+        self._no_rows = [[] for _ in self._parts]
 
     def _waiting(self) -> Mapping[int, int]:
         """Return the rows of gradients that wait, by the ids of their parameters."""
@@ -178,10 +180,10 @@ class ReferenceStep:
         Looked up again only where other parameters wait, or parts are others.
         """
         lazy = self._lazy
-        if lazy.are_waiting and not lazy.are_alone():
+        if lazy.source is not None and not lazy.are_alone():
             lazy.materialize()
-        if not lazy.are_waiting:
-            return [[] for _ in self._parts]
+        if lazy.source is None:
+            return self._no_rows
         if lazy.params is not self._waited:
             rows = self._waiting()
             self._rows = [list(map(rows.get, map(id, part.params))) for part in self._parts]
@@ -190,7 +192,7 @@ class ReferenceStep:
 
     def _work(self, optimizer: Optimizer, part: _Part, rows: list[int | None]) -> _Work | None:
         """Return what is to be stepped of a part; None where no parameter has a gradient."""
-        own = [row for row in rows if row is not None]
+        own = [row for row in rows if row is not None] if rows else []
         if own:
             waiting = iter(self._make(own)) if not part.are_large else None
             grads = [

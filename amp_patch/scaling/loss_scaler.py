@@ -86,7 +86,8 @@ class LossScaler:
 
     def loss_scale(self) -> float:
         """Return the factor by which the next loss is multiplied."""
-        self.settle()
+        if self.device_scaler is not None:
+            self.device_scaler.settle()
         return self.scale
 
     def settle(self) -> None:
@@ -126,7 +127,8 @@ class LossScaler:
 
     def update(self, overflow: bool) -> bool:
         """Move the scale after one backward pass; return whether its step must be skipped."""
-        self.settle()
+        if self.device_scaler is not None:
+            self.device_scaler.settle()
         before = self.scale
         self.skipped = bool(overflow)
         if self.skipped:

@@ -5,6 +5,7 @@ Knows optimizers and the scaling it is given; no model, level or session.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Literal, NoReturn, Protocol
@@ -61,7 +62,7 @@ class BackwardPass:
         optimizers: those whose gradients the backward writes.
         others: whose gradients it may reach all the same.
         scaling: multiplies the loss, and moves the scale.
-        cache: made stale when the backward is done.
+        cache: told when the backward begins, and made stale when it is done.
         on_scaled: gets the loss and the scale when the pass begins; None where nobody asks.
         unsynced: says whether the backward left its gradients on this rank, for a later one to
             share with the others; None where that cannot be.
@@ -116,14 +117,17 @@ class BackwardPass:
             RuntimeError: inside another pass of one of the optimizers.
         """
         for one in self._optimizers:
-            one.refuse_nested()
+            if one.is_open:
+                one.refuse_nested()
+        self._cache.begin_backward()
         is_on = self._scaling.is_on
         if self._others:
             self._watches = [other.watch_foreign(is_on) for other in self._others]
-        if not is_on and all([one.takes_grads_as_they_are for one in self._optimizers]):  # noqa: C419
+        if not is_on and all(map(_TAKES_GRADS_AS_THEY_ARE, self._optimizers)):
             return
         for one in self._optimizers:
-            one.drop_cleared()
+            if one.gradients.may_be_cleared:
+                one.drop_cleared()
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))
             one.begin(pairs, self._scale, self.unscale_)
@@ -163,24 +167,24 @@ class BackwardPass:
         if self._watched is not None:
             self._refuse_another(self._watched)
         self._received = self._share("master") if self._open else []
-        is_on, is_alone = self._scaling.is_on, len(self._received) == 1
-        found = [
-            Found(*one.receive(pairs, self._scale, is_on, is_alone))
-            for one, pairs in self._received
-        ]
-        if self._watched is not None:
-            self._tell_of_strays(self._watched, found)
-        if not is_alone:  # another optimizer may have received the same half gradients
+        is_on = self._scaling.is_on
+        if len(self._received) == 1:
+            ((one, pairs),) = self._received
+            found: list[Found] = [one.receive_alone(pairs, self._scale, is_on)]
+        else:  # two optimizers may receive the same half gradients
+            found = [one.receive(pairs, self._scale, is_on) for one, pairs in self._received]
             for one, _ in self._received:
                 one.gradients.show(self._scale)
             for one, _ in self._received:
                 one.gradients.finish()
-        if is_on and any([one.ranks.groups for one in self._optimizers]):  # noqa: C419  # as fast again
+        if self._watched is not None:
+            self._tell_of_strays(self._watched, found)
+        if is_on and any(map(_GROUPS, self._optimizers)):
             self._agree(found)
         return found
 
     def _skips(self) -> list[Skip]:
-        return [one.skip for one in self._optimizers]
+        return list(map(_SKIP, self._optimizers))
 
     def _agree(self, found: Sequence[Found]) -> None:
         """Let all ranks that make this step together find the same.
@@ -299,7 +303,8 @@ class BackwardPass:
     def _share(self, by: Literal["model", "master"]) -> list[tuple[OptimizerBackward, ParamPairs]]:
         """Return what each optimizer handles: of what two of them hold, the first one."""
         if len(self._optimizers) == 1:
-            return [(self._optimizers[0], self._optimizers[0].pairs())]
+            (one,) = self._optimizers
+            return [(one, one.pairs())]
         taken: set[int] = set()
         return [(one, one.pairs().share(taken, by)) for one in self._optimizers]
 
@@ -314,6 +319,12 @@ class _WatchedBackward:
         self.has_run = True
         if self.is_over:
             refuse_late_backward()
+
+
+#: Looked up for each optimizer of a pass by `map`, which calls no Python.
+_GROUPS = operator.attrgetter("ranks.groups")
+_SKIP = operator.attrgetter("skip")
+_TAKES_GRADS_AS_THEY_ARE = operator.attrgetter("takes_grads_as_they_are")
 
 
 def refuse_another_backward() -> NoReturn:

@@ -24,21 +24,24 @@ class Watch(NamedTuple):
 
 
 class ForeignGradients:
-    """Which of one optimizer's parameters have such gradients."""
+    """Which of one optimizer's parameters have such gradients.
+
+    Attributes:
+        found: parameters with these gradients, of which some may be gone; cleared by whoever clears
+            or steps all gradients.
+        own_passes: how many passes of the optimizer itself have ended, perhaps inside of the one
+            that is watched; counted by whoever ends them.
+    """
 
     def __init__(self) -> None:
-        self._found: list[tuple[Tensor, TensorWeakRef]] = []
-        self._own_passes = 0
+        self.found: list[tuple[Tensor, TensorWeakRef]] = []
+        self.own_passes = 0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
         """Return what `note` needs after a backward that these parameters are not meant to get."""
         grads = [(param, stored_grad(param)) for param in params]
         rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
-        return Watch(rows, self._own_passes)
-
-    def note_own_pass(self) -> None:
-        """A pass of the optimizer itself ended, perhaps inside of the one that is watched."""
-        self._own_passes += 1
+        return Watch(rows, self.own_passes)
 
     def note(self, watch: Watch, unscaled: Collection[int]) -> None:
         """Find out what that backward wrote.
@@ -47,21 +50,16 @@ class ForeignGradients:
             watch: what `watch` returned before it.
             unscaled: ids of the parameters whose gradients another optimizer unscales.
         """
-        for param, grad, version in watch.rows if watch.own_passes == self._own_passes else ():
+        for param, grad, version in watch.rows if watch.own_passes == self.own_passes else ():
             now = stored_grad(param)
             is_written = now is not None and (now is not grad or now._version != version)
             if now is not None and is_written and id(param) not in unscaled:
-                self._found.append((param, TensorWeakRef(now)))
+                self.found.append((param, TensorWeakRef(now)))
 
     def drop_cleared(self) -> None:
         """Forget those that the user has dropped or set to zero."""
-        if self._found:
-            left = [(param, grad) for param, grad in self._left() if kernels.values(grad).any()]
-            self._found = [(param, TensorWeakRef(grad)) for param, grad in left]
-
-    def forget(self) -> None:
-        """The gradients were cleared or stepped."""
-        self._found.clear()
+        left = [(param, grad) for param, grad in self._left() if kernels.values(grad).any()]
+        self.found = [(param, TensorWeakRef(grad)) for param, grad in left]
 
     def refuse(self, caller: str) -> None:
         """Raise where there are any.
@@ -69,7 +67,7 @@ class ForeignGradients:
         Raises:
             RuntimeError: as said.
         """
-        count = len(self._left()) if self._found else 0
+        count = len(self._left())
         if count:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; got {count} that the backward() of a "
@@ -80,5 +78,5 @@ class ForeignGradients:
             )
 
     def _left(self) -> list[tuple[Tensor, Tensor]]:
-        now = ((param, stored_grad(param), noted()) for param, noted in self._found)
+        now = ((param, stored_grad(param), noted()) for param, noted in self.found)
         return [(param, grad) for param, grad, noted in now if grad is not None and grad is noted]

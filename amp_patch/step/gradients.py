@@ -83,8 +83,9 @@ class Gradients:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.scaled.scale is not None:
             return True
+        watched = self._watched
         for params, versions in self._received:
-            if not _untouched(params, versions) or self._watched.written(params):
+            if not _untouched(params, versions) or (watched.sums and watched.written(params)):
                 return True
         return False
 
@@ -100,11 +101,13 @@ class Gradients:
 
     def forget(self) -> None:
         """The gradients were cleared or stepped: none is scaled or set aside any more."""
-        self.scaled.forget()
+        if self.scaled.scale is not None:
+            self.scaled.forget()
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
-            self._watched.forget()
+            if self._watched.sums:
+                self._watched.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
@@ -276,7 +279,7 @@ class Gradients:
         """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
         buffers, lazy = self._buffers, self._lazy
         grads = look_up(_GRAD, pairs.model)
-        if not all(map(operator.is_not, grads, repeat(None))) or not buffers.fits(pairs):
+        if not (all(map(operator.is_not, grads, repeat(None))) and buffers.fits(pairs)):
             return None
         if buffers.is_in_place:
             return buffers.unscale(grads, scale, is_checked)
@@ -340,7 +343,8 @@ class Gradients:
         else:
             versions = list(map(_VERSION, grads))
         self._received.append((params, versions))
-        if self._lazy is None or isinstance(source, LargeInHalf):
+        is_read = self._lazy is None or isinstance(source, LargeInHalf)
+        if is_read and self._watched.passes_left:
             self._watched.note(params)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,17 +26,9 @@ from .skip import Skip
 RUNS_AHEAD = {"cuda"}
 
 
-class Found(NamedTuple):
-    """What the check of one optimizer's gradients found.
-
-    Attributes:
-        check: the flags.
-        params: the parameters that got a gradient, in the check's order.
-    """
-
-    check: GradCheck
-    params: list[Tensor]
-
+#: What the check of one optimizer's gradients found: the flags, and the parameters that got a
+#: gradient, in the check's order.
+Found: TypeAlias = tuple[GradCheck, list[Tensor]]
 
 #: Gets the number of a loss scaler, what was found in the pass that overflowed, and its scale.
 OnOverflow = Callable[[int, Sequence[Found], float], None]
@@ -121,10 +113,14 @@ class HostScaling:
     def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         """See `LossScaling`; after any other error the scale is what it was."""
         scaler = self._scaler
-        scaler.settle()
+        if scaler.device_scaler is not None:
+            scaler.settle()
         before, is_exhausted = scaler.numbers(), False
+        overflow = False
+        for check, _ in found:
+            overflow |= check.overflow
         try:
-            if scaler.update(any([check.overflow for check, _ in found])):  # noqa: C419  # as fast again
+            if scaler.update(overflow):
                 reason = self.reason(found)
                 for skip in skips:
                     skip.ask(reason, scaler)
@@ -221,7 +217,7 @@ class DeviceScaling:
         scale: float,
     ) -> None:
         was_skipped = self._scaler.skipped
-        found = [Found(check, check.params()) for check in late] if was_skipped else []
+        found = [(check, check.params()) for check in late] if was_skipped else []
         reason = self._on_host.reason(found) if was_skipped else None
         for one in tell:
             one(reason)

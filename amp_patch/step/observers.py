@@ -82,34 +82,27 @@ class StepObserver:
         """`amp.deactivate` is about to undo what was done to models and optimizers."""
 
 
-class Observers:
-    """The observers of a session; false where there are none."""
-
-    def __init__(self) -> None:
-        self._attached: list[StepObserver] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._attached)
+class Observers(list[StepObserver]):
+    """The observers of a session. A list, which each step asks whether it is empty."""
 
     def attach(self, observer: StepObserver) -> Callable[[], None]:
         """Tell ``observer`` of the events from now on; return what ends that."""
-        self._attached.append(observer)
+        self.append(observer)
 
         def detach() -> None:
-            if observer in self._attached:
-                self._attached.remove(observer)
+            if observer in self:
+                self.remove(observer)
 
         return detach
 
     @property
     def wait_for_overflows(self) -> bool:
         """Whether somebody must hear of an overflow at once."""
-        attached = self._attached
-        return bool(attached) and any(observer.waits_for_overflows for observer in attached)
+        return any(observer.waits_for_overflows for observer in self)
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver.prepared`."""
-        for observer in list(self._attached):
+        for observer in list(self):
             observer.prepared(models)
 
     def scaled(
@@ -120,25 +113,25 @@ class Observers:
         scale: float | Tensor,
     ) -> None:
         """See `StepObserver.scaled`."""
-        for observer in list(self._attached):
+        for observer in list(self):
             observer.scaled(loss, scale, scaler_id, optimizers)
 
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
         """See `StepObserver.overflowed`."""
-        for observer in list(self._attached):
+        for observer in list(self):
             observer.overflowed(scaler_id, found)
 
     def clipped(self, optimizer: Optimizer, norm: Tensor) -> None:
         """See `StepObserver.clipped`."""
-        for observer in list(self._attached):
+        for observer in list(self):
             observer.clipped(optimizer, norm)
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """See `StepObserver.stepped`."""
-        for observer in list(self._attached):
+        for observer in list(self):
             observer.stepped(optimizer, skip)
 
     def leaving(self) -> None:
         """See `StepObserver.leaving`."""
-        for observer in list(self._attached):
+        for observer in list(self):
             observer.leaving()

@@ -126,9 +126,11 @@ class OptimizerBackward:
         return self.masters is not None and self.masters.has_master_of(param)
 
     def drop_cleared(self) -> None:
-        """Follow the user who cleared the gradients of the model's parameters."""
-        if self.gradients.may_be_cleared:
-            self.gradients.drop_cleared(self.pairs())
+        """Follow the user who cleared gradients of the model's parameters, as may be.
+
+        Call it where ``gradients.may_be_cleared`` is True.
+        """
+        self.gradients.drop_cleared(self.pairs())
 
     def begin(
         self,
@@ -143,7 +145,8 @@ class OptimizerBackward:
             scale: factor of the loss.
             unscale: ends the pass where unscaled gradients are asked for before.
         """
-        self._foreign.drop_cleared()
+        if self._foreign.found:
+            self._foreign.drop_cleared()
         self._had_used = self.is_watched and self._has_used
         self.gradients.set_aside(pairs, scale, self.elsewhere)
         self.is_open, self._unscale = True, unscale
@@ -159,35 +162,29 @@ class OptimizerBackward:
         if self._had_used:
             self._tell_of_added(self.pairs())
         self.gradients.delay(self.pairs(), scale)
-        self._foreign.note_own_pass()
-        self._close()
+        self._end_pass()
 
     def receive(
-        self,
-        pairs: ParamPairs,
-        scale: float | Tensor,
-        is_checked: bool = True,
-        is_alone: bool = False,
+        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
     ) -> tuple[GradCheck, Params]:
-        """End the pass: take its gradients unscaled and checked.
-
-        Args:
-            pairs, scale, is_checked: see `Gradients.receive`.
-            is_alone: whether it is of this optimizer alone. Then half gradients are shown, too, and
-                the pass is finished, see `Gradients.receive_alone`.
-
-        Returns:
-            What the check found, and the parameters that got a gradient, in the same order.
-        """
+        """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         if self._had_used:
             self._tell_of_added(pairs)
-        gradients = self.gradients
         try:
-            receive = gradients.receive_alone if is_alone else gradients.receive
-            return receive(pairs, scale, is_checked)
+            return self.gradients.receive(pairs, scale, is_checked)
         finally:
-            self._foreign.note_own_pass()
-            self._close()
+            self._end_pass()
+
+    def receive_alone(
+        self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
+    ) -> tuple[GradCheck, Params]:
+        """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
+        if self._had_used:
+            self._tell_of_added(pairs)
+        try:
+            return self.gradients.receive_alone(pairs, scale, is_checked)
+        finally:
+            self._end_pass()
 
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: the gradients are as before it."""
@@ -199,6 +196,10 @@ class OptimizerBackward:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
         self._close()
         self.gradients.drop(self.pairs())
+
+    def _end_pass(self) -> None:
+        self._foreign.own_passes += 1
+        self.is_open, self._unscale = False, None
 
     def _close(self) -> None:
         self.is_open, self._unscale = False, None
@@ -286,8 +287,10 @@ class OptimizerBackward:
                 "scale_loss() block on; got a call inside the block, and not behind its "
                 "backward(). Move it behind the block."
             )
-        self.drop_cleared()
-        self._foreign.refuse(caller)
+        if self.gradients.may_be_cleared:
+            self.drop_cleared()
+        if self._foreign.found:
+            self._foreign.refuse(caller)
         if self.gradients.scaled.scale is not None:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
@@ -359,7 +362,7 @@ class OptimizerBackward:
 
     def forget_gradients(self) -> None:
         """The gradients were stepped or cleared; nothing is known of the next ones."""
-        self._foreign.forget()
+        self._foreign.found.clear()
         self.gradients.forget()
 
     def release(self) -> None:

@@ -171,8 +171,10 @@ class OptimizerStep:
         self._patches.replace(optimizer, name, bind(replacement, optimizer))
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._publish_if_due()
-        self.skip.settle()
+        if not self._is_published:
+            self._publish()
+        if self.skip.pending:
+            self.skip.settle()
         self.backward.refuse_scaled("optimizer.step()")
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
@@ -246,7 +248,8 @@ class OptimizerStep:
             result = self._call(flag, original, *args, **kwargs)
         finally:
             mode.restore(saved)
-            self._publish_if_due()
+            if not self._is_published:
+                self._publish()
         self.skip.note_made(flag)
         self._end()
         return result
@@ -279,7 +282,8 @@ class OptimizerStep:
     def _end(self) -> None:
         """The step is over, made or skipped: its gradients are used up."""
         self.ended += 1
-        self._drop_waiting()
+        if self._fused is not None:
+            self._fused.lazy.drop()
         if self.masters is not None:
             self.masters.clear_grads()
         self.backward.end_step()
@@ -308,21 +312,20 @@ class OptimizerStep:
             self._undo.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
 
     def _publish(self) -> None:
+        """Round the masters into the half weights; also called where an earlier try failed."""
         if self.masters is not None:
             self.masters.publish(self._fused is not None and self._fused.has_published)
         self._is_published = True
 
-    def _publish_if_due(self) -> None:
-        """Round the masters into the half weights, also where an earlier try failed."""
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not self._is_published:
             self._publish()
-
-    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._publish_if_due()
-        self.skip.settle()
+        if self.skip.pending:
+            self.skip.settle()
         self.backward.note_cleared()
         if self._clears_plainly and not args and not kwargs:
-            self._drop_waiting()
+            if self._fused is not None:
+                self._fused.lazy.drop()
             pairs = self.backward.pairs()
             clear_grads(pairs.master)
             if self.masters is not None:
@@ -335,10 +338,6 @@ class OptimizerStep:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
         self.backward.forget_gradients()
         self.skip.forget()  # what overflowed is gone
-
-    def _drop_waiting(self) -> None:
-        if self._fused is not None:
-            self._fused.lazy.drop()
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group with masters in it; where torch refuses the group, nothing has changed."""

@@ -48,33 +48,34 @@ def show(pairs: ParamPairs) -> list[Tensor]:
 
 
 class WatchedBits:
-    """Finds writes to gradients by ``grad.data``, which move no version; for some passes."""
+    """Finds writes to gradients by ``grad.data``, which move no version; for some passes.
+
+    Attributes:
+        passes_left: how many of these there will be; with the last one nothing is noted any more.
+        sums: what was noted, by the ids of parameters.
+    """
 
     def __init__(self) -> None:
-        self._left = WATCHED_PASSES
-        self._sums: dict[int, Tensor] = {}
+        self.passes_left = WATCHED_PASSES
+        self.sums: dict[int, Tensor] = {}
 
     def note(self, params: Sequence[Tensor]) -> None:
         """These parameters have gradients as a pass leaves them."""
-        if self._left > 0:
-            self._sums.update(_sums(params))
+        self.sums.update(_sums(params))
 
     def written(self, params: Sequence[Tensor]) -> set[int]:
         """Return the ids of parameters to whose gradients somebody has written since."""
-        if not self._sums:
-            return set()
-        now = _sums([param for param in params if id(param) in self._sums])
+        now = _sums([param for param in params if id(param) in self.sums])
         if not now:
             return set()
         device = next(iter(now.values())).device  # which is waited for once
-        moved = [(total - self._sums[key]).to(device) for key, total in now.items()]
+        moved = [(total - self.sums[key]).to(device) for key, total in now.items()]
         return {key for key, by in zip(now, torch.stack(moved).tolist(), strict=True) if by}
 
     def forget(self) -> None:
-        """The gradients were stepped or cleared."""
-        if self._sums:
-            self._sums.clear()
-            self._left -= 1
+        """The gradients of which something was noted were stepped or cleared."""
+        self.sums.clear()
+        self.passes_left -= 1
 
 
 @torch.no_grad()

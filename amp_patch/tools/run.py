@@ -9,6 +9,8 @@ import click
 
 from amp_patch.apex.process import real_amp, run_python
 from amp_patch.casting.rules import PROFILES
+from amp_patch.did_you_mean import did_you_mean
+from amp_patch.rules_file import read
 
 from .errors import BadArguments
 from .options import known_level, writable_folder
@@ -18,10 +20,21 @@ from .run_report import file_of_rank
 def _profile_or_file(
     context: click.Context, param: click.Parameter, value: str | None
 ) -> str | None:
-    if value is not None and value not in PROFILES and not Path(value).is_file():
+    """Refuse what is neither, and a file that says what no file may, before the script starts."""
+    if value is None or value in PROFILES:
+        return value
+    if not Path(value).is_file():
         raise click.BadParameter(
-            f"{value!r} is neither a profile ({', '.join(map(repr, PROFILES))}) nor a file."
+            f"{value!r} is neither a profile ({', '.join(map(repr, PROFILES))}) nor a file"
+            f"{did_you_mean(value, PROFILES)}"
         )
+    # Imported late, for that takes torch.
+    from amp_patch.levels import OPT_LEVELS
+
+    try:
+        read(value, OPT_LEVELS, PROFILES)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(str(error)) from error
     return value
 
 

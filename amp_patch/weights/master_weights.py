@@ -10,6 +10,7 @@ import contextlib
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -233,7 +234,10 @@ class MasterWeights:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.catch_up()
         if not are_written:
-            with as_plain_tensors(chain(self._params, self._masters)):
+            # Masters whose gradients never wait are of torch's own class, at which it asks nothing.
+            is_asked = self._lazy is not None
+            params = chain(self._params, self._masters)
+            with as_plain_tensors(params) if is_asked else nullcontext():
                 self._cast.run()
         self._comparison.note_equal()
         self._note_equal()

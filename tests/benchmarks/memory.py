@@ -5,6 +5,8 @@
 
 The peak over one step, weights, optimizer state, gradients and activations together. The counts are
 exact, and those of a GPU would be the same; what an operator takes for itself is not among them.
+Norms run in fp32 here, as under autocast on a GPU; "by the CPU's list" leaves them in half, as
+autocast on a CPU does.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +34,7 @@ from amp_patch.tools.sweep.memory import LivingTensors
 #: What is measured, against what.
 RATIOS = (
     ("O1", "autocast fp16"),
+    ("O1 by the CPU's list", "autocast fp16"),
     ("O2", "autocast fp16"),
     ("O2 fused_step", "autocast fp16"),
     ("O4", "autocast bf16"),
@@ -57,10 +60,40 @@ def convolutions() -> HostModel:
     return regression(nn.Sequential(*layers), torch.randn(8, 3, 32, 32), torch.randn(8, 32, 32, 32))
 
 
+class Attention(nn.Module):
+    """Four layers of self-attention and their sum with what they get."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        layers = [nn.MultiheadAttention(width, 4, batch_first=True) for _ in range(4)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False)[0]
+        return x
+
+
+def attention() -> HostModel:
+    return regression(Attention(), torch.randn(4, 64, 256), torch.randn(4, 64, 256))
+
+
+def group_norms() -> HostModel:
+    def half_size(inside: int, outside: int) -> list[nn.Module]:
+        conv = nn.Conv2d(inside, outside, 3, stride=2, padding=1)
+        return [conv, nn.GroupNorm(8, outside), nn.SiLU()]
+
+    up = [nn.ConvTranspose2d(128, 64, 2, stride=2), nn.SiLU(), nn.ConvTranspose2d(64, 16, 2, 2)]
+    model = nn.Sequential(*half_size(16, 64), *half_size(64, 128), *up)
+    return regression(model, torch.randn(4, 16, 32, 32), torch.randn(4, 16, 32, 32))
+
+
 MODELS: dict[str, Callable[[], HostModel]] = {
     "12 linear layers, 1,024 wide, batch 64": linears,
     "4 transformer blocks, 256 wide, batch 8 x 64": transformer,
     "7 convolutions, 32 channels, batch 8 x 32 x 32": convolutions,
+    "4 layers of attention, 256 wide, batch 4 x 64": attention,
+    "4 convolutions with group norm, to 128 channels, batch 4 x 32 x 32": group_norms,
 }
 
 

@@ -329,7 +329,8 @@ def test_a_later_rule_joins_the_earlier_ones_and_deactivate_forgets_all(amp):
             {"softmax": "fp16"},
             ValueError,
             r"a rule must be one of 'half', 'half_out', 'float', 'promote', 'bfloat16', 'off'; got "
-            r"'fp16' for 'softmax'; call amp.initialize\(..., rules=\{'softmax': 'float'\}\)",
+            r"'fp16' for 'softmax'; did you mean 'half'\? Call amp.initialize\(..., "
+            r"rules=\{'softmax': 'half'\}\)",
         ),
         ({"sofmax": "half"}, ValueError, "got 'sofmax'; did you mean 'softmax'"),
         ({"relu_": "half"}, ValueError, "got the in-place 'relu_': name 'relu'"),

@@ -311,6 +311,38 @@ def test_later_iterations_still_refresh_all_weights_by_one_call(
         assert count(amp, model, optimizer, 1) == [(0, 1)]
 
 
+def test_a_cast_that_no_graph_reads_goes_before_the_backward(amp: ModuleType) -> None:
+    model, optimizer = trained(amp)
+    for _ in range(2):
+        count(amp, model, optimizer, 1)
+    loss = model(torch.randn(3, 4)).float().square().sum()
+    assert bytes_of(session.cache) == 2 * (16 + 4 + 8 + 2)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        # The weight of the first layer is for the gradient of its input, which gets none.
+        assert bytes_of(session.cache) == 2 * 8
+        scaled.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_who_runs_a_forward_again_in_the_backward_casts_once_more_and_never_again(
+    amp: ModuleType, reentrant: bool
+) -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self[0](x)
+            hidden = checkpoint(lambda h: self[2](self[1](h)), hidden, use_reentrant=reentrant)
+            return self[3](hidden)
+
+    layers = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+    model = Checkpointed(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    found = [count(amp, model, optimizer, 1)[0] for _ in range(6)]
+    assert found[0] == (8, 0)
+    assert found[1][1] == 1
+    assert found[2:] == [(0, 1)] * 4
+
+
 def test_who_accumulates_casts_a_weight_once_more_and_never_again(amp: ModuleType) -> None:
     model, optimizer = trained(amp)
     assert count(amp, model, optimizer, 3) == [(4, 0), (4, 0), (0, 0)]

@@ -149,7 +149,8 @@ def test_a_users_rule_for_a_dotted_path_means_itself(path):
         (
             "no.such.module",
             r"got 'no.such.module', which it has not\. "
-            r"Call amp.initialize\(..., rules={'softmax': 'float'}\)\.$",
+            r"Call amp.initialize\(..., rules={'softmax': 'float'}\), or for a module of the model "
+            r"rules={'modules': {'no.such.module': 'float'}}\.$",
         ),
         ("torch.float16", r"got 'torch.float16'"),
         ("torch.Tensor", r"got 'torch.Tensor'"),

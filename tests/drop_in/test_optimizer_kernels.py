@@ -6,7 +6,6 @@ import copy
 import importlib
 import pickle
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import cuda_on_cpu
@@ -32,13 +31,6 @@ ONE_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixtur
 @pytest.fixture
 def optimizers(apex: types.ModuleType) -> Any:
     return importlib.import_module("apex.optimizers")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Iterator[Gpu]:
-    cuda_on_cpu.require_compiler()
-    yield Gpu(monkeypatch, pytestconfig)
-    amp.deactivate()  # as long as there are kernels
 
 
 def own_launches(gpu: Gpu, name: str) -> list[str]:

@@ -49,14 +49,26 @@ def test_options_before_the_script_are_ours_and_those_behind_it_are_its_own(
 
 def test_a_rules_file_must_be_there(started: list[tuple[Any, ...]], tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
-    for given in (rules, tmp_path, "fast_norms"):
+    mended = {rules: ".", tmp_path: ".", "fast_norms": "; did you mean 'fast-norms'?"}
+    for given, mend in mended.items():
         refused = called("--rules", str(given), "train.py")
-        message = f"'--rules': '{given}' is neither a profile ('fast-norms') nor a file.\n"
+        message = f"'--rules': '{given}' is neither a profile ('fast-norms') nor a file{mend}\n"
         assert (refused.exit_code, started) == (2, [])
         assert refused.stderr.endswith(message)
     rules.touch()
     assert called("--rules", str(rules), "train.py").exit_code == 0
     assert started == [(["train.py"], None, False, str(rules), None)]
+
+
+def test_a_file_that_says_what_none_may_starts_nothing(
+    started: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('profil = "fast-norms"\n')
+    refused = called("--rules", str(rules), "train.py")
+    assert (refused.exit_code, started) == (2, [])
+    assert refused.stderr.endswith("did you mean 'profile'? Write profile in its place.\n")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_rules_may_be_a_profile(started: list[tuple[Any, ...]]) -> None:

@@ -35,7 +35,9 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12
 SETTINGS = st.builds(
     Setting,
     st.sampled_from(tuple(OPT_LEVELS)),
-    st.dictionaries(TEXT, st.sampled_from(["half", "float"])).map(lambda d: tuple(d.items())),
+    st.dictionaries(TEXT, st.sampled_from(["half", "half_out", "float"])).map(
+        lambda d: tuple(d.items())
+    ),
     st.lists(TEXT, unique=True).map(tuple),
 )
 

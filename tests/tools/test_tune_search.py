@@ -36,7 +36,7 @@ class Played:
         times: seconds of a step, by level.
         culprits: level -> modules that must be in fp32 there; None where nothing mends it.
         gains: function -> factor on the time of O1 and O4 with it in half.
-        breaks: functions that must not be in half.
+        breaks: function -> rules that it must not have.
         noise: the largest share by which a time is off.
         order: the modules as the comparison orders them; else as they are.
         budget: trials until `OutOfBudget`.
@@ -46,7 +46,7 @@ class Played:
     times: dict[str, float]
     culprits: dict[str, frozenset[str] | None] = field(default_factory=dict)
     gains: dict[str, float] = field(default_factory=dict)
-    breaks: frozenset[str] = frozenset()
+    breaks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     noise: float = 0.0
     order: Sequence[str] = MODULES
     budget: float = float("inf")
@@ -73,8 +73,8 @@ class Played:
 
     def keeps(self, setting: Setting) -> bool:
         needed = self.culprits.get(setting.level, frozenset())
-        halves = {name for name, rule in setting.functions if rule == "half"}
-        return needed is not None and needed <= set(setting.floats) and not halves & self.breaks
+        is_broken = any(rule in self.breaks.get(name, ()) for name, rule in setting.functions)
+        return needed is not None and needed <= set(setting.floats) and not is_broken
 
     def true_time(self, setting: Setting) -> float:
         time = self.times[setting.level] * (1 + 0.02 * len(setting.floats))
@@ -202,11 +202,27 @@ def test_what_no_module_mends_is_told_with_the_weight_that_is_not_finite(eps) ->
 
 def test_rules_of_functions_are_kept_where_they_gain() -> None:
     gains = {"layer_norm": 0.9, "softmax": 0.8, "gelu": 0.5, "log_softmax": 1.0}
-    played = Played({"O0": 2.0, "O1": 1.0}, gains=gains, breaks=frozenset({"softmax"}))
+    breaks = {"softmax": ("half", "half_out")}
+    played = Played({"O0": 2.0, "O1": 1.0}, gains=gains, breaks=breaks)
     found = searched(played, ("O0", "O1")).result()
     # softmax would break it, log_softmax gains nothing, and gelu is in half already
     assert found.setting == Setting("O1", functions=(("layer_norm", "half"),))
     assert "1.11 x as fast" in found.reasons["layer_norm"][0]
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.8, (("softmax", "half_out"),)), (1.0, ())])
+def test_a_function_that_must_not_compute_in_half_may_hand_on_half(gain: float, kept) -> None:
+    gains = {"softmax": gain}
+    played = Played({"O0": 2.0, "O1": 1.0}, gains=gains, breaks={"softmax": ("half",)})
+    assert searched(played, ("O0", "O1")).result().setting == Setting("O1", functions=kept)
+
+
+def test_one_that_may_compute_in_half_is_tried_with_no_other_rule() -> None:
+    said: list[str] = []
+    played = Played({"O0": 2.0, "O1": 1.0}, gains={"softmax": 1.0})
+    Search(played, ("O0", "O1"), 0.01, said.append).run()
+    assert any("softmax = half:" in line for line in said)
+    assert not any("half_out" in line for line in said)
 
 
 def test_fp32_that_fails_ends_the_search() -> None:

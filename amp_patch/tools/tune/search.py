@@ -27,6 +27,9 @@ CLEARLY_SLOWER = 1.1
 COMPARED = 3
 #: Functions of which a rule is tried: those with the most elements.
 FUNCTIONS = 6
+#: What is tried of such a function, until one keeps the metric: it computes and hands on half, or
+#: computes in fp32 and hands on half.
+RULES = ("half", "half_out")
 
 
 class Trials(Protocol):
@@ -253,7 +256,7 @@ class Search:
         return replace(found, seconds=seconds, reasons=reasons, functions=_elements(errors))
 
     def _add_rules(self, found: Found) -> None:
-        """Try rules that keep functions in half which the level has in fp32, for speed."""
+        """Try rules that have functions hand on half which the level has in fp32, for speed."""
         if found.setting.level not in CASTING:
             return
         functions = found.functions
@@ -262,8 +265,12 @@ class Search:
             functions = {} if errors is None else _elements(errors)
         listed = [name for name in functions if name in (*FLOAT, *FLOAT_DTYPE)]
         for name in sorted(listed, key=functions.__getitem__, reverse=True)[:FUNCTIONS]:
-            best = self.best or found
-            setting = replace(best.setting, functions=(*best.setting.functions, (name, "half")))
+            self._add_rule(self.best or found, name)
+
+    def _add_rule(self, best: Found, name: str) -> None:
+        """Give a function the first of `RULES` that keeps the metric, if that gains time."""
+        for rule in RULES:
+            setting = replace(best.setting, functions=(*best.setting.functions, (name, rule)))
             kept = self._keep(setting)
             if kept is None:
                 continue
@@ -274,6 +281,7 @@ class Search:
                 seconds = median(between.second)
                 self.best = replace(best, setting=setting, outcome=kept.outcome, seconds=seconds)
                 self.best.reasons = reasons
+            return
 
     def _let_fp32_compete(self) -> None:
         """Keep what is found only where it is faster than fp32 beyond noise."""
