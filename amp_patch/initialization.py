@@ -96,7 +96,7 @@ def _without_effect(rules: Rules, level: OptLevel) -> str | None:
     if not told or level.casts_functions:
         return None
     if is_forced():
-        return f"amp-patch: {told} of the rules has no effect at {level.name}, and is dropped."
+        return f"amp-patch: {told} of the rules has no effect at {level.name}: dropped."
     switched_off = OPT_LEVELS[level.name].casts_functions
     at = f"{level.name!r}{' with patch_torch_functions=False' if switched_off else ''}"
     mend = (

@@ -66,7 +66,7 @@ def test_initialize_trains_at_it(amp, force, capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         "amp-patch: opt_level O1 of the script is run as O5.",
-        "amp-patch: functions {'softmax': 'half'} of the rules has no effect at O5, and is dropped.",
+        "amp-patch: functions {'softmax': 'half'} of the rules has no effect at O5: dropped.",
     ]
     assert out.startswith("Selected optimization level O5:")
 

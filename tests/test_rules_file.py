@@ -354,11 +354,11 @@ def test_rules_that_have_no_effect_at_a_forced_level_are_checked_and_told(
     amp.initialize(Net(), opt_level="O1", rules="fast-norms")
     assert capsys.readouterr().err.splitlines() == [
         "amp-patch: opt_level O1 of the script is run as O2.",
-        "amp-patch: profile 'fast-norms' of the rules has no effect at O2, and is dropped.",
+        "amp-patch: profile 'fast-norms' of the rules has no effect at O2: dropped.",
     ]
     monkeypatch.setenv("AMP_PATCH_RULES", "fast-norms")
     amp.initialize(Net(), opt_level="O2", rules={"exp": "half"})
-    line = "amp-patch: profile 'fast-norms' of the rules has no effect at O2, and is dropped.\n"
+    line = "amp-patch: profile 'fast-norms' of the rules has no effect at O2: dropped.\n"
     assert capsys.readouterr().err == line
 
 
