@@ -1,7 +1,8 @@
 """One optimizer's step on functions of torch: the reference for the kernels, on every device.
 
 Large parameters whose gradients wait in half are stepped some at a time, so that few of these are
-in memory in fp32 at once. Knows groups and waiting gradients; no hooks, masters or loss scales.
+in memory in fp32 at once; so are those that the optimizer would step one by one. Knows groups and
+waiting gradients; no hooks, masters or loss scales.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ class ReferenceStep:
         begin = 0
         at_once = min(max(_LEAST, _SHARE * sum(map(Tensor.numel, params))), _MOST)
         for group, members in enumerate(groups):
-            for rows in _shares(members, at_once):
+            is_fused = optimizer.param_groups[group].get("fused")
+            for rows in _shares(members, at_once, are_alone=not is_fused):
                 places = [begin + row for row in rows]
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
@@ -237,20 +239,26 @@ def _is_large(param: Tensor) -> bool:
     return isinstance(param, LazyGradParameter) and not small_tensors.is_small(param)
 
 
-def _shares(params: Sequence[Tensor], at_once: float) -> Iterator[list[int]]:
+def _shares(params: Sequence[Tensor], at_once: float, are_alone: bool) -> Iterator[list[int]]:
     """Yield the rows that are stepped at once: all but the large ones, then some of these.
 
     Args:
         params: of one group.
         at_once: the most elements of large ones, but for one that has more.
+        are_alone: whether the optimizer's own step takes one parameter after the other, on a CPU.
+            All large ones count then, for what is computed for many takes memory for many.
     """
-    rest = [row for row, param in enumerate(params) if not _is_large(param)]
+    are_large = [
+        _is_large(one) or (are_alone and one.is_cpu and not small_tensors.is_small(one))
+        for one in params
+    ]
+    rest = [row for row, is_large in enumerate(are_large) if not is_large]
     if rest:
         yield rest
     share: list[int] = []
     elements = 0
     for row, param in enumerate(params):
-        if not _is_large(param):
+        if not are_large[row]:
             continue
         if share and elements + param.numel() > at_once:
             yield share

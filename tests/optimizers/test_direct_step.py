@@ -1,4 +1,4 @@
-"""torch's fused steps without torch's Python do what torch's own do, to the bit, or give way."""
+"""torch's steps without torch's Python do what torch's own do, to the bit, or give way."""
 
 import contextlib
 import copy
@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.direct_step import DirectStep
+from amp_patch.tools.sweep.memory import LivingTensors
 
 LEVELS = ["O0", "O1", "O2", "O4", "O5"]
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -34,6 +35,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
         p, lr=0.05, eps=EPS, fused=True, amsgrad=True, weight_decay=0.1, maximize=True
     ),
     "sgd": lambda p: SGD(p, lr=0.05, fused=True, weight_decay=0.1),
+    "adamw, one by one": lambda p: AdamW(p, lr=0.05, eps=EPS, weight_decay=0.1),
+    "adam, foreach": lambda p: Adam(p, lr=0.05, eps=EPS, foreach=True, amsgrad=True, maximize=True),
+    "sgd, one by one": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd, foreach": lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.1, foreach=True),
 }
 
 
@@ -124,28 +129,89 @@ def test_torchs_python_is_not_called(
 
 
 @pytest.mark.parametrize(
-    "options",
+    "options", [{"fused": False}, {"fused": None}, {"foreach": True, "fused": None}]
+)
+@pytest.mark.parametrize("optimizer_type", [AdamW, Adam, SGD])
+def test_nor_for_steps_that_are_not_fused(
+    amp: ModuleType, own_steps: list[str], optimizer_type: Any, options: dict[str, Any]
+) -> None:
+    training = Training(amp, optimizer_type, **options)
+    for _ in range(3):
+        training.train()
+    assert own_steps == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "options"),
     [
-        {"fused": False},
-        {"fused": None},
-        {"foreach": True, "fused": False},
-        {"betas": (torch.tensor(0.9), torch.tensor(0.999))},
+        (AdamW, {"betas": (torch.tensor(0.9), torch.tensor(0.999))}),
+        (SGD, {"fused": False, "lr": torch.tensor(0.1)}),
+        # which writes to the gradients, too
+        (SGD, {"fused": False, "foreach": True, "momentum": 0.9, "nesterov": True}),
     ],
 )
 def test_other_steps_of_torch_are_called(
-    amp: ModuleType, own_steps: list[str], options: dict[str, Any]
+    amp: ModuleType, own_steps: list[str], optimizer_type: Any, options: dict[str, Any]
 ) -> None:
-    Training(amp, **options).train()
-    assert own_steps == ["adam"]
+    Training(amp, optimizer_type, **options).train()
+    assert len(own_steps) == 1
 
 
-def test_a_group_that_is_not_fused_is_stepped_by_torch(
+def test_a_group_that_becomes_such_a_one_is_stepped_by_torch(
     amp: ModuleType, own_steps: list[str]
 ) -> None:
-    training = Training(amp)
-    training.optimizer.param_groups[0]["fused"] = False
+    training = Training(amp, SGD, momentum=0.9, nesterov=True)
     training.train()
-    assert own_steps == ["adam"]
+    assert own_steps == []
+    training.optimizer.param_groups[0].update(fused=False, foreach=True)
+    training.train()
+    assert own_steps == ["sgd"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_direct"),
+    [
+        ({}, True),
+        ({"foreach": True}, True),
+        ({"fused": True}, True),
+        ({"foreach": False}, False),
+        ({"fused": False}, False),
+        ({"momentum": 0.9, "nesterov": True}, False),
+    ],
+)
+def test_on_cuda_only_steps_that_torch_makes_by_functions_for_many_are_made_so(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], is_direct: bool
+) -> None:
+    def set_up(param: nn.Parameter) -> tuple[DirectStep, Optimizer]:
+        optimizer = SGD([param], lr=0.1, **options)
+        return DirectStep(optimizer), optimizer
+
+    class Own(nn.Parameter):
+        """Of which torch does not know whether it has such functions."""
+
+    plain, own = (set_up(kind(torch.ones(2))) for kind in (nn.Parameter, Own))
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    assert plain[0].is_right(plain[1]) is is_direct
+    assert own[0].is_right(own[1]) is (is_direct and bool(options))
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: False))
+    assert plain[0].is_right(plain[1]) is (options == {"fused": True})
+
+
+def test_a_step_that_is_not_fused_takes_little_more_memory(amp: ModuleType) -> None:
+    def peak(is_direct: bool) -> int:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
+        optimizer = AdamW(model.parameters())
+        direct = DirectStep(optimizer)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        for _ in range(2):
+            with LivingTensors() as living:
+                direct.run(optimizer) if is_direct else optimizer.step()
+        return living.peak
+
+    of_two_layers = 2 * 256 * 256 * 4
+    assert peak(True) <= peak(False) + of_two_layers
 
 
 def test_a_subclass_steps_itself(amp: ModuleType) -> None:
