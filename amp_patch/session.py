@@ -41,7 +41,7 @@ from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass, Other
 from .step.history import History, Prepared
-from .step.loss_scaling import Found, LossScaling, choose_scaling
+from .step.loss_scaling import Found, HostScaling, LossScaling, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.overflow_log import OverflowLog
@@ -87,6 +87,7 @@ class Session:
 
     def _reset(self) -> None:
         self.scalers: list[LossScaler] = []
+        self._host_scalings: dict[int, HostScaling] = {}
         self.overflows = OverflowLog()
         self.history = History()
         self.verbosity: int | str = 1
@@ -333,15 +334,16 @@ class Session:
         for step in steps:
             if step.skip.pending:
                 step.skip.settle()
+        scaler, on_host = self.scalers[scaler_id], self._host_scalings.get(scaler_id)
+        if on_host is None or on_host.scaler is not scaler:
+            name_of, on_overflow = self.models.name_of, self._note_overflow
+            on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, lambda: self._prints)
+            self._host_scalings[scaler_id] = on_host
         return choose_scaling(
-            self.scalers[scaler_id],
-            scaler_id,
-            self.models.name_of,
+            on_host,
             device,
             may_be_delayed or (bool(self.observers) and self.observers.wait_for_overflows),
             can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
-            on_overflow=functools.partial(self._note_overflow, steps[0].ended + 1),
-            tells=lambda: self._prints,
         )
 
     def _pass(
@@ -361,7 +363,7 @@ class Session:
         )
 
     def _note_overflow(
-        self, step: int, scaler_id: int, found: Sequence[Found], scale: float
+        self, scaler_id: int, found: Sequence[Found], scale: float, step: int
     ) -> None:
         self.overflows.note(scaler_id, scale, step, found, self.models.places())
         self.observers.overflowed(scaler_id, found)

@@ -33,7 +33,8 @@ class OpStats:
 
     Attributes:
         calls: by phase ("forward", "backward", "step"), operator ("addmm") and dtype ("float16":
-            that of the first floating tensor that it returned; "other" where it returned none).
+            that of the first floating tensor that it returned, or that it was given to write to
+            where it returns nothing, as ``_foreach_add_``; "other" where there is none).
             A step is all that ``optimizer.step()`` runs, and what amp does for it: it unscales
             and checks gradients, and counts inf and NaN after an overflow.
         casts: tensors that were cast, by kind ("weight", "activation", "gradient"), dtype before
@@ -139,7 +140,8 @@ class Counting(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = _floating(result)
         phase = self._phases.of(name)
-        dtype = _name_of(outputs[0].dtype) if outputs else "other"
+        written = outputs or (inputs if name.endswith("_") else [])
+        dtype = _name_of(written[0].dtype) if written else "other"
         if name == _BULK:
             dtype = _name_of(args[0][0].dtype)
             self._count_bulk(args[0], args[1])

@@ -30,8 +30,9 @@ RUNS_AHEAD = {"cuda"}
 #: gradient, in the check's order.
 Found: TypeAlias = tuple[GradCheck, list[Tensor]]
 
-#: Gets the number of a loss scaler, what was found in the pass that overflowed, and its scale.
-OnOverflow = Callable[[int, Sequence[Found], float], None]
+#: Gets the number of a loss scaler, what was found in the pass that overflowed, its scale, and
+#: which step it was for, from 1, as the first of its optimizers counts.
+OnOverflow = Callable[[int, Sequence[Found], float, int], None]
 
 
 class LossScaling(Protocol):
@@ -82,7 +83,7 @@ class NoScaling:
 
 
 class HostScaling:
-    """A scale that the host moves, when it has waited for the flags.
+    """A scale that the host moves, when it has waited for the flags. One object for many passes.
 
     Args:
         scaler: moved.
@@ -102,17 +103,17 @@ class HostScaling:
         on_overflow: OnOverflow,
         tells: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._scaler, self._scaler_id, self._name_of = scaler, scaler_id, name_of
-        self._tells = tells
+        self.scaler, self.scaler_id = scaler, scaler_id
+        self._name_of, self._tells = name_of, tells
         self.on_overflow = on_overflow
 
     def scale(self) -> float:
         """See `LossScaling`."""
-        return self._scaler.loss_scale()
+        return self.scaler.loss_scale()
 
     def update(self, found: Sequence[Found], skips: Sequence[Skip]) -> None:
         """See `LossScaling`; after any other error the scale is what it was."""
-        scaler = self._scaler
+        scaler = self.scaler
         if scaler.device_scaler is not None:
             scaler.settle()
         before, is_exhausted = scaler.numbers(), False
@@ -124,7 +125,7 @@ class HostScaling:
                 reason = self.reason(found)
                 for skip in skips:
                     skip.ask(reason, scaler)
-                self.on_overflow(self._scaler_id, found, before[0])
+                self.on_overflow(self.scaler_id, found, before[0], skips[0].count.steps + 1)
                 is_exhausted = scaler.exhausted
         except BaseException:
             scaler.set_numbers(*before)
@@ -134,12 +135,12 @@ class HostScaling:
 
     def moves(self, scaler: LossScaler) -> bool:
         """See `LossScaling`."""
-        return scaler is self._scaler
+        return scaler is self.scaler
 
     def reason(self, found: Sequence[Found]) -> str:
         """Return apex's line about the skipped step, and the first gradients that caused it."""
         names = self._names(found, most=3) if self._tells() else ""
-        line = self._scaler.skip_message(self._scaler_id)
+        line = self.scaler.skip_message(self.scaler_id)
         return f"{line}; not finite: {names}" if names else line
 
     def _names(self, found: Sequence[Found], most: int) -> str:
@@ -156,7 +157,7 @@ class HostScaling:
         shown = self._names(found, most=10)
         return (
             "gradients must become finite at some loss scale; got two steps in a row that are not, "
-            f"with loss scaler {self._scaler_id} at its floor {self._scaler.loss_scale()}: "
+            f"with loss scaler {self.scaler_id} at its floor {self.scaler.loss_scale()}: "
             f"{shown}. Look for what makes them so at these parameters (a division, a logarithm, "
             "the learning rate), or call amp.initialize(..., opt_level='O0') to train in fp32."
         )
@@ -167,22 +168,15 @@ class DeviceScaling:
 
     Args:
         device_scaler: the scale there.
-        scaler: the one on the host, which hears of it later.
-        scaler_id: its number in messages.
-        on_host: takes over where gradients are on other devices as well.
+        on_host: has the scaler on the host, which hears of it later, and takes over where gradients
+            are on other devices as well.
     """
 
     is_on = True
 
-    def __init__(
-        self,
-        device_scaler: DeviceScaler,
-        scaler: LossScaler,
-        scaler_id: int,
-        on_host: HostScaling,
-    ) -> None:
+    def __init__(self, device_scaler: DeviceScaler, on_host: HostScaling) -> None:
         self._device_scaler, self._on_host = device_scaler, on_host
-        self._scaler, self._scaler_id = scaler, scaler_id
+        self._scaler = on_host.scaler
 
     def scale(self) -> Tensor:
         """See `LossScaling`."""
@@ -208,12 +202,13 @@ class DeviceScaling:
     def _expect(self, skips: Sequence[Skip], late: Sequence[LateCheck]) -> Callable[[float], None]:
         """The device is at work; return what is to be called when the scaler has heard of it."""
         tell = [skip.expect(self._scaler) for skip in skips]
-        return functools.partial(self._report, tell, late)
+        return functools.partial(self._report, tell, late, skips[0].count.steps + 1)
 
     def _report(
         self,
         tell: Sequence[Callable[[str | None], None]],
         late: Sequence[LateCheck],
+        step: int,
         scale: float,
     ) -> None:
         was_skipped = self._scaler.skipped
@@ -222,18 +217,14 @@ class DeviceScaling:
         for one in tell:
             one(reason)
         if was_skipped:
-            self._on_host.on_overflow(self._scaler_id, found, scale)
+            self._on_host.on_overflow(self._on_host.scaler_id, found, scale, step)
 
 
 def choose_scaling(
-    scaler: LossScaler,
-    scaler_id: int,
-    name_of: Callable[[Tensor], str],
+    on_host: HostScaling,
     device: torch.device,
     may_be_delayed: bool,
     can_skip: Callable[[], bool],
-    on_overflow: OnOverflow,
-    tells: Callable[[], bool] = lambda: False,
 ) -> LossScaling:
     """Return who scales a loss on ``device``.
 
@@ -242,22 +233,22 @@ def choose_scaling(
     floor: the error that may follow names gradients, which are gone one step later.
 
     Args:
-        scaler, scaler_id, name_of, on_overflow, tells: see `HostScaling`.
+        on_host: of the loss's scaler.
         device: the loss's.
         may_be_delayed: whether the check waits for the step (``delay_overflow_check``).
         can_skip: returns whether all optimizers of the loss can skip a step by a flag.
     """
+    scaler = on_host.scaler
     # A static scale does not move: to read it, nothing is waited for.
     if not scaler.rule.dynamic and scaler.scale == 1.0:
         return NoScaling(scaler, device)
-    on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, tells)
     if device.type not in RUNS_AHEAD or may_be_delayed:
         return on_host
     if scaler.device_scaler is not None:
         scaler.device_scaler.poll()
     if scaler.overflows_at_floor or not can_skip():
         return on_host
-    return DeviceScaling(DeviceScaler.of(scaler, device), scaler, scaler_id, on_host)
+    return DeviceScaling(DeviceScaler.of(scaler, device), on_host)
 
 
 class PendingCheck:

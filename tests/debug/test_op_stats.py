@@ -77,7 +77,10 @@ def test_calls_are_counted_by_dtype(amp, level: str) -> None:
     assert calls.dtypes == [dtype] * (2 * LAYERS)
     assert stats.calls["forward", "addmm", dtype] == 2 * LAYERS
     assert stats.calls["backward", "mm", dtype] == 2 * (2 * LAYERS - 1)
-    assert stats.calls["step", "add_", "float32" if level != "O3" else dtype] == 4 * LAYERS
+    if level == "O3":  # torch steps half parameters one by one
+        assert stats.calls["step", "add_", dtype] == 4 * LAYERS
+    else:
+        assert stats.calls["step", "_foreach_add_", "float32"] == 2
     assert stats.steps == 2
 
 

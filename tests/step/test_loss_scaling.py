@@ -48,19 +48,19 @@ class Case:
         self.number = number
         self.scaler = LossScaler(ScaleRule(**rule))
         self.said: list[str] = []
-        self.overflows: list[tuple[int, float]] = []
+        self.overflows: list[tuple[int, float, int]] = []
         self.skip = Skip(self.said.append)
         self.error: Exception | None = None
 
     def choose(self, delayed: bool = False, can_skip: bool = True) -> LossScaling:
-        arguments = (self.scaler, self.number, self.name_of, CPU, delayed, lambda: can_skip)
-        return choose_scaling(*arguments, self.on_overflow)
+        on_host = HostScaling(self.scaler, self.number, self.name_of, self.on_overflow)
+        return choose_scaling(on_host, CPU, delayed, lambda: can_skip)
 
     def name_of(self, param: Tensor) -> str:
         return "blocks.2.weight"
 
-    def on_overflow(self, scaler_id: int, found: Any, scale: float) -> None:
-        self.overflows.append((scaler_id, scale))
+    def on_overflow(self, scaler_id: int, found: Any, scale: float, step: int) -> None:
+        self.overflows.append((scaler_id, scale, step))
         if self.error is not None:
             raise self.error
 
@@ -114,7 +114,7 @@ def test_an_overflow_lowers_the_scale_and_skips_the_step() -> None:
     case = Case()
     case.choose().update([found(1.0), found(INF)], [case.skip])
     assert case.scaler.scale == 32768.0
-    assert case.overflows == [(3, 65536.0)]
+    assert case.overflows == [(3, 65536.0, 1)]
     assert case.skip.found()
     case.skip.note_skipped()
     assert case.said == [SAID]
@@ -155,14 +155,14 @@ def test_a_device_moves_its_scale_and_the_host_hears_of_it_later() -> None:
     case.scaler.settle()
     assert case.scaler.scale == 32768.0
     assert case.said == [SAID]
-    assert case.overflows == [(3, 65536.0)]
+    assert case.overflows == [(3, 65536.0, 1)]
 
 
 def test_gradients_on_another_device_are_the_hosts() -> None:
     case = Case()
     elsewhere = DeviceScaler.of(case.scaler, torch.device("cpu:0"))
     on_host = HostScaling(case.scaler, 3, case.name_of, case.on_overflow)
-    scaling = DeviceScaling(elsewhere, case.scaler, 3, on_host)
+    scaling = DeviceScaling(elsewhere, on_host)
     scaling.update([found(INF)], [case.skip])
     assert case.skip.is_certain
     assert case.scaler.scale == 32768.0
@@ -171,7 +171,7 @@ def test_gradients_on_another_device_are_the_hosts() -> None:
 def test_a_late_overflow_is_reported_with_what_is_left_of_its_check(runs_ahead: None) -> None:
     case, reported = Case(), []
     scaling = case.choose()
-    scaling._on_host.on_overflow = lambda number, found, scale: reported.extend(found)
+    scaling._on_host.on_overflow = lambda number, found, *_: reported.extend(found)
     one = found(INF)
     scaling.update([one], [case.skip])
     case.scaler.settle()
