@@ -69,7 +69,9 @@ class GradientBuffers:
             for param, master in zip(*self._parts, strict=True)
         ]
         self._pools, self._buffers = small_tensors.allocate(small)
-        self._reusable = Reusable([buffer for buffer in self._buffers if buffer is not None])
+        self._targets = [buffer for buffer in self._buffers if buffer is not None]
+        self._flag = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self._reusable = Reusable([*self._targets, self._flag])
         self._have_buffer = [buffer is not None for buffer in self._buffers]
         self._have_all_buffers = all(self._have_buffer)
         self._storage = self._places()
@@ -189,11 +191,11 @@ class GradientBuffers:
         if self.is_in_place:
             targets, are_dense = grads, False
         elif not self._reusable.are_free() or any(map(_IS_SPARSE, grads)):
-            targets, are_dense = self._targets(grads, repeat(None)), False
+            targets, are_dense = self._targets_for(grads, repeat(None)), False
         elif self._have_all_buffers:
-            targets, are_dense = self._reusable.tensors, True
+            targets, are_dense = self._targets, True
         else:
-            targets, are_dense = self._targets(grads, self._buffers), True
+            targets, are_dense = self._targets_for(grads, self._buffers), True
         if not is_checked:
             return self._unscale.copy(grads, targets, are_dense)
         places = self._storage if are_dense else ()
@@ -215,7 +217,7 @@ class GradientBuffers:
             As `unscale`. None, with nothing done, where not all of these are small half parameters
             on the CPU, or somebody holds a target.
         """
-        pool, targets = self._pool, self._reusable.tensors
+        pool, targets = self._pool, self._targets
         if not pool or isinstance(scale, Tensor) or scale < 1.0 or not self._reusable.are_free():
             return None
         torch._foreach_copy_(targets, grads)
@@ -223,7 +225,7 @@ class GradientBuffers:
             return GradCheck(targets, [])
         if scale != self._factor[0]:
             self._factor = scale, torch_kernels.inverse_of(scale)
-        found_inf = torch.zeros(1, dtype=torch.float32, device="cpu")
+        found_inf = self._flag.zero_()
         torch._amp_foreach_non_finite_check_and_unscale_(pool, found_inf, self._factor[1])
         if shows and scale != 1.0:
             torch._foreach_copy_(grads, targets)
@@ -249,7 +251,7 @@ class GradientBuffers:
             places.setdefault(kind_of(alone[rows[0]]), ([], []))[1].extend(rows)
         return list(places.values())
 
-    def _targets(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
+    def _targets_for(self, grads: list[Tensor], buffers: Iterable[Tensor | None]) -> list[Tensor]:
         return [
             buffer if buffer is not None else grad if param is master else _new_target(grad, master)
             for grad, param, master, buffer in zip(grads, *self._parts, buffers, strict=False)
