@@ -43,12 +43,14 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
 def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     few = ("--rounds", "1", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
+    few = (*few, "--optimizer", "SGD(foreach=True)")
     plot = tmp_path / "host.png"
     done = processes.run(
         [sys.executable, *WARNINGS, HOST_ROWS, *few, "--out", out, "--plot", plot], env=ENVIRONMENT
     )
     assert (done.returncode, done.stderr) == (0, "")
     saved = json.loads(out.read_text())
+    assert saved["optimizer"] == "SGD(foreach=True)"
     (ratios,) = saved["ratios"].values()
     assert {name.partition(" / ")[0] for name in ratios} >= {"bare bf16", "O1", "O2", "O4", "O5"}
     assert all(0 < spread["least"] <= spread["median"] for spread in ratios.values())

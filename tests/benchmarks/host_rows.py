@@ -3,6 +3,7 @@
     python tests/benchmarks/host_rows.py
     python tests/benchmarks/host_rows.py --only linears conv --rounds 41
     python tests/benchmarks/host_rows.py --compile --rounds 5
+    python tests/benchmarks/host_rows.py --optimizer SGD
     python tests/benchmarks/host_rows.py --from FILE --plot FILE
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
@@ -57,16 +58,20 @@ CANDIDATES = list(dict.fromkeys(name for pair in RATIOS for name in pair))
 
 
 def step_of(
-    name: str, make: Callable[[], HostModel], compiled: host_steps.Compile
+    name: str,
+    make: Callable[[], HostModel],
+    compiled: host_steps.Compile,
+    optimizer: str = "AdamW(fused=True)",
 ) -> contextlib.AbstractContextManager[host_steps.Step]:
     kind, _, rest = name.partition(" ")
+    steps = host_steps.OPTIMIZERS[optimizer]
     if kind == "autocast":
-        return host_steps.autocast(make, rest, compiled)
+        return host_steps.autocast(make, rest, compiled, steps)
     if kind == "bare":
-        return host_steps.bare(make, rest, compiled)
+        return host_steps.bare(make, rest, compiled, steps)
     rules = host_steps.rules_of_cpu_autocast() if rest == "by the CPU's list" else None
     fused_step = rest == "fused_step"
-    return host_steps.amp_patch(make, kind, compiled, fused_step=fused_step, rules=rules)
+    return host_steps.amp_patch(make, kind, compiled, steps, fused_step=fused_step, rules=rules)
 
 
 def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace) -> Seconds:
@@ -74,7 +79,7 @@ def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace
     clock = time.thread_time if args.cpu_time else time.perf_counter
     if args.compile:
         torch.compiler.reset()  # of one function torch compiles eight variants, and then no more
-    with step_of(name, make, compiled) as step:
+    with step_of(name, make, compiled, args.optimizer) as step:
         return median_time(step, host_steps.WARM_UP, args.steps, clock)
 
 
@@ -118,13 +123,14 @@ def as_table(measured: dict[str, dict[str, list[Seconds]]]) -> Table:
     return table
 
 
-def save(path: Path, measured: dict[str, dict[str, list[Seconds]]]) -> None:
+def save(path: Path, measured: dict[str, dict[str, list[Seconds]]], optimizer: str) -> None:
     least = {
         model: {name: min(values) for name, values in seconds.items()}
         for model, seconds in measured.items()
     }
     result = {
         "machine": report.machine(),
+        "optimizer": optimizer,
         "ratios": _as_json(ratios(measured)),
         "against autocast": _as_json(ratios(measured, AGAINST_AUTOCAST)),
         "least seconds": least,
@@ -166,6 +172,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="models whose names have a word")
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=CANDIDATES)
+    kinds = list(host_steps.OPTIMIZERS)
+    parser.add_argument("--optimizer", choices=kinds, default=kinds[0], help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=20, help="timed in each round")
     parser.add_argument("--cpu-time", action="store_true", help="see above")
@@ -196,7 +204,7 @@ def main() -> None:
         measured = measure(args)
         Console(width=200).print(as_table(measured))
         if args.out is not None:
-            save(args.out, measured)
+            save(args.out, measured, args.optimizer)
     if args.plot is not None:
         draw(args.saved or args.out, args.plot)
 

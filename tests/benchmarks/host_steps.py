@@ -1,17 +1,19 @@
 """Training steps of one model by torch's autocast, by amp_patch, and written by hand.
 
-Each starts from the same weights and steps ``AdamW(fused=True)``.
+Each starts from the same weights, and steps the same optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from benchmarks.host_models import HostModel
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, AdamW, Optimizer
 
 from amp_patch import amp
 from amp_patch.casting import rules as cast_rules
@@ -21,6 +23,17 @@ Step = Callable[[], None]
 Compile = Callable[[nn.Module], nn.Module]
 #: Steps that are not timed: in the first 32 amp_patch looks for mistakes of the script.
 WARM_UP = 36
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+#: The first one is stepped where nobody says which. SGD has momentum.
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW(fused=True)": partial(AdamW, fused=True),
+    "AdamW": AdamW,
+    "AdamW(foreach=True)": partial(AdamW, foreach=True),
+    "SGD(fused=True)": partial(SGD, lr=1e-3, momentum=0.9, fused=True),
+    "SGD": partial(SGD, lr=1e-3, momentum=0.9),
+    "SGD(foreach=True)": partial(SGD, lr=1e-3, momentum=0.9, foreach=True),
+}
+_FUSED = OPTIMIZERS["AdamW(fused=True)"]
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -29,15 +42,16 @@ def _started(make: Callable[[], HostModel]) -> HostModel:
     return make()
 
 
-def _optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, fused=True)
-
-
 @contextlib.contextmanager
-def autocast(make: Callable[[], HostModel], half: str, compiled: Compile) -> Iterator[Step]:
+def autocast(
+    make: Callable[[], HostModel],
+    half: str,
+    compiled: Compile,
+    make_optimizer: MakeOptimizer = _FUSED,
+) -> Iterator[Step]:
     """torch's own: with a ``GradScaler`` in float16, without any scale in bfloat16."""
     model, loss_of, _ = _started(make)
-    optimizer = _optimizer(list(model.parameters()))
+    optimizer = make_optimizer(list(model.parameters()))
     scaler = torch.amp.GradScaler("cpu")
     model = compiled(model)
 
@@ -89,13 +103,14 @@ def amp_patch(
     make: Callable[[], HostModel],
     opt_level: str,
     compiled: Compile,
+    make_optimizer: MakeOptimizer = _FUSED,
     *,
     fused_step: bool = False,
     rules: dict[str, str] | None = None,
 ) -> Iterator[Step]:
     """The same at a level."""
     model, loss_of, _ = _started(make)
-    optimizer = _optimizer(list(model.parameters()))
+    optimizer = make_optimizer(list(model.parameters()))
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=opt_level, fused_step=fused_step, rules=rules, verbosity=0
     )
@@ -115,17 +130,28 @@ def amp_patch(
 
 
 @contextlib.contextmanager
-def bare(make: Callable[[], HostModel], half: str, compiled: Compile) -> Iterator[Step]:
+def bare(
+    make: Callable[[], HostModel],
+    half: str,
+    compiled: Compile,
+    make_optimizer: MakeOptimizer = _FUSED,
+) -> Iterator[Step]:
     """What one writes by hand for this one model: no hook, no safety, nothing that may change.
 
     A half model (batch norms in fp32), fp32 masters, multi-tensor copies, one check in float16.
     """
-    bare_model = _BareModel(make, HALVES[half], compiled)
+    bare_model = _BareModel(make, HALVES[half], compiled, make_optimizer)
     yield bare_model.scaled_step if half == "fp16" else bare_model.plain_step
 
 
 class _BareModel:
-    def __init__(self, make: Callable[[], HostModel], half: torch.dtype, compiled: Compile) -> None:
+    def __init__(
+        self,
+        make: Callable[[], HostModel],
+        half: torch.dtype,
+        compiled: Compile,
+        make_optimizer: MakeOptimizer,
+    ) -> None:
         model, _, self.loss_of = _started(make)
         masters = {param: param.detach().clone() for param in model.parameters()}
         for module in model.modules():
@@ -139,7 +165,7 @@ class _BareModel:
         self.grads = [torch.zeros_like(master) for master in self.masters]
         for master, grad in zip(self.masters, self.grads, strict=True):
             master.grad = grad
-        self.optimizer = _optimizer([*self.masters, *self.own])
+        self.optimizer = make_optimizer([*self.masters, *self.own])
         self.found_inf, self.inverse = torch.zeros(1), torch.ones(1)
         self.scale, self.unskipped = 65536.0, 0
         self.model = compiled(model)
