@@ -229,6 +229,8 @@ GENERATED = {
         DOCS / "benchmarks.md",
         partial(host_rows_table, "host_rows_compiled.json"),
     ),
+    "host-rows-sgd": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows_sgd.json")),
+    "host-rows-adamw": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows_adamw.json")),
     "host-in-turn": (DOCS / "benchmarks.md", partial(host_rows_table, "host_in_turn.json")),
     "rules": (DOCS / "cast-rules.md", rules_table),
     "differences": (DOCS / "cast-rules.md", differences_table),
