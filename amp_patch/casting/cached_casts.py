@@ -22,6 +22,10 @@ from amp_patch.kernels.reusable import Reusable, is_held
 #: it again takes the host about 4 us, as long as casting that many elements takes one core.
 LARGE = 1 << 14
 _NO_VERSION = -1
+#: In which backward passes all large casts are looked at for those that no graph reads. An odd
+#: number: two losses that take turns, as in a GAN, are looked at both.
+_LOOK_EVERY = 17
+_FIRST_PAUSE = 16
 #: `kernels.Cast` has one list of what it writes to.
 _LISTS_OF_BULK = 1
 _VERSION = operator.attrgetter("_version")
@@ -37,8 +41,9 @@ class Group:
         training: the model's mode when its forward was last seen.
         accumulates: True where casts are used again after a backward and before they go stale, so
             that they keep their memory; until a refresh finds that they were not.
-        needs_unread: True where a cast that no graph read was needed before its own gradient came,
-            so that such casts keep their memory from then on: a checkpoint ran its forward again.
+        pause: for how many refreshes casts that no graph reads keep their memory: one was needed
+            before its own gradient came, for a checkpoint ran its forward again.
+        next_pause: how many these will be the next time; twice as many each time.
         frozen: casts of large frozen parameters by their ids: references to both, and the dtype,
             the version and the address that the parameter had.
         entries: by the id of the parameter, which its entry keeps alive.
@@ -50,7 +55,7 @@ class Group:
         self.stale = True
         self.training = root.training
         self.accumulates = False
-        self.needs_unread = False
+        self.pause, self.next_pause = 0, _FIRST_PAUSE
         self.frozen: dict[int, tuple[Any, ...]] = {}
         self.entries: dict[int, Entry] = {}
         self.bulk: Bulk | None = None
@@ -149,7 +154,9 @@ class Entry:
     def revive(self) -> None:
         """Cast the parameter again, into new memory, which the model's casts keep from now on."""
         self.group.accumulates = True
-        self.group.needs_unread |= self.arrivals == 0
+        if self.arrivals == 0:
+            self.group.pause = self.group.next_pause
+            self.group.next_pause *= 2
         self.claim()
         self.cast.copy_(self.param)
         self.version = self.param._version
@@ -185,8 +192,9 @@ class Bulk:
         self._shapes = list(map(_SHAPE, self.params))
         self._versions: list[int] = []
         self._small = Reusable([entry.cast for entry in entries if not entry.is_large])
-        # Large ones that no graph read in the last backward; None until there was one.
-        self._unread: list[Entry] | None = None
+        # Large ones that no graph has read in some backward, and how many of these there were.
+        self._unread: list[Entry] = []
+        self._backwards = 0
 
     def usable(self) -> bool:
         """True while every parameter stands and nobody holds a cast (see `Entry`)."""
@@ -204,11 +212,20 @@ class Bulk:
         return any(one.arrivals > 1 for one in self._large)
 
     def give_back_unread(self) -> None:
-        """Let the casts that no graph reads give their memory back."""
-        unread = self._large if self._unread is None else self._unread
-        for entry in unread:
+        """Let the casts that no graph reads give their memory back.
+
+        Those are tried that no graph has read before, and all in one backward of some, for to look
+        at each takes the host 1 us.
+        """
+        is_look = self._backwards % _LOOK_EVERY == 0
+        self._backwards += 1
+        for entry in self._large if is_look else self._unread:
             entry.give_back()
-        self._unread = [entry for entry in unread if not entry.has_memory]
+        if is_look:
+            known = set(map(id, self._unread))
+            self._unread += [
+                entry for entry in self._large if not entry.has_memory and id(entry) not in known
+            ]
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""

@@ -64,9 +64,11 @@ class WeightCache:
         Such is the weight of a first layer, whose input gets no gradient. Under autocast its cast
         goes when the forward ends.
         """
-        for group in list(self._groups.values()):
-            if group.bulk is not None and not group.needs_unread:
-                with self._lock:
+        if not self._groups:
+            return
+        with self._lock:  # other threads make lists of casts anew
+            for group in list(self._groups.values()):
+                if group.bulk is not None and not group.pause:
                     group.bulk.give_back_unread()
 
     def drop_casts(self) -> None:
@@ -191,6 +193,7 @@ class WeightCache:
             owners = [self._owners[key] for key in group.entries]
             group.bulk = bulk = Bulk(entries, owners)
         group.accumulates = bulk.were_used_again()
+        group.pause = max(0, group.pause - 1)
         group.frozen.clear()
         bulk.refresh()
         group.stale = False

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from . import cuda_module
-from .choice import are_on_cuda
 from .cuda_launch import launch, note_written
 from .cuda_module import THREADS, Argument, Kernel
 from .dense_rows import DenseRows, Part, chosen, layouts
@@ -131,7 +130,7 @@ class KernelStep:
         self._key: Any = None
         self._rows = DenseRows(_are_fp32_between)
         self._parts: list[Part] = []
-        self._are_taken = False
+        self._others: Sequence[int] = ()
         self._spans: list[list[Span]] = []
 
     def take(self, groups: Sequence[GroupRows]) -> bool:
@@ -157,7 +156,7 @@ class KernelStep:
             self._key, self.params = key, list(params)
         # The very lists of the step before: who compares them again finds the same objects.
         self._addresses[1:] = self._key[-1]
-        return self._are_taken
+        return not self._others
 
     @property
     def places(self) -> list[int]:
@@ -165,17 +164,13 @@ class KernelStep:
         return self._addresses[-2]
 
     def _look_up(self, params: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Find out which kernels step the columns, and by which tables.
-
-        That all are on CUDA devices is found here, too: what leaves a device has another address.
-        """
+        """Find out which kernels step the columns, and by which tables."""
         # A counter is one number; where a row has no weight or state its parameter stands in.
         models: Any = [
             [param if one is None else one for one, param in zip(column, params, strict=True)]
             for column in self._columns[:-1]
         ]
-        self._parts, others = self._rows.split_anew(*models)
-        self._are_taken = not others and are_on_cuda(params)
+        self._parts, self._others = self._rows.split_anew(*models)
         self._spans = [_spans(part, sizes) for part in self._parts]
 
     @without_grad

@@ -70,9 +70,11 @@ class CudaStep:
             found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
                 for where the host enters new state, of which a skipped step is to leave no trace.
         """
-        if not self.is_expected(optimizer):
-            return False
+        if not are_on_cuda(_first_of_groups(optimizer)):
+            return False  # most often seen at once, in less time than to ask the environment
         params = _params_of(optimizer)
+        if not self._are_used(optimizer, params):  # before a state is made for any of them
+            return False
         try:
             stored = stored_grads(params)
             half = self._half_gradients(not are_none(stored))

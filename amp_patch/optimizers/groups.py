@@ -118,7 +118,8 @@ class GroupUpdate:
         if are_same(values, self._suiting):  # numbers, which nobody changes in place
             return True
         suits = _are_numbers(options, names)
-        self._suiting = values if suits and list not in map(type, values) else ()
+        has_lists = any(isinstance(value, list) for value in values)
+        self._suiting = values if suits and not has_lists else ()
         return suits
 
     def step(self, inputs: StepInputs) -> None:
@@ -160,6 +161,7 @@ class StepCounters:
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
+        self._places: list[int] = []
         self._all = self._one = torch.zeros(0)  # until `gather` sees the first counters
 
     def advance(self, states: Sequence[ParamState]) -> list[Tensor]:
@@ -169,7 +171,7 @@ class StepCounters:
             The counters, 0-dim.
         """
         steps = list(map(_STEP, states))
-        if not are_same(steps, self._steps):
+        if not self._are_in_place(steps):
             self._move_together(states, steps[0].device, steps[0].dtype)
         self._all += self._one  # adding a number of Python's would first make a tensor of it
         return self._steps
@@ -179,9 +181,14 @@ class StepCounters:
     ) -> list[Tensor]:
         """As `advance`, but the counters stay what they are, and are of this device and dtype."""
         is_known = (self._all.device, self._all.dtype) == (device, dtype)
-        if not (is_known and are_same(list(map(_STEP, states)), self._steps)):
+        if not (is_known and self._are_in_place(list(map(_STEP, states)))):
             self._move_together(states, device, dtype)
         return self._steps
+
+    def _are_in_place(self, steps: list[Tensor]) -> bool:
+        """Return whether these counters are the known ones, and none was moved by its ``.data``."""
+        is_known = are_same(steps, self._steps)
+        return is_known and list(map(Tensor.data_ptr, steps)) == self._places
 
     def _move_together(
         self, states: Sequence[ParamState], device: torch.device, dtype: torch.dtype
@@ -190,6 +197,7 @@ class StepCounters:
             self._all = torch.stack([state["step"].to(device, dtype) for state in states])
             self._steps = [self._all[index] for index in range(len(states))]
             self._one = torch.ones((), device=device, dtype=dtype)
+        self._places = list(map(Tensor.data_ptr, self._steps))
         for state, step in zip(states, self._steps, strict=True):
             state["step"] = step
 

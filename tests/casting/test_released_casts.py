@@ -323,6 +323,75 @@ def test_a_cast_that_no_graph_reads_goes_before_the_backward(amp: ModuleType) ->
         scaled.backward()
 
 
+def test_a_pass_that_reads_them_or_adds_up_changes_nothing_for_later_ones(amp: ModuleType) -> None:
+    model, optimizer = trained(amp)
+
+    def kept(x: Tensor, passes: int = 1) -> int:
+        optimizer.zero_grad()
+        for number in range(1, passes + 1):
+            loss = model(x).float().square().sum()
+            with amp.scale_loss(loss, optimizer, delay_unscale=number < passes) as scaled:
+                found = bytes_of(session.cache)
+                scaled.backward()
+        optimizer.step()
+        return found
+
+    for _ in range(3):
+        kept(torch.randn(3, 4))
+    assert kept(torch.randn(3, 4, requires_grad=True)) == 2 * (16 + 8)
+    kept(torch.randn(3, 4), passes=3)
+    kept(torch.randn(3, 4))  # finds that they are not used again
+    assert kept(torch.randn(3, 4)) == 2 * 8
+
+
+def test_two_losses_that_take_turns_give_each_what_it_does_not_read(amp: ModuleType) -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    (make, judge), (of_make, of_judge) = amp.initialize(
+        models, optimizers, opt_level="O1", verbosity=0
+    )
+    first = judge[0].weight
+    given: list[bool] = []
+    for _ in range(24):
+        fake = make(torch.randn(3, 4))
+        with amp.scale_loss(judge(fake.detach()).float().sum(), of_judge) as scaled:
+            given.append(not session.cache._entries[id(first)].has_memory)
+            scaled.backward()
+        of_judge.step()
+        with amp.scale_loss(judge(fake).float().sum(), of_make) as scaled:
+            assert session.cache._entries[id(first)].has_memory
+            scaled.backward()
+        of_make.step()
+        of_judge.zero_grad()
+        of_make.zero_grad()
+    assert given[-3:] == [True] * 3
+
+
+def test_a_backward_waits_for_a_thread_that_makes_lists_anew(
+    amp: ModuleType,
+) -> None:
+    model, optimizer = trained(amp)
+    for _ in range(2):
+        count(amp, model, optimizer, 1)
+    cache, errors = session.cache, []
+
+    def begin() -> None:
+        try:
+            cache.begin_backward()
+        except AttributeError as error:
+            errors.append(error)
+
+    other = threading.Thread(target=begin)
+    with cache._lock:
+        other.start()
+        other.join(0.1)
+        assert other.is_alive()
+        for group in cache._groups.values():
+            group.bulk = None
+    other.join()
+    assert errors == []
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_who_runs_a_forward_again_in_the_backward_casts_once_more_and_never_again(
     amp: ModuleType, reentrant: bool

@@ -10,7 +10,6 @@ import torch
 from cuda_on_cpu.launcher import EmulatedModules
 from torch import Tensor
 
-from amp_patch.kernels import choice
 from amp_patch.kernels.cuda_optimizers import (
     Factors,
     GroupRows,
@@ -24,8 +23,7 @@ NONE = Factors(None, None)
 
 
 @pytest.fixture
-def step(monkeypatch: pytest.MonkeyPatch) -> KernelStep:
-    monkeypatch.setattr(choice, "_IS_CUDA", lambda tensor: True)
+def step() -> KernelStep:
     return KernelStep(OptimizerKernels("sgd.cu", 32, "dPdddiii"))
 
 

@@ -157,6 +157,21 @@ def test_other_steps_of_torch_are_called(
     assert len(own_steps) == 1
 
 
+def test_options_in_a_list_are_looked_at_in_each_step(
+    amp: ModuleType, own_steps: list[str]
+) -> None:
+    class Numbers(list[Any]):
+        """As a reader of YAML returns them."""
+
+    training = Training(amp, AdamW)
+    training.optimizer.param_groups[0]["betas"] = betas = Numbers([0.9, 0.999])
+    training.train()
+    assert own_steps == []
+    betas[:] = [torch.tensor(0.9), torch.tensor(0.999)]
+    training.train()
+    assert own_steps == ["adam"]
+
+
 def test_a_group_that_becomes_such_a_one_is_stepped_by_torch(
     amp: ModuleType, own_steps: list[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,6 +134,27 @@ class TestStepCounters:
         assert counters.values() == [3.0, 7.0]
         assert all(state["step"] is step for state, step in zip(states, steps, strict=True))
         assert steps[0].untyped_storage().data_ptr() == steps[1].untyped_storage().data_ptr()
+
+    @pytest.mark.parametrize("moved", [Tensor.double, Tensor.clone])
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_counters_that_were_moved_by_their_data_count_on(
+        self, moved: Callable[[Tensor], Tensor], count: int
+    ) -> None:
+        states = [{"step": torch.tensor(float(n))} for n in (1, 5)]
+        counters = StepCounters()
+        counters.advance(states)
+        for state in states[:count]:  # as a widely copied function moves an optimizer's state
+            state["step"].data = moved(state["step"].data)
+        steps = counters.advance(states)
+        assert [state["step"].item() for state in states] == [3.0, 7.0]
+        assert all(state["step"] is step for state, step in zip(states, steps, strict=True))
+        for state in states:
+            state["step"].data = moved(state["step"].data)
+        on_device = counters.gather(states, torch.device("cpu"), torch.float32)
+        assert [(one.item(), one.dtype) for one in on_device] == [
+            (3.0, torch.float32),
+            (7.0, torch.float32),
+        ]
 
     def test_a_loaded_counter_is_taken_in(self) -> None:
         states = [{"step": torch.tensor(1.0)}, {"step": torch.tensor(1.0)}]

@@ -267,11 +267,15 @@ def test_a_parameter_that_leaves_the_gpu_takes_the_step_to_torch(
 ) -> None:
     training = Training(amp, "adamw", True)
     training.step(9)
+    for state in training.optimizer.state.values():
+        state["step"] = state["step"].double()  # as a float64 default has it, loaded
     param = training.stepped()[1]
     param.data = param.data.clone()  # elsewhere, as on another device
     on_gpu.on_cpu.append(param)
     on_gpu.modules.launched.clear()
     training.step(9)
+    # torch's step leaves what it counts in, where kernels would have taken it in before they knew
+    assert {state["step"].dtype for state in training.optimizer.state.values()} == {torch.float64}
     assert not [name for name in on_gpu.modules.launched if name.startswith("adamw")]
     on_gpu.on_cpu.clear()
     param.data = param.data.clone()
