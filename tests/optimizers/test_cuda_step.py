@@ -189,7 +189,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
     if request.param == "torch":
         return Place(CPU, None)
     if request.param == "cuda on cpu":
-        modules = request.getfixturevalue("on_gpu").modules
+        modules = request.getfixturevalue("gpu").modules
         assert isinstance(modules, EmulatedModules)
         return Place(CPU, modules.launched)
     pytest.importorskip("cupy")
@@ -354,7 +354,7 @@ def masters_of(trial: Trial) -> list[Tensor]:
     return [master for master in trial.masters if id(master) not in own]
 
 
-def test_no_gradient_is_unscaled_before_somebody_reads_it(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_no_gradient_is_unscaled_before_somebody_reads_it(amp: ModuleType, gpu: Gpu) -> None:
     trial = Trial(amp, RULES["sgd"], "O2", 64.0)
     trial.backward(0, 9, 1.0)
     half = trial.model.weights[2]
@@ -372,11 +372,11 @@ def test_no_gradient_is_unscaled_before_somebody_reads_it(amp: ModuleType, on_gp
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_clip_reads_again_only_what_does_not_wait(
-    amp: ModuleType, on_gpu: Gpu, optimizer: str
+    amp: ModuleType, gpu: Gpu, optimizer: str
 ) -> None:
     trial = Trial(amp, RULES[optimizer], "O2", 64.0)
     trial.backward(0, 9, 1.0)
-    launched = on_gpu.modules.launched
+    launched = gpu.modules.launched
     launched.clear()
     if optimizer == "lamb":  # it clips in its step
         trial.step(True)
@@ -396,7 +396,7 @@ WRITTEN = (
 
 
 @pytest.mark.parametrize("reader", ["step", "read", "clip"])
-def test_a_write_to_a_half_gradient_is_refused(amp: ModuleType, on_gpu: Gpu, reader: str) -> None:
+def test_a_write_to_a_half_gradient_is_refused(amp: ModuleType, gpu: Gpu, reader: str) -> None:
     trial = Trial(amp, RULES["sgd"], "O2", 64.0)
     trial.backward(0, 9, 1.0)
     trial.model.weights[2].grad.mul_(0.5)
@@ -416,7 +416,7 @@ def test_a_write_to_a_half_gradient_is_refused(amp: ModuleType, on_gpu: Gpu, rea
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("all_of_them", [True, False])
 def test_cleared_half_gradients_are_not_stepped(
-    amp: ModuleType, on_gpu: Gpu, all_of_them: bool, set_to_none: bool
+    amp: ModuleType, gpu: Gpu, all_of_them: bool, set_to_none: bool
 ) -> None:
     trial = Trial(amp, RULES["sgd"], "O2", 64.0)
     trial.backward(0, 9, 1.0)
@@ -429,7 +429,7 @@ def test_cleared_half_gradients_are_not_stepped(
 
 @pytest.mark.filterwarnings(r"ignore:the backward\(\) of a scaled loss must")
 def test_another_optimizers_backward_leaves_waiting_gradients_alone(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, gpu: Gpu
 ) -> None:
     trial, other = (Trial(amp, RULES["sgd"], "O2", 64.0) for _ in range(2))
     trial.backward(0, 9, 1.0)
@@ -445,7 +445,7 @@ def test_another_optimizers_backward_leaves_waiting_gradients_alone(
 
 @pytest.mark.parametrize("clips", [False, True])
 def test_what_a_backward_leaves_at_a_master_is_added_to_what_waits(
-    amp: ModuleType, on_gpu: Gpu, clips: bool
+    amp: ModuleType, gpu: Gpu, clips: bool
 ) -> None:
     trial = Trial(amp, RULES["adamw"], "O2", 64.0)
     for seed in range(2):
@@ -459,7 +459,7 @@ def test_what_a_backward_leaves_at_a_master_is_added_to_what_waits(
 
 
 def test_no_state_is_made_for_a_sparse_gradient_that_the_optimizer_refuses(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, gpu: Gpu
 ) -> None:
     model = nn.BatchNorm1d(4)
     model, optimizer = amp.initialize(
@@ -472,7 +472,7 @@ def test_no_state_is_made_for_a_sparse_gradient_that_the_optimizer_refuses(
     assert not any(optimizer.state.values())
 
 
-def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, gpu: Gpu) -> None:
     trial = Trial(amp, RULES["adamw"], "O2", 64.0)
     sums: list[Any] = [None] * len(trial.grads)
     for seed, missing in [(0, 9), (1, 2), (2, 9)]:
@@ -495,7 +495,7 @@ def test_accumulated_gradients_are_stepped_as_their_sum(amp: ModuleType, on_gpu:
 
 @pytest.mark.parametrize("name", ["sgd momentum", "adamw"])
 def test_a_tensor_that_no_kernel_takes_is_stepped_by_the_reference(
-    amp: ModuleType, on_gpu: Gpu, name: str
+    amp: ModuleType, gpu: Gpu, name: str
 ) -> None:
     trial = Trial(amp, RULES[name], "O2", 64.0)
     trial.backward(0, 9, 1.0)
@@ -504,16 +504,16 @@ def test_a_tensor_that_no_kernel_takes_is_stepped_by_the_reference(
             if param.grad.dim() == 2:
                 param.grad = param.grad.t().contiguous().t()
     trial.step(True)
-    assert not [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
+    assert not [one for one in gpu.modules.launched if one.startswith(("sgd", "adamw"))]
     trial.backward(1, 9, 1.0)
     trial.step(True)
     # a first momentum is a copy of the gradient, and has its strides
-    launched = [one for one in on_gpu.modules.launched if one.startswith(("sgd", "adamw"))]
+    launched = [one for one in gpu.modules.launched if one.startswith(("sgd", "adamw"))]
     assert bool(launched) == (name == "adamw")
 
 
 def test_gradients_that_wait_are_those_of_their_parameters_in_any_order(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, gpu: Gpu
 ) -> None:
     model = nn.ParameterList(torch.ones(2) for _ in range(3))
     model, optimizer = amp.initialize(
@@ -527,11 +527,11 @@ def test_gradients_that_wait_are_those_of_their_parameters_in_any_order(
         optimizer.param_groups[0]["params"].reverse()
         optimizer.step()
         assert [param.tolist() for param in model] == [[1.0 - steps * i] * 2 for i in range(3)]
-    assert on_gpu.modules.launched.count("sgd_float16_to_float16") == 2
+    assert gpu.modules.launched.count("sgd_float16_to_float16") == 2
 
 
 def test_a_write_before_the_pass_was_over_is_none_that_is_looked_for(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, gpu: Gpu
 ) -> None:
     trial = Trial(amp, RULES["sgd"], "O2", 64.0)
     gradients = amp.session.optimizers.steps[trial.optimizer].backward.gradients
@@ -544,7 +544,7 @@ def test_a_write_before_the_pass_was_over_is_none_that_is_looked_for(
     assert gradients.may_be_cleared
 
 
-def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_a_flag_on_the_device_skips_the_step_as_a_whole(amp: ModuleType, gpu: Gpu) -> None:
     for name in ("adamw", "sgd momentum", "lamb"):
         trial = Trial(amp, RULES[name], "O2", 64.0)
         (step,) = [s for o, s in amp.session.optimizers.steps.items() if o is trial.optimizer]
@@ -604,7 +604,7 @@ def test_groups_that_are_gone_are_not_kept(amp: ModuleType, place: Place) -> Non
     assert gone() is None
 
 
-def test_the_launches_keep_no_gradient_alive(on_gpu: Gpu) -> None:
+def test_the_launches_keep_no_gradient_alive(gpu: Gpu) -> None:
     params = [torch.ones(3), torch.ones(5)]
     optimizer = AdamW(params)
     assert AdamWUpdate.kernels is not None
@@ -613,6 +613,6 @@ def test_the_launches_keep_no_gradient_alive(on_gpu: Gpu) -> None:
         param.grad = torch.ones_like(param)
     grads = [weakref.ref(param.grad) for param in params]
     assert step.step(optimizer, None, None)
-    assert on_gpu.modules.launched == ["adamw_prepare", "adamw_float32_to_float32"]
+    assert gpu.modules.launched == ["adamw_prepare", "adamw_float32_to_float32"]
     optimizer.zero_grad()
     assert [grad() for grad in grads] == [None, None]

@@ -242,7 +242,7 @@ def run(training: Training, program: Program) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:fused_step=True")
 @pytest.mark.parametrize("rule", ["adamw", "momentum"])
 @pytest.mark.parametrize("action", ACTIONS)
-def test_each_change_is_noticed(amp: ModuleType, on_gpu: Gpu, rule: str, action: str) -> None:
+def test_each_change_is_noticed(amp: ModuleType, gpu: Gpu, rule: str, action: str) -> None:
     program: Program = [(action, 9, False), ("nothing", 1, True), ("nothing", 9, False)]
     kept = Training(amp, "sgd", True)  # torch stays patched while it lives
     forgets = run(Training(amp, rule, False), program)
@@ -250,7 +250,7 @@ def test_each_change_is_noticed(amp: ModuleType, on_gpu: Gpu, rule: str, action:
     del kept
 
 
-def test_any_changes_are_noticed(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_any_changes_are_noticed(amp: ModuleType, gpu: Gpu) -> None:
     kept = Training(amp, "sgd", True)
 
     @given(st.sampled_from(list(RULES)), PROGRAMS)
@@ -262,29 +262,27 @@ def test_any_changes_are_noticed(amp: ModuleType, on_gpu: Gpu) -> None:
     del kept
 
 
-def test_a_parameter_that_leaves_the_gpu_takes_the_step_to_torch(
-    amp: ModuleType, on_gpu: Gpu
-) -> None:
+def test_a_parameter_that_leaves_the_gpu_takes_the_step_to_torch(amp: ModuleType, gpu: Gpu) -> None:
     training = Training(amp, "adamw", True)
     training.step(9)
     for state in training.optimizer.state.values():
         state["step"] = state["step"].double()  # as a float64 default has it, loaded
     param = training.stepped()[1]
     param.data = param.data.clone()  # elsewhere, as on another device
-    on_gpu.on_cpu.append(param)
-    on_gpu.modules.launched.clear()
+    gpu.on_cpu.append(param)
+    gpu.modules.launched.clear()
     training.step(9)
     # torch's step leaves what it counts in, where kernels would have taken it in before they knew
     assert {state["step"].dtype for state in training.optimizer.state.values()} == {torch.float64}
-    assert not [name for name in on_gpu.modules.launched if name.startswith("adamw")]
-    on_gpu.on_cpu.clear()
+    assert not [name for name in gpu.modules.launched if name.startswith("adamw")]
+    gpu.on_cpu.clear()
     param.data = param.data.clone()
     training.step(9)
-    assert "adamw_prepare" in on_gpu.modules.launched
+    assert "adamw_prepare" in gpu.modules.launched
 
 
 def test_nothing_is_looked_up_where_nothing_has_changed(
-    amp: ModuleType, on_gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    amp: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(amp, "adamw", True)
     training.step(9)

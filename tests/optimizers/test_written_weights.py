@@ -201,7 +201,7 @@ EVENTS = st.tuples(st.sampled_from([*WRITES, *STEPS]), st.integers(0, 11))
 
 @pytest.mark.filterwarnings("ignore:amp_patch")
 def test_any_program_leaves_the_bits_of_reconciling_before_the_step(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, gpu: Gpu
 ) -> None:
     kept = Training(amp, "sgd", "O2", True)  # torch stays patched while it lives
 
@@ -222,39 +222,39 @@ def test_any_program_leaves_the_bits_of_reconciling_before_the_step(
     del kept
 
 
-def reconciled(on_gpu: Gpu, training: Training, event: Callable[[Training, int], None]) -> int:
+def reconciled(gpu: Gpu, training: Training, event: Callable[[Training, int], None]) -> int:
     """Return in how many launches masters were reconciled outside of the step's own."""
-    on_gpu.modules.launched.clear()
+    gpu.modules.launched.clear()
     event(training, 0)
-    return len([one for one in on_gpu.modules.launched if one.startswith("reconcile")])
+    return len([one for one in gpu.modules.launched if one.startswith("reconcile")])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_reconciles_without_a_launch_for_it(
-    amp: ModuleType, on_gpu: Gpu, optimizer: str
+    amp: ModuleType, gpu: Gpu, optimizer: str
 ) -> None:
     training = Training(amp, optimizer, "O2", True)
     counts = []
     for write in (write_half, write_half, write_master, write_half_data, write_half):
         write(training, 1)
-        counts.append(reconciled(on_gpu, training, step))
+        counts.append(reconciled(gpu, training, step))
     # the first step enters new state, but is not skipped by a flag
     assert counts == [0] * 5
 
 
-def test_what_is_not_stepped_is_reconciled_apart(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_what_is_not_stepped_is_reconciled_apart(amp: ModuleType, gpu: Gpu) -> None:
     training = Training(amp, "sgd", "O2", True)
     step(training, 0)
     for number, missing in enumerate([0, 0, 1, 1]):
         half = training.halves[missing]
         half.data = torch.full_like(half, number)
         training.backward(number, missing=missing)
-        assert reconciled(on_gpu, training, lambda training, _: training.optimizer.step()) == 1
+        assert reconciled(gpu, training, lambda training, _: training.optimizer.step()) == 1
         assert (training.masters[missing] == number).all()
         assert (training.halves[missing] == number).all()
 
 
-def test_what_has_other_memory_is_stepped_there(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_what_has_other_memory_is_stepped_there(amp: ModuleType, gpu: Gpu) -> None:
     training = Training(amp, "sgd", "O2", True)
     step(training, 0)
     half, before = training.halves[0], training.halves[0].detach().clone()
@@ -266,7 +266,7 @@ def test_what_has_other_memory_is_stepped_there(amp: ModuleType, on_gpu: Gpu) ->
     assert torch.equal(old, before)
 
 
-def test_a_step_that_is_refused_takes_nothing_back(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_a_step_that_is_refused_takes_nothing_back(amp: ModuleType, gpu: Gpu) -> None:
     training = Training(amp, "sgd", "O2", True)
     write_half(training, 6)
     written = training.halves[0].detach().clone()
@@ -275,7 +275,7 @@ def test_a_step_that_is_refused_takes_nothing_back(amp: ModuleType, on_gpu: Gpu)
     assert torch.equal(training.masters[0], written.float())
 
 
-def test_the_reference_steps_what_was_written(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_the_reference_steps_what_was_written(amp: ModuleType, gpu: Gpu) -> None:
     training = Training(amp, "sgd", "O2", True)
     training.optimizer.param_groups[0]["lr"] = 0.0
     write_half(training, 6)
@@ -284,14 +284,12 @@ def test_the_reference_steps_what_was_written(amp: ModuleType, on_gpu: Gpu) -> N
     master = training.masters[0]
     master.grad = master.grad.t().contiguous().t()  # no kernel takes these strides
     training.optimizer.step()
-    assert "sgd_prepare" not in on_gpu.modules.launched
+    assert "sgd_prepare" not in gpu.modules.launched
     assert torch.equal(training.halves[0], written)
     assert torch.equal(master, written.float())
 
 
-def test_a_hook_before_the_step_finds_masters_and_weights_equal(
-    amp: ModuleType, on_gpu: Gpu
-) -> None:
+def test_a_hook_before_the_step_finds_masters_and_weights_equal(amp: ModuleType, gpu: Gpu) -> None:
     training = Training(amp, "sgd", "O2", True)
     group = training.optimizer.param_groups[0]
     group["lr"] = 0.0
@@ -312,7 +310,7 @@ def test_a_hook_before_the_step_finds_masters_and_weights_equal(
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_what_was_written_before_a_step_that_a_flag_skips_is_there_for_the_next(
-    amp: ModuleType, on_gpu: Gpu, masters: bool
+    amp: ModuleType, gpu: Gpu, masters: bool
 ) -> None:
     training = Training(amp, "adamw", "O2", True)
     step(training, 0)
@@ -326,7 +324,7 @@ def test_what_was_written_before_a_step_that_a_flag_skips_is_there_for_the_next(
     assert (training.halves[0] == 3.0).all()
 
 
-def test_what_was_reconciled_is_not_due_any_more(amp: ModuleType, on_gpu: Gpu) -> None:
+def test_what_was_reconciled_is_not_due_any_more(amp: ModuleType, gpu: Gpu) -> None:
     masters = Training(amp, "sgd", "O2", True).step_of.masters
     stepped = [master for _, master in masters.pairs()]
     masters.reconcile_later()
@@ -338,7 +336,7 @@ def test_what_was_reconciled_is_not_due_any_more(amp: ModuleType, on_gpu: Gpu) -
 
 
 def test_weights_whose_addresses_the_kernels_tell_are_written_to_where_they_are(
-    amp: ModuleType, on_gpu: Gpu
+    amp: ModuleType, gpu: Gpu
 ) -> None:
     training = Training(amp, "sgd", "O2", True)
     masters, halves = training.step_of.masters, training.halves

@@ -9,11 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cuda_on_cpu
 import processes
 import pytest
 import torch
-from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
 from support import scaled_backward, trains
@@ -380,21 +378,10 @@ def test_a_step_that_was_given_a_flag_is_asked_about_later() -> None:
 # --- fused_step=True ---
 
 
-@pytest.fixture
-def by_kernels(
-    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
-) -> Iterator[None]:
-    """Have the CPU run the text of the kernels."""
-    cuda_on_cpu.require_compiler()
-    Gpu(monkeypatch, pytestconfig)
-    yield
-    amp.deactivate()  # as long as there are kernels
-
-
 EVENTS = ["finite", "overflow", "delayed", "dropped", "clipped", "strided"]
 
 
-@pytest.mark.usefixtures("ahead", "by_kernels")
+@pytest.mark.usefixtures("ahead", "gpu")
 def test_kernels_skip_as_a_host_that_waits(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +406,7 @@ def test_kernels_skip_as_a_host_that_waits(
     run()
 
 
-@pytest.mark.usefixtures("ahead", "by_kernels")
+@pytest.mark.usefixtures("ahead", "gpu")
 @pytest.mark.parametrize("maker", ONE_PASS)
 def test_kernels_wait_for_no_flag(amp: ModuleType, maker: str) -> None:
     model, optimizer = start(amp, "O2", maker)
@@ -445,7 +432,7 @@ def test_the_reference_waits_once(amp: ModuleType, maker: str, event: str) -> No
     assert amp.step_was_skipped(optimizer) == (event == "overflow")
 
 
-@pytest.mark.usefixtures("ahead", "by_kernels")
+@pytest.mark.usefixtures("ahead", "gpu")
 @pytest.mark.parametrize("maker", COUNTED)
 @pytest.mark.parametrize("factor", [1.0, torch.inf])
 def test_what_kernels_do_not_take_waits_once(amp: ModuleType, maker: str, factor: float) -> None:
@@ -465,7 +452,7 @@ def test_what_kernels_do_not_take_waits_once(amp: ModuleType, maker: str, factor
     assert all(map(torch.equal, before, after)) == (factor != 1.0)
 
 
-@pytest.mark.usefixtures("ahead", "by_kernels")
+@pytest.mark.usefixtures("ahead", "gpu")
 def test_a_skipped_first_step_leaves_no_momentum(amp: ModuleType) -> None:
     model, optimizer = start(amp, "O2", "one pass, momentum")
     step(amp, model, optimizer, "overflow")
