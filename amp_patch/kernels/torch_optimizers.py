@@ -6,7 +6,9 @@ order of operations is that of torch's own multi-tensor optimizers, and so are t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -147,9 +149,10 @@ def sgd(
     """
     grads = _descent(grads, params, maximize, weight_decay)
     if momentum != 0:
-        known = [buffer for buffer in buffers if buffer is not None]
+        are_known = list(map(operator.is_not, buffers, repeat(None)))
+        known: Any = list(compress(buffers, are_known))
         if known:
-            later = [g for g, buffer in zip(grads, buffers, strict=True) if buffer is not None]
+            later = list(compress(grads, are_known))
             torch._foreach_mul_(known, momentum)
             torch._foreach_add_(known, later, alpha=1 - dampening)
         if len(known) < len(buffers):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from amp_patch.kernels.cuda_optimizers import (
     learning_rate,
 )
 
-from .groups import GroupUpdate, StepInputs
+from .groups import GroupUpdate, ParamState, StepInputs
+
+_OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
 
 class SgdUpdate(GroupUpdate):
@@ -31,20 +34,21 @@ class SgdUpdate(GroupUpdate):
 
     def suits_reference(self, inputs: StepInputs) -> bool:
         """See `GroupUpdate.suits_reference`."""
+        if not super().suits_reference(inputs):
+            return False
+        if not inputs.options["fused"]:
+            return True
         # torch's fused kernel refuses momentum that only some parameters have
-        has_momentum = {state.get("momentum_buffer") is not None for state in inputs.states}
-        return super().suits_reference(inputs) and not (
-            inputs.options["fused"] and len(has_momentum) > 1
-        )
+        return len(set(map(operator.is_, _momentum_of(inputs.states), repeat(None)))) <= 1
 
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""
         _, group, params, grads, states = inputs
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
         step = torch_optimizers.fused_sgd if group["fused"] else torch_optimizers.sgd
-        buffers = [state.get("momentum_buffer") for state in states]
+        buffers = _momentum_of(states)
         before = list(buffers)
-        step(params, grads, buffers, **{name: group[name] for name in names})
+        options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
+        step(params, grads, buffers, **options)
         if not all(map(operator.is_, buffers, before)):
             for state, buffer in zip(states, buffers, strict=True):
                 state["momentum_buffer"] = buffer
@@ -60,7 +64,7 @@ class SgdUpdate(GroupUpdate):
         counters: list[Any] = [None] * len(params)
         new_state = []
         if group["momentum"] != 0:
-            buffers = [state.get("momentum_buffer") for state in states]
+            buffers = _momentum_of(states)
             for i in [i for i, buffer in enumerate(buffers) if buffer is None]:
                 buffers[i] = torch.zeros_like(params[i])
                 counters[i] = torch.zeros((), dtype=torch.float32, device=params[i].device)
@@ -74,3 +78,8 @@ class SgdUpdate(GroupUpdate):
         decoupled = int(group.get("decoupled_weight_decay", False))
         switches = (decoupled, int(group["nesterov"]), int(group["maximize"]))
         return [*learning_rate(group["lr"]), *numbers, *switches]
+
+
+def _momentum_of(states: Sequence[ParamState]) -> list[Any]:
+    """Return the momentum of each parameter; None where there is none yet."""
+    return list(map(dict.get, states, repeat("momentum_buffer")))
