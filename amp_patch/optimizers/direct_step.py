@@ -64,7 +64,7 @@ class DirectStep:
 def _is_stepped_together(group: dict[str, Any]) -> bool:
     """Return whether torch's step has the bits of functions for many tensors, and no other effect.
 
-    On CUDA devices only where these are what torch calls: its functions for one round elsewhere.
+    On CUDA devices only where torch calls these itself: its kernels for one tensor round otherwise.
     """
     foreach, params = group["foreach"], group["params"]
     if not params[0].is_cpu:
