@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from .small_tensors import share_most
+from .strips import cut, lie_alike, strip_length
 from .tensor_lists import alike
 
 
@@ -61,9 +62,10 @@ class Comparison:
         return any(bool(flag) for flag in flags)
 
     def _expected(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bits that copies must have and have; one cast is in memory at a time."""
-        for source, copy in self._pairs if self._seen is None else self._alone:
-            yield _bits(source.to(copy.dtype)), _bits(copy)
+        """Yield the bits that copies must have and have; few casts are in memory at a time."""
+        for pair in self._pairs if self._seen is None else self._alone:
+            for source, copy in _pieces(*pair):
+                yield _bits(source.to(copy.dtype)), _bits(copy)
         if self._seen is not None:
             yield from zip(self._seen, map(_joined, self._together), strict=True)
 
@@ -133,9 +135,19 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
+def _pieces(source: Tensor, copy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return both in strips, where they are large."""
+    length = strip_length(copy.numel(), _STRIP)
+    if length is None or not lie_alike([source, copy]):
+        return [(source, copy)]
+    return zip(cut(source, length), cut(copy, length), strict=True)
+
+
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: How many elements of small copies are compared together: a share of all, within these bounds.
-_SHARE, _LEAST, _MOST = 1 / 16, 1 << 16, 1 << 20
+_SHARE, _LEAST, _MOST = 1 / 64, 1 << 16, 1 << 20
+#: How many elements of a large copy are compared at once, about.
+_STRIP = 1 << 17
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:

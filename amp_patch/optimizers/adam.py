@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,33 +32,35 @@ class AdamUpdate(GroupUpdate):
     def __init__(self) -> None:
         self._counters = StepCounters()
 
+    def cut_with(self, inputs: StepInputs) -> list[Tensor]:
+        """See `GroupUpdate.cut_with`."""
+        state = inputs.states[0]
+        return [state[name] for name in _averages(inputs.options)] if state else []
+
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""
-        _, group, params, grads, states = inputs
+        group, states = inputs.options, inputs.states
         self.make_states(inputs)
-        exp_avgs, exp_avg_sqs = list(map(_EXP_AVG, states)), list(map(_EXP_AVG_SQ, states))
-        largest = state_columns(states, "max_exp_avg_sq")[0] if group["amsgrad"] else []
-        tensors = (params, grads, exp_avgs, exp_avg_sqs, largest)
+        columns = state_columns(states, *_averages(group))
+        columns += [[]] * (3 - len(columns))
         options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
         options["decoupled"] = group.get("decoupled_weight_decay", self.decoupled)
-        steps = self._counters.advance(states)
+        counters = self._counters.advance(states)
         try:
-            if group["fused"]:
-                torch_optimizers.fused_adam(*tensors, steps, **options)
-            else:
-                torch_optimizers.adam(*tensors, self._counters.values(), **options)
+            step: Any = torch_optimizers.fused_adam if group["fused"] else torch_optimizers.adam
+            counts = counters if group["fused"] else self._counters.values()
+            for tensors in inputs.pieces(*columns):
+                step(*tensors, counts, **options)
         except BaseException:
             self._counters.take_back()
             raise
 
     def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
         """See `GroupUpdate.kernel_rows`."""
-        _, group, params, grads, states = inputs
+        _, group, params, grads, states, _ = inputs
         self.make_states(inputs)
-        columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
-        if group["amsgrad"]:
-            columns += state_columns(states, "max_exp_avg_sq")
-        else:
+        columns: list[Column] = [grads, params, *state_columns(states, *_averages(group))]
+        if not group["amsgrad"]:
             columns.append([None] * len(states))
         return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])
 
@@ -78,11 +82,10 @@ class AdamUpdate(GroupUpdate):
         device = inputs.params[0].device if is_fused else torch.device("cpu")
         is_wide = torch.get_default_dtype() is torch.float64 and not is_fused
         dtype = torch.float64 if is_wide else torch.float32
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
         for param, state in zip(inputs.params, inputs.states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=dtype, device=device)
-                state.update({name: torch.zeros_like(param) for name in names})
+                state.update({name: torch.zeros_like(param) for name in _averages(group)})
 
 
 class AdamWUpdate(AdamUpdate):
@@ -92,9 +95,15 @@ class AdamWUpdate(AdamUpdate):
 
 
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "maximize")
-_EXP_AVG, _EXP_AVG_SQ = operator.itemgetter("exp_avg"), operator.itemgetter("exp_avg_sq")
+_item = functools.cache(operator.itemgetter)
+
+
+def _averages(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of what the state of a parameter holds in its shape."""
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    return names if group["amsgrad"] else names[:2]
 
 
 def state_columns(states: list[ParamState], *names: str) -> list[list[Tensor]]:
     """Return for each name the list of that tensor of every state."""
-    return [list(map(operator.itemgetter(name), states)) for name in names]
+    return [list(map(_item(name), states)) for name in names]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import compress, repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from amp_patch.distributed.shards import any_spread
 from amp_patch.kernels.cuda_optimizers import Column, GroupRows, OptimizerKernels
+from amp_patch.kernels.strips import Strips
 from amp_patch.kernels.torch_kernels import clip_factor, combined
 
 #: What an optimizer keeps for one parameter, ``optimizer.state[param]``.
@@ -32,6 +33,7 @@ class StepInputs(NamedTuple):
         params: the parameters that have gradients.
         grads: these gradients.
         states: the state of each; empty where the optimizer keeps none.
+        strips: of the only gradient, which is not in the list then; None where it is.
     """
 
     group: dict[str, Any]
@@ -39,6 +41,19 @@ class StepInputs(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor]
     states: list[ParamState]
+    strips: Strips | None = None
+
+    def pieces(self, *columns: list[Any]) -> Iterator[Sequence[list[Any]]]:
+        """Yield what is stepped at once: parameters, their gradients, and as much of each column.
+
+        Args:
+            columns: a tensor for each parameter, or none at all.
+        """
+        if self.strips is None:
+            yield self.params, self.grads, *columns
+        else:
+            others = [next(iter(column), None) for column in columns]
+            yield from self.strips.rows(self.params[0], *others)
 
 
 class GroupUpdate:
@@ -121,6 +136,19 @@ class GroupUpdate:
         has_lists = any(isinstance(value, list) for value in values)
         self._suiting = values if suits and not has_lists else ()
         return suits
+
+    def cut_with(self, inputs: StepInputs) -> list[Tensor] | None:
+        """Return what is cut in strips with a parameter; None where that is stepped as a whole.
+
+        Where it is not None, `step` goes through `StepInputs.pieces`.
+
+        Args:
+            inputs: of one parameter.
+
+        Returns:
+            The tensors of its state, as many as there are.
+        """
+        return None
 
     def step(self, inputs: StepInputs) -> None:
         """Step the group on multi-tensor functions of torch, to the bit as the optimizer does.

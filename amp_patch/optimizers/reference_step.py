@@ -1,14 +1,15 @@
 """One optimizer's step on functions of torch: the reference for the kernels, on every device.
 
-Large parameters whose gradients wait in half are stepped some at a time, so that few of these are
-in memory in fp32 at once; so are those that the optimizer would step one by one. Knows groups and
+Large parameters whose gradients wait in half are stepped some at a time, the largest in strips, so
+that few gradients are in memory in fp32 at once; so are those that the optimizer would step one by
+one. Knows groups and
 waiting gradients; no hooks, masters or loss scales.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.kernels import small_tensors, torch_kernels, torch_optimizers
+from amp_patch.kernels.strips import Strips, cut, lie_alike, strip_length
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import (
@@ -27,9 +29,9 @@ from amp_patch.weights.lazy_gradients import (
 
 from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 
-#: How many elements of large parameters are stepped at once: a share of all, within these bounds
-#: (0.5 MB to 16 MB of fp32 gradients; with less the host would take longer than the step).
-_SHARE, _LEAST, _MOST = 1 / 16, 1 << 17, 1 << 22
+#: How many elements of large parameters are stepped at once, about: a share of all, within these
+#: bounds (0.5 MB to 4 MB of fp32 gradients; with less the host would take longer than the step).
+_SHARE, _LEAST, _MOST = 1 / 64, 1 << 17, 1 << 20
 
 
 class _Part(NamedTuple):
@@ -40,6 +42,7 @@ class _Part(NamedTuple):
         params: in the group's order.
         places: theirs among the parameters of all groups.
         are_large: whether their gradients may wait in half.
+        strip: how many elements are stepped at once, where there is one parameter with far more.
         cached: what was looked up for them.
     """
 
@@ -47,6 +50,7 @@ class _Part(NamedTuple):
     params: list[Tensor]
     places: list[int]
     are_large: bool
+    strip: int | None
     cached: CachedGroup
 
 
@@ -78,6 +82,7 @@ class ReferenceStep:
         self._parts: list[_Part] = []
         self._params: list[Tensor] = []
         self._lengths: list[int] = []
+        self._at_once: float = _LEAST
         # The parameters whose gradients waited last, and which rows each part has of these.
         self._waited: Sequence[Tensor] = ()
         self._rows: list[list[int | None]] = []
@@ -114,11 +119,29 @@ class ReferenceStep:
 
     def _step(self, work: _Work, clip: Tensor | None) -> None:
         inputs = work.inputs
-        if work.rows or clip is not None:
+        strips = self._strips(work) if clip is None else None
+        if strips is not None:
+            inputs = inputs._replace(grads=[], strips=strips)
+        elif work.rows or clip is not None:
             grads = self._made(work)
             grads = grads if clip is None else torch_optimizers.scaled(grads, clip)
             inputs = inputs._replace(grads=grads)
         work.part.cached.update.step(inputs)
+
+    def _strips(self, work: _Work) -> Strips | None:
+        """Return the gradient of a part's only parameter in strips; None where it must be whole."""
+        length, inputs, source = work.part.strip, work.inputs, self._lazy.source
+        others = None if length is None else work.part.cached.update.cut_with(inputs)
+        if length is None or others is None:
+            return None
+        if not work.rows:
+            grad, pieces = inputs.grads[0], cut(inputs.grads[0], length)
+        elif isinstance(source, LargeInHalf):
+            row = work.rows[0]
+            grad, pieces = source.stored(row), source.strips(row, length)
+        else:
+            return None
+        return Strips(length, pieces) if lie_alike([grad, *inputs.params, *others]) else None
 
     @without_grad
     def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor | None:
@@ -132,13 +155,16 @@ class ReferenceStep:
             return None
         if not self._lazy.are_alone():
             return None
+        source.refuse_written()
+        self._look_up_parts(optimizer)
         waiting = self._waiting()
         norms: list[Tensor] = []
         others: list[Tensor] = []
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             row, grad = waiting.get(id(param)), stored_grad(param)
             if row is not None:
-                norms += torch_kernels.norms_of(source.make([row]), 2.0)
+                pieces = self._pieces(source, row)
+                norms += chain.from_iterable(torch_kernels.norms_of([one], 2.0) for one in pieces)
             elif grad is not None:
                 norms += torch_kernels.norms_of([grad], 2.0)
                 others.append(grad)
@@ -147,6 +173,14 @@ class ReferenceStep:
         source.clip(factor)
         torch_kernels.multiply(others, factor)
         return total
+
+    def _pieces(self, source: LargeInHalf, row: int) -> Iterable[Tensor]:
+        """Return a gradient that waits, in strips where it is large."""
+        grad = source.stored(row)
+        length = strip_length(grad.numel(), self._at_once)
+        if length is None or not lie_alike([grad]):
+            return source.make([row])
+        return source.strips(row, length)
 
     def _look_up_parts(self, optimizer: Optimizer) -> None:
         """Share the parameters among parts, unless they are those of the last step."""
@@ -159,7 +193,8 @@ class ReferenceStep:
         self._params, self._lengths, self._parts = list(params), lengths, []
         self._waited = ()
         begin = 0
-        at_once = min(max(_LEAST, _SHARE * sum(map(Tensor.numel, params))), _MOST)
+        elements = sum(map(Tensor.numel, params))
+        self._at_once = at_once = min(max(_LEAST, _SHARE * elements), _MOST)
         for group, members in enumerate(groups):
             is_fused = optimizer.param_groups[group].get("fused")
             for rows in _shares(members, at_once, are_alone=not is_fused):
@@ -167,7 +202,8 @@ class ReferenceStep:
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
                 own = [members[row] for row in rows]
-                self._parts.append(_Part(group, own, places, are_large, cached))
+                strip = _strip_length(own, at_once)
+                self._parts.append(_Part(group, own, places, are_large, strip, cached))
             begin += len(members)
         self._no_rows = [[] for _ in self._parts]
 
@@ -237,6 +273,13 @@ class ReferenceStep:
 def _is_large(param: Tensor) -> bool:
     """Return whether a parameter's gradient may wait in half, as `LargeInHalf` has it."""
     return isinstance(param, LazyGradParameter) and not small_tensors.is_small(param)
+
+
+def _strip_length(params: Sequence[Tensor], at_once: float) -> int | None:
+    """Return how long the strips of a part are; None where it is stepped as a whole."""
+    if len(params) > 1 or not params[0].is_cpu:
+        return None
+    return strip_length(params[0].numel(), at_once)
 
 
 def _shares(params: Sequence[Tensor], at_once: float, are_alone: bool) -> Iterator[list[int]]:

@@ -8,6 +8,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_patch.kernels import torch_optimizers
 from amp_patch.kernels.cuda_optimizers import (
@@ -41,14 +42,20 @@ class SgdUpdate(GroupUpdate):
         # torch's fused kernel refuses momentum that only some parameters have
         return len(set(map(operator.is_, _momentum_of(inputs.states), repeat(None)))) <= 1
 
+    def cut_with(self, inputs: StepInputs) -> list[Tensor] | None:
+        """See `GroupUpdate.cut_with`: not where the step is to make the momentum."""
+        buffers = _momentum_of(inputs.states)
+        return None if buffers == [None] else buffers
+
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""
-        _, group, params, grads, states = inputs
+        group, states = inputs.options, inputs.states
         step = torch_optimizers.fused_sgd if group["fused"] else torch_optimizers.sgd
         buffers = _momentum_of(states)
         before = list(buffers)
         options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
-        step(params, grads, buffers, **options)
+        for tensors in inputs.pieces(buffers):
+            step(*tensors, **options)
         if not all(map(operator.is_, buffers, before)):
             for state, buffer in zip(states, buffers, strict=True):
                 state["momentum_buffer"] = buffer
@@ -59,7 +66,7 @@ class SgdUpdate(GroupUpdate):
         A buffer made now gets a counter of 0: the kernel puts the gradient into it. One that is
         there gets none, and holds momentum.
         """
-        _, group, params, grads, states = inputs
+        _, group, params, grads, states, _ = inputs
         buffers: list[Any] = [None] * len(params)
         counters: list[Any] = [None] * len(params)
         new_state = []

@@ -6,7 +6,7 @@ From the backward to the step they stand for fp32 ones, which would take twice t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
-from amp_patch.kernels import CudaCheck
+from amp_patch.kernels import CudaCheck, torch_kernels
+from amp_patch.kernels.strips import cut
 
 _VERSION = operator.attrgetter("_version")
 
@@ -121,6 +122,7 @@ class LargeInHalf:
         large = [row for row, grad in enumerate(grads) if grad.dtype in HALVES]
         self._places = {row: place for place, row in enumerate(large)}
         self._large = UnscaledLater([grads[row] for row in large], scale)
+        self._scale = scale
 
     @property
     def is_clipped(self) -> bool:
@@ -140,6 +142,34 @@ class LargeInHalf:
         places = self._places
         made = iter(self._large.make([places[row] for row in rows if row in places]))
         return [next(made) if row in places else self._grads[row] for row in rows]
+
+    def stored(self, row: int) -> Tensor:
+        """Return the gradient of this row as it is in memory: unscaled only where it is in fp32."""
+        return self._grads[row]
+
+    def strips(self, row: int, length: int) -> Iterator[Tensor]:
+        """Yield what `make` returns for a row in strips, each in the memory of the one before.
+
+        Args:
+            row: of a gradient that `strips.cut` can cut.
+            length: of a strip.
+
+        Raises:
+            RuntimeError: see `UnscaledLater.refuse_written`.
+        """
+        grad = self._grads[row]
+        if row not in self._places:
+            yield from cut(grad, length)
+            return
+        self._large.refuse_written([self._places[row]])
+        memory = torch.empty(length, dtype=torch.float32, device=grad.device)
+        inverse = torch_kernels.inverse_of(self._scale).to(grad.device)
+        for half in cut(grad, length):
+            strip = memory[: half.numel()]
+            torch.mul(half, inverse, out=strip)
+            if self._large.clip is not None:
+                strip.mul_(self._large.clip)
+            yield strip
 
     def clip(self, factor: Tensor) -> None:
         """Multiply all gradients by a factor, 0-dim fp32; may be called once."""

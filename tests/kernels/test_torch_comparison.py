@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch.kernels import torch_comparison, torch_kernels
+from amp_patch.tools.sweep.memory import LivingTensors
 
 
 @given(COPIED, st.data())
@@ -46,11 +47,11 @@ def test_comparison_of_large_tensors_sees_the_last_element(ops: Operations) -> N
     assert comparison.differs()
 
 
-@pytest.mark.parametrize(("count", "kept"), [(4, 4), (6, 5), (200, 10), (400, 10)])
+@pytest.mark.parametrize(("count", "kept"), [(4, 4), (6, 5), (512, 8), (800, 10)])
 def test_what_is_kept_of_copies_has_a_bound(
     ops: Operations, monkeypatch: pytest.MonkeyPatch, count: int, kept: int
 ) -> None:
-    """A sixteenth of all elements, at least 5 and at most 10 copies' here."""
+    """A 64th of all elements, at least 5 and at most 10 copies' here."""
     if ops.module is not torch_kernels:
         pytest.skip("kernels keep nothing")
     monkeypatch.setattr(torch_comparison, "_LEAST", 5 * 8)
@@ -60,6 +61,31 @@ def test_what_is_kept_of_copies_has_a_bound(
     comparison.note_equal()
     assert sum(memory.numel() for memory in comparison._memory) == 8 * kept
     assert not comparison.differs()
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (8, 3, 1, 2), (15, 15, 2, 2)])
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_comparison_in_strips_sees_every_element(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[int, ...], are_alike: bool
+) -> None:
+    monkeypatch.setattr(torch_comparison, "_STRIP", 64)
+    monkeypatch.setattr(torch_comparison, "_LEAST", 0)
+    source = torch.randn(16, 16, 3, 3).to(memory_format=torch.channels_last)
+    half = source.half() if are_alike else source.half().contiguous()
+    comparison = torch_kernels.Comparison([source], [half])
+    comparison.note_equal()
+    assert not comparison.differs()
+    half[place] += 1
+    assert comparison.differs()
+
+
+def test_comparison_casts_a_strip_at_a_time() -> None:
+    source = torch.randn(1 << 21)
+    comparison = torch_kernels.Comparison([source], [source.half()])
+    with LivingTensors() as living:
+        before = living.peak
+        comparison.differs()
+    assert 0 < living.peak - before <= 1 << 19
 
 
 def test_comparison_sees_nan_as_equal_to_itself(ops: Operations) -> None:

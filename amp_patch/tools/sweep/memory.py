@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_patch.living_objects import instances, is_leaf
+from amp_patch.weights.lazy_gradients import stored_grads
 
 _STATUS = Path("/proc/self/status")
 
@@ -90,6 +91,7 @@ class LivingTensors(TorchDispatchMode):
 
 
 def _tensors_of_this_process() -> list[Tensor]:
-    """Return what lives now and Python knows of, with the gradients."""
+    """Return what lives now and Python knows of, with the gradients but those that wait."""
     found = instances(Tensor)
-    return found + [one.grad for one in found if is_leaf(one) and one.grad is not None]
+    grads = stored_grads(one for one in found if is_leaf(one))
+    return found + [grad for grad in grads if grad is not None]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from amp_patch.tools.sweep.memory import LivingTensors, peak_on_device, peak_rss
+from amp_patch.weights.lazy_gradients import LazyGradients, Made
 
 
 def peak_of(program) -> int:
@@ -29,6 +30,15 @@ def test_tensors_that_live_together_add_up() -> None:
         del first, second
 
     assert peak_of(program) == 4000 + 1000
+
+
+def test_gradients_that_wait_are_not_made_to_be_counted() -> None:
+    lazy = LazyGradients()
+    param = lazy.parameter(torch.ones(1000), True)
+    lazy.hold([param], Made([torch.ones(1000)]))
+    with LivingTensors():
+        pass
+    assert lazy.are_waiting
 
 
 def test_what_was_freed_makes_room() -> None:

@@ -1,0 +1,77 @@
+"""Large tensors in strips: pieces of their memory, stepped one after the other.
+
+What an optimizer computes on the way, the gradient in fp32 first of all, then takes the memory of
+one strip. Where each number of a tensor is stepped by the numbers at its place alone, the bits are
+those of one step for all. Knows tensors; no optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from torch import Tensor
+
+#: A strip holds a multiple of as many elements. Kernels take them some at a time, and what is left
+#: at the end of a tensor by other instructions, which may round in another way.
+_UNIT = 64
+
+
+class Strips(NamedTuple):
+    """The gradient of one parameter, in strips.
+
+    Attributes:
+        length: of each but the last one, in elements.
+        grads: the strips in fp32; each may be in the memory of the one before.
+    """
+
+    length: int
+    grads: Iterable[Tensor]
+
+    def rows(self, param: Tensor, *others: Tensor | None) -> Iterator[list[list[Tensor]]]:
+        """Yield lists of one strip each: of the parameter, its gradient and other tensors.
+
+        Args:
+            param: stepped in place, strip by strip.
+            others: that lie like it; None where an empty list is to stand for it.
+        """
+        columns = [repeat(None) if one is None else cut(one, self.length) for one in others]
+        for row in zip(cut(param, self.length), self.grads, *columns, strict=False):
+            yield [[] if one is None else [one] for one in row]
+
+
+def strip_length(elements: int, about: float) -> int | None:
+    """Return how many elements a strip of a tensor has; None where it is stepped as a whole.
+
+    Args:
+        elements: of the tensor.
+        about: how many a strip should have.
+    """
+    count = round(elements / about)
+    return None if count < 2 else -(-elements // (count * _UNIT)) * _UNIT
+
+
+def lie_alike(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors fill their memory, all in the same order: they may be cut alike."""
+    return len(set(map(Tensor.stride, tensors))) == 1 and _is_dense(tensors[0])
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def cut(tensor: Tensor, length: int) -> Iterator[Tensor]:
+    """Yield a tensor's memory in pieces, flat views of it, the last one shorter.
+
+    Args:
+        tensor: such as `lie_alike` returns True for.
+        length: of each, in elements.
+    """
+    yield from tensor.as_strided((tensor.numel(),), (1,)).split(length)
