@@ -13,12 +13,13 @@ from types import ModuleType
 import processes
 import pytest
 import torch
-from benchmarks import cuda_host, host_in_turn, host_rows, memory, norms, report
+from benchmarks import cuda_host, host_in_turn, host_rows, host_steps, memory, norms, report
 from benchmarks.host_models import HostModel, regression
 from benchmarks.host_steps import rules_of_cpu_autocast
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
 from torch import nn
+from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
@@ -133,6 +134,28 @@ def test_the_peak_of_a_step_is_that_of_the_bytes_for_each_parameter(
 
     found = (peak(640) - peak(512)) / (12 * (640**2 - 512**2))
     assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_autocast_by_cudas_list_runs_norms_in_float32_in_its_block_only() -> None:
+    def dtypes(enabled: bool) -> list[torch.dtype]:
+        half = torch.ones(2, 4, dtype=torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            results = [F.group_norm(half, 2), half.softmax(0), half.softmax(0, torch.float64)]
+            return [one.dtype for one in (*results, F.linear(half, half))]
+
+    half, kept = torch.bfloat16, torch.float64
+    before = F.group_norm
+    assert dtypes(True) == [half, half, kept, half]
+    with host_steps.list_of_cuda():
+        assert dtypes(True) == [torch.float32, torch.float32, kept, half]
+        assert dtypes(False) == [half, half, kept, half]
+    assert F.group_norm is before
+
+
+def test_casts_by_cudas_list_take_no_more_memory_than_autocasts(amp: ModuleType) -> None:
+    for make in (memory.group_norms, memory.attention):
+        found = {name: memory.peak(name, make) for name in ("O1", "autocast fp16 by CUDA's list")}
+        assert found["O1"] <= 1.001 * found["autocast fp16 by CUDA's list"]
 
 
 @pytest.mark.parametrize("name", norms.FUNCTIONS)

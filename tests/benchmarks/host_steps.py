@@ -6,14 +6,18 @@ Each starts from the same weights, and steps the same optimizer.
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from benchmarks.host_models import HostModel
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_patch import amp
 from amp_patch.casting import rules as cast_rules
@@ -72,6 +76,37 @@ def autocast(
         optimizer.step()
 
     yield scaled_step if half == "fp16" else plain_step
+
+
+@contextlib.contextmanager
+def list_of_cuda() -> Iterator[None]:
+    """Let torch's autocast on a CPU run in fp32 what it runs so on CUDA devices.
+
+    For what its casts take; a wrapper of Python, as this, takes other time.
+    """
+
+    def in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            dtypes = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.dtype)]
+            if torch.is_autocast_enabled("cpu") and not dtypes:
+                args, kwargs = tree_map(_float32, (args, kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in rules_of_cpu_autocast():
+            for path in targets.user_rule_targets(name):
+                owner, _, own_name = path.rpartition(".")
+                place = pkgutil.resolve_name(owner)
+                function = in_float32(getattr(place, own_name))
+                stack.enter_context(mock.patch.object(place, own_name, function))
+        yield
+
+
+def _float32(leaf: Any) -> Any:
+    is_half = isinstance(leaf, Tensor) and leaf.dtype in HALVES.values()
+    return leaf.float() if is_half else leaf
 
 
 def rules_of_cpu_autocast() -> dict[str, str]:

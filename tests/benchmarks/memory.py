@@ -5,13 +5,14 @@
 
 The peak over one step, weights, optimizer state, gradients and activations together. The counts are
 exact, and those of a GPU would be the same; what an operator takes for itself is not among them.
-Norms run in fp32 here, as under autocast on a GPU; "by the CPU's list" leaves them in half, as
-autocast on a CPU does.
+O1 and O4 run norms in fp32, as autocast does on a GPU; "by the CPU's list" they leave them in half,
+as autocast does on a CPU. Its casts "by CUDA's list" are those it makes on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import sys
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import report
+from benchmarks import host_steps, report
 from benchmarks.host_models import Block, HostModel, regression
 from benchmarks.host_rows import step_of
 
@@ -34,6 +35,7 @@ from amp_patch.tools.sweep.memory import LivingTensors
 #: What is measured, against what.
 RATIOS = (
     ("O1", "autocast fp16"),
+    ("O1", "autocast fp16 by CUDA's list"),
     ("O1 by the CPU's list", "autocast fp16"),
     ("O2", "autocast fp16"),
     ("O2 fused_step", "autocast fp16"),
@@ -100,7 +102,9 @@ MODELS: dict[str, Callable[[], HostModel]] = {
 def peak(name: str, make: Callable[[], HostModel]) -> int:
     """Return the most bytes alive at once in a step, after some others."""
     gc.collect()
-    with step_of(name, make, lambda model: model) as step:
+    name, is_cudas, _ = name.partition(" by CUDA's list")
+    by_list = host_steps.list_of_cuda() if is_cudas else contextlib.nullcontext()
+    with by_list, step_of(name, make, lambda model: model) as step:
         for _ in range(3):
             step()
         gc.collect()
