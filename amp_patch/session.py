@@ -342,7 +342,7 @@ class Session:
         return choose_scaling(
             on_host,
             device,
-            may_be_delayed or (bool(self.observers) and self.observers.wait_for_overflows),
+            may_be_delayed or self.observers.wait_for_overflows,
             can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
         )
 

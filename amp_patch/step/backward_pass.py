@@ -117,8 +117,7 @@ class BackwardPass:
             RuntimeError: inside another pass of one of the optimizers.
         """
         for one in self._optimizers:
-            if one.is_open:
-                one.refuse_nested()
+            one.refuse_nested()
         self._cache.begin_backward()
         is_on = self._scaling.is_on
         if self._others:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -35,9 +34,11 @@ from amp_patch.weights.lazy_gradients import (
 )
 
 from .gradient_buffers import GradientBuffers
+from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
 from .shown_gradients import WatchedBits, show
+from .used_gradients import UsedGradients
 
 
 class Gradients:
@@ -68,8 +69,7 @@ class Gradients:
         self._halves: list[Tensor] = []
         self._unscaled: list[Tensor] = []
         self._has_added = False
-        # the half gradients that a step has used, or will
-        self._used: list[Tensor | weakref.ref[Tensor]] = []
+        self._used = UsedGradients()
         self._buffers = GradientBuffers(ParamPairs([], []))
         self._has_warned = False
 
@@ -112,23 +112,11 @@ class Gradients:
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
         waiting = self._lazy is not None and self._lazy.are_waiting
-        used = {id(one) for one in self._used_ones()}
+        used = set(map(id, self._used.alive()))
         left = [grad for param in pairs.model if id(grad := param.grad) in used]
         if waiting or not left or any(map(_has_grad, pairs.master)):
             return False
         return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
-
-    def _used_ones(self) -> list[Tensor]:
-        used = (noted if isinstance(noted, Tensor) else noted() for noted in self._used)
-        alive: list[Any] = [grad for grad in used if grad is not None]
-        for grad in alive:
-            grad._fix_weakref()  # as torch's TensorWeakRef does, which takes four times as long
-        return alive
-
-    def _used_aside(self) -> list[Tensor | weakref.ref[Tensor]]:
-        """Return references to the used ones that go back to parameters that got none since."""
-        used = {id(one) for one in self._used_ones()}
-        return [weakref.ref(grad) for _, grad in self._aside if id(grad) in used]
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -251,8 +239,10 @@ class Gradients:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
             if not self._received:
-                self._used = self._used_aside() if self._aside else []
-            self._used += self._buffers.references(grads)
+                # those that go back to parameters which got none since are used still
+                aside = [grad for _, grad in self._aside]
+                self._used.begin(self._used.among(aside) if aside else ())
+            self._used.add(self._buffers.references(grads))
         self.scaled.scale = None
         return check, self._buffers.params
 
@@ -293,7 +283,7 @@ class Gradients:
             store_grads(buffers.masters, check.grads)
         else:
             lazy.hold(buffers.masters, Made(check.grads))
-        self._used = [*grads]
+        self._used.begin(grads)
         self._note(pairs.model, grads)
         return check
 
@@ -310,7 +300,7 @@ class Gradients:
         if self._lazy is not None or self._written is None or is_shown:
             return
         if self._has_added or any(map(_IS_SPARSE, self._halves)):
-            self._used += map(weakref.ref, show(self._written))
+            self._used.add(map(weakref.ref, show(self._written)))
             self._halves = list(map(_GRAD, self._written.model))
         else:
             self._buffers.copy_back(self._halves, unscaled)
@@ -318,7 +308,7 @@ class Gradients:
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""
         if self._received and self._lazy is None:
-            self._used += map(weakref.ref, show(pairs))
+            self._used.add(map(weakref.ref, show(pairs)))
             received = [param for params, _ in self._received for param in params]
             self._received.clear()
             params = [param for param in received if _has_grad(param)]
@@ -355,7 +345,7 @@ class Gradients:
         """
         if self._lazy is not None and self._lazy.are_waiting:
             return
-        not_new = {id(grad) for grad in (*self._used_ones(), None)}
+        not_new = {id(grad) for grad in (*self._used.alive(), None)}
         rows = [
             param is not master and id(stored_grad(param)) not in not_new
             for param, master in zip(*pairs, strict=True)
@@ -412,32 +402,11 @@ class Gradients:
             return []
         return [] if same(list(map(_GRAD, masters)), targets) else self._add(pairs, targets)
 
-    @torch.no_grad()
     def _add(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
         aside = {id(param): grad for param, grad in self._aside}
-        sums: list[tuple[Tensor, Tensor]] = []
-        for param, master, target in zip(*pairs, targets, strict=True):
-            earlier = aside.get(id(param)) if param is master else master.grad
-            if earlier is None:
-                master.grad = target
-            elif earlier.is_sparse or target.is_sparse:  # no DTensor is
-                master.grad = _sum(earlier, target)
-                self._has_added = True
-            else:
-                sums.append((local(earlier), local(target)))
-                master.grad = earlier
-        # Two finite numbers of other dtypes do not add up to inf in any training.
-        halves = [earlier for earlier, _ in sums if earlier.dtype is torch.float16]
-        # What was not finite before was an overflow of that loss, and is none of this one's.
-        were_finite = list(map(torch.isfinite, halves))
-        if sums:
-            self._has_added = True
-            kernels.accumulate([earlier for earlier, _ in sums], [target for _, target in sums])
-        found: dict[torch.device, Tensor] = {}
-        for half, finite in zip(halves, were_finite, strict=True):
-            flag = (finite & ~torch.isfinite(half)).any().float().reshape(1)
-            found[half.device] = torch.maximum(flag, found.get(half.device, flag))
-        return list(found.values())
+        found_inf, were_made = add_to_earlier(pairs, targets, aside)
+        self._has_added |= were_made
+        return found_inf
 
     def drop_cleared(self, pairs: ParamPairs) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too."""
@@ -487,16 +456,6 @@ class Gradients:
                 "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() of the "
                 "optimizer into a scale_loss()."
             )
-
-
-def _sum(a: Tensor, b: Tensor) -> Tensor:
-    """Add two gradients of which one is sparse at least."""
-    if a.is_sparse and b.is_sparse:
-        # torch adds no sparse half tensors on the CPU; entries of one row count as their sum.
-        indices = torch.cat([a._indices(), b._indices()], dim=1)
-        entries = torch.cat([a._values(), b._values()])
-        return torch.sparse_coo_tensor(indices, entries, a.shape, check_invariants=False)
-    return b + a if a.is_sparse else a + b
 
 
 def _untouched(params: list[Tensor], versions: list[int]) -> bool:

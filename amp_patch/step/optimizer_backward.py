@@ -199,7 +199,7 @@ class OptimizerBackward:
 
     def _end_pass(self) -> None:
         self._foreign.own_passes += 1
-        self.is_open, self._unscale = False, None
+        self._close()
 
     def _close(self) -> None:
         self.is_open, self._unscale = False, None

@@ -167,7 +167,7 @@ def _matches(path: str, pattern: str) -> bool:
 def _unknown(pattern: str, paths: Iterable[str]) -> str:
     names = [path for path in dict.fromkeys(paths) if path]
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
-    guess = f"; did you mean {' or '.join(map(repr, near))}?" if near else ";"
+    guess = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
     example = (near or names or ["blocks.0"])[0]
     return (
         "a rule of a module must name one of the model's, as model.named_modules() does, or a "

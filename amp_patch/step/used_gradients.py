@@ -1,0 +1,42 @@
+"""Which half gradients a step has used, and left where they are; knows no masters.
+
+Plain PyTorch would add the next backward to them, or step them again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+Reference = Tensor | weakref.ref[Tensor]
+
+
+class UsedGradients:
+    """The half gradients that a step has used, or will; weakly held where they are large."""
+
+    def __init__(self) -> None:
+        self._noted: list[Reference] = []
+
+    def begin(self, grads: Iterable[Reference]) -> None:
+        """Note those of the first pass for a step; those of the step before are forgotten."""
+        self._noted = [*grads]
+
+    def add(self, grads: Iterable[Reference]) -> None:
+        """Note more for the same step."""
+        self._noted += grads
+
+    def alive(self) -> list[Tensor]:
+        """Return those that there still are."""
+        noted = (one if isinstance(one, Tensor) else one() for one in self._noted)
+        alive: list[Any] = [grad for grad in noted if grad is not None]
+        for grad in alive:
+            grad._fix_weakref()  # as torch's TensorWeakRef does, which takes four times as long
+        return alive
+
+    def among(self, grads: Iterable[Tensor]) -> list[weakref.ref[Tensor]]:
+        """Return references to those of these that were noted."""
+        ids = set(map(id, self.alive()))
+        return [weakref.ref(grad) for grad in grads if id(grad) in ids]
