@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from itertools import compress, repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,17 +43,16 @@ class StepInputs(NamedTuple):
     states: list[ParamState]
     strips: Strips | None = None
 
-    def pieces(self, *columns: list[Any]) -> Iterator[Sequence[list[Any]]]:
-        """Yield what is stepped at once: parameters, their gradients, and as much of each column.
+    def pieces(self, *columns: list[Any]) -> Iterable[Sequence[list[Any]]]:
+        """Return what is stepped at once: parameters, their gradients, and as much of each column.
 
         Args:
             columns: a tensor for each parameter, or none at all.
         """
         if self.strips is None:
-            yield self.params, self.grads, *columns
-        else:
-            others = [next(iter(column), None) for column in columns]
-            yield from self.strips.rows(self.params[0], *others)
+            return [(self.params, self.grads, *columns)]
+        others = [next(iter(column), None) for column in columns]
+        return self.strips.rows(self.params[0], *others)
 
 
 class GroupUpdate:

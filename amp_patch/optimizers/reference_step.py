@@ -54,6 +54,18 @@ class _Part(NamedTuple):
     cached: CachedGroup
 
 
+class _Waiting(NamedTuple):
+    """Which gradients of a part wait.
+
+    Attributes:
+        rows: for each parameter that of its gradient in the source; None where none waits.
+        own: those that are rows.
+    """
+
+    rows: list[int | None]
+    own: list[int]
+
+
 class _Work(NamedTuple):
     """What is stepped of a part: those of its parameters that have gradients.
 
@@ -83,10 +95,10 @@ class ReferenceStep:
         self._params: list[Tensor] = []
         self._lengths: list[int] = []
         self._at_once: float = _LEAST
-        # The parameters whose gradients waited last, and which rows each part has of these.
+        # The parameters whose gradients waited last, and which of these each part has.
         self._waited: Sequence[Tensor] = ()
-        self._rows: list[list[int | None]] = []
-        self._no_rows: list[list[int | None]] = []
+        self._waiting_of_parts: list[_Waiting] = []
+        self._none_waiting: list[_Waiting] = []
 
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
@@ -104,8 +116,8 @@ class ReferenceStep:
         if isinstance(self._lazy.source, LargeInHalf):
             self._lazy.source.refuse_written()
         work: list[_Work] = []
-        for part, rows in zip(self._parts, self._rows_of_parts(), strict=True):
-            one = self._work(optimizer, part, rows)
+        for part, waiting in zip(self._parts, self._look_up_waiting(), strict=True):
+            one = self._work(optimizer, part, waiting)
             if one is None:
                 continue
             cached, inputs = part.cached, one.inputs
@@ -119,7 +131,7 @@ class ReferenceStep:
 
     def _step(self, work: _Work, clip: Tensor | None) -> None:
         inputs = work.inputs
-        strips = self._strips(work) if clip is None else None
+        strips = self._strips(work) if work.part.strip is not None and clip is None else None
         if strips is not None:
             inputs = inputs._replace(grads=[], strips=strips)
         elif work.rows or clip is not None:
@@ -131,7 +143,7 @@ class ReferenceStep:
     def _strips(self, work: _Work) -> Strips | None:
         """Return the gradient of a part's only parameter in strips; None where it must be whole."""
         length, inputs, source = work.part.strip, work.inputs, self._lazy.source
-        others = None if length is None else work.part.cached.update.cut_with(inputs)
+        others = work.part.cached.update.cut_with(inputs)
         if length is None or others is None:
             return None
         if not work.rows:
@@ -205,15 +217,15 @@ class ReferenceStep:
                 strip = _strip_length(own, at_once)
                 self._parts.append(_Part(group, own, places, are_large, strip, cached))
             begin += len(members)
-        self._no_rows = [[] for _ in self._parts]
+        self._none_waiting = [_Waiting([], [])] * len(self._parts)
 
     def _waiting(self) -> Mapping[int, int]:
         """Return the rows of gradients that wait, by the ids of their parameters."""
         params = self._lazy.params
         return dict(zip(map(id, params), range(len(params)), strict=True))
 
-    def _rows_of_parts(self) -> list[list[int | None]]:
-        """Return for each part the row of each gradient that waits; an empty list where none does.
+    def _look_up_waiting(self) -> list[_Waiting]:
+        """Return for each part which gradients wait.
 
         Looked up again only where other parameters wait, or parts are others.
         """
@@ -221,24 +233,31 @@ class ReferenceStep:
         if lazy.source is not None and not lazy.are_alone():
             lazy.materialize()
         if lazy.source is None:
-            return self._no_rows
+            return self._none_waiting
         if lazy.params is not self._waited:
-            rows = self._waiting()
-            self._rows = [list(map(rows.get, map(id, part.params))) for part in self._parts]
+            row_of = self._waiting()
+            self._waiting_of_parts = []
+            for part in self._parts:
+                rows = list(map(row_of.get, map(id, part.params)))
+                own = [row for row in rows if row is not None]
+                self._waiting_of_parts.append(_Waiting(rows, own))
             self._waited = lazy.params
-        return self._rows
+        return self._waiting_of_parts
 
-    def _work(self, optimizer: Optimizer, part: _Part, rows: list[int | None]) -> _Work | None:
+    def _work(self, optimizer: Optimizer, part: _Part, waiting: _Waiting) -> _Work | None:
         """Return what is to be stepped of a part; None where no parameter has a gradient."""
-        own = [row for row in rows if row is not None] if rows else []
-        if own:
-            waiting = iter(self._make(own)) if not part.are_large else None
+        rows, own = waiting
+        grads: list[Tensor | None]
+        if not own:
+            grads = stored_grads(part.params)
+        elif len(own) == len(rows):
+            grads = [*(part.params if part.are_large else self._make(own))]
+        else:
+            made = iter([] if part.are_large else self._make(own))
             grads = [
-                stored_grad(param) if row is None else param if waiting is None else next(waiting)
+                stored_grad(param) if row is None else next(made, param)
                 for param, row in zip(part.params, rows, strict=True)
             ]
-        else:
-            grads = stored_grads(part.params)
         group = optimizer.param_groups[part.group]
         inputs = part.cached.inputs(optimizer, group, grads, part.params)
         return None if inputs is None else _Work(part, inputs, own if part.are_large else [])
