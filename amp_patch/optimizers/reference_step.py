@@ -214,7 +214,8 @@ class ReferenceStep:
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
                 own = [members[row] for row in rows]
-                strip = _strip_length(own, at_once)
+                is_made_by_parts = are_large or not is_fused
+                strip = _strip_length(own, at_once) if is_made_by_parts else None
                 self._parts.append(_Part(group, own, places, are_large, strip, cached))
             begin += len(members)
         self._none_waiting = [_Waiting([], [])] * len(self._parts)

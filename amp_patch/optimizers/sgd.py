@@ -45,7 +45,7 @@ class SgdUpdate(GroupUpdate):
     def cut_with(self, inputs: StepInputs) -> list[Tensor] | None:
         """See `GroupUpdate.cut_with`: not where the step is to make the momentum."""
         buffers = _momentum_of(inputs.states)
-        return None if buffers == [None] else buffers
+        return None if any(one is None for one in buffers) else buffers
 
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""
