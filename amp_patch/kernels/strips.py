@@ -23,7 +23,7 @@ class Strips(NamedTuple):
 
     Attributes:
         length: of each but the last one, in elements.
-        grads: the strips in fp32; each may be in the memory of the one before.
+        grads: the strips in fp32, to be read once: each may be in the memory of the one before.
     """
 
     length: int
@@ -36,16 +36,17 @@ class Strips(NamedTuple):
             param: stepped in place, strip by strip.
             others: that lie like it; None where an empty list is to stand for it.
         """
-        columns = [repeat(None) if one is None else cut(one, self.length) for one in others]
-        for row in zip(cut(param, self.length), self.grads, *columns, strict=False):
+        count = -(-param.numel() // self.length)
+        columns = [repeat(None, count) if one is None else cut(one, self.length) for one in others]
+        for row in zip(cut(param, self.length), self.grads, *columns, strict=True):
             yield [[] if one is None else [one] for one in row]
 
 
 def strip_length(elements: int, about: float) -> int | None:
-    """Return how many elements a strip of a tensor has; None where it is stepped as a whole.
+    """Return how many elements a strip of a tensor has; None where one strip would do.
 
     Args:
-        elements: of the tensor.
+        elements: of the tensor; up to half as many again as ``about`` are one strip.
         about: how many a strip should have.
     """
     count = round(elements / about)
@@ -53,11 +54,13 @@ def strip_length(elements: int, about: float) -> int | None:
 
 
 def lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors fill their memory, all in the same order: they may be cut alike."""
-    return len(set(map(Tensor.stride, tensors))) == 1 and _is_dense(tensors[0])
+    """Return whether tensors have one shape and fill their memory in one order: cut as one."""
+    layouts = {(tensor.shape, tensor.stride()) for tensor in tensors}
+    return len(layouts) == 1 and _is_dense(tensors[0])
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's numbers fill its memory, each once."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

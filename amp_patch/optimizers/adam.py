@@ -25,6 +25,7 @@ class AdamUpdate(GroupUpdate):
     """A group of `torch.optim.Adam`."""
 
     kernels = OptimizerKernels("adamw.cu", 36, "dPddddii")
+    makes_copies = True  # the denominators
     numbers = ("betas", "eps", "weight_decay")
     #: Whether weight decay is decoupled in groups that do not say.
     decoupled = False

@@ -31,9 +31,9 @@ class StepInputs(NamedTuple):
         group: of ``optimizer.param_groups``.
         options: what the group says, as `GroupUpdate.options` returned it.
         params: the parameters that have gradients.
-        grads: these gradients.
+        grads: these gradients; empty where there are strips.
         states: the state of each; empty where the optimizer keeps none.
-        strips: of the only gradient, which is not in the list then; None where it is.
+        strips: of the only parameter's gradient; None where it is not stepped in strips.
     """
 
     group: dict[str, Any]
@@ -63,10 +63,12 @@ class GroupUpdate:
 
     Attributes:
         kernels: the CUDA kernels; None: there are none, and the reference in torch serves.
+        makes_copies: whether a step that is not fused always makes tensors like the parameters.
         numbers: the options, beside the learning rate, that must be numbers or tuples of them.
     """
 
     kernels: ClassVar[OptimizerKernels | None] = None
+    makes_copies: ClassVar[bool] = False
     numbers: ClassVar[tuple[str, ...]] = ()
     #: The values of options for which `suits_reference` was last found to be true.
     _suiting: tuple[Any, ...] = ()
@@ -137,15 +139,16 @@ class GroupUpdate:
         return suits
 
     def cut_with(self, inputs: StepInputs) -> list[Tensor] | None:
-        """Return what is cut in strips with a parameter; None where that is stepped as a whole.
+        """Return the tensors of its state that are cut in strips together with a parameter.
 
-        Where it is not None, `step` goes through `StepInputs.pieces`.
+        Where it does not return None, `step` goes through `StepInputs.pieces`.
 
         Args:
             inputs: of one parameter.
 
         Returns:
-            The tensors of its state, as many as there are.
+            None where the step needs the parameter as a whole. State that is not there yet is left
+            out: `step` makes it like the parameter.
         """
         return None
 

@@ -1,15 +1,15 @@
 """One optimizer's step on functions of torch: the reference for the kernels, on every device.
 
-Large parameters whose gradients wait in half are stepped some at a time, the largest in strips, so
-that few gradients are in memory in fp32 at once; so are those that the optimizer would step one by
-one. Knows groups and
-waiting gradients; no hooks, masters or loss scales.
+Large parameters whose gradients wait in half are stepped some at a time, so that few gradients are
+in memory in fp32 at once; on a CPU a parameter larger than that is stepped in strips. So are those
+that the optimizer would step one by one. Knows groups and waiting gradients; no hooks, masters or
+loss scales.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 
 #: How many elements of large parameters are stepped at once, about: a share of all, within these
 #: bounds (0.5 MB to 4 MB of fp32 gradients; with less the host would take longer than the step).
-_SHARE, _LEAST, _MOST = 1 / 64, 1 << 17, 1 << 20
+_SHARE, _LEAST, _MOST = 1 / 32, 1 << 17, 1 << 20
 
 
 class _Part(NamedTuple):
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
         params: in the group's order.
         places: theirs among the parameters of all groups.
         are_large: whether their gradients may wait in half.
-        strip: how many elements are stepped at once, where there is one parameter with far more.
+        strip: the length of a strip, where there is one parameter that is cut; else None.
         cached: what was looked up for them.
     """
 
@@ -59,7 +59,7 @@ class _Waiting(NamedTuple):
 
     Attributes:
         rows: for each parameter that of its gradient in the source; None where none waits.
-        own: those that are rows.
+        own: the rows of those that wait.
     """
 
     rows: list[int | None]
@@ -131,7 +131,7 @@ class ReferenceStep:
 
     def _step(self, work: _Work, clip: Tensor | None) -> None:
         inputs = work.inputs
-        strips = self._strips(work) if work.part.strip is not None and clip is None else None
+        strips = self._strips(work, work.part.strip) if work.part.strip and clip is None else None
         if strips is not None:
             inputs = inputs._replace(grads=[], strips=strips)
         elif work.rows or clip is not None:
@@ -140,11 +140,11 @@ class ReferenceStep:
             inputs = inputs._replace(grads=grads)
         work.part.cached.update.step(inputs)
 
-    def _strips(self, work: _Work) -> Strips | None:
+    def _strips(self, work: _Work, length: int) -> Strips | None:
         """Return the gradient of a part's only parameter in strips; None where it must be whole."""
-        length, inputs, source = work.part.strip, work.inputs, self._lazy.source
+        inputs, source = work.inputs, self._lazy.source
         others = work.part.cached.update.cut_with(inputs)
-        if length is None or others is None:
+        if others is None:
             return None
         if not work.rows:
             grad, pieces = inputs.grads[0], cut(inputs.grads[0], length)
@@ -168,15 +168,14 @@ class ReferenceStep:
         if not self._lazy.are_alone():
             return None
         source.refuse_written()
-        self._look_up_parts(optimizer)
+        self._look_up_parts(optimizer)  # how much is looked at once, too
         waiting = self._waiting()
         norms: list[Tensor] = []
         others: list[Tensor] = []
         for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             row, grad = waiting.get(id(param)), stored_grad(param)
             if row is not None:
-                pieces = self._pieces(source, row)
-                norms += chain.from_iterable(torch_kernels.norms_of([one], 2.0) for one in pieces)
+                norms += self._norms_of_waiting(source, row)
             elif grad is not None:
                 norms += torch_kernels.norms_of([grad], 2.0)
                 others.append(grad)
@@ -186,13 +185,14 @@ class ReferenceStep:
         torch_kernels.multiply(others, factor)
         return total
 
-    def _pieces(self, source: LargeInHalf, row: int) -> Iterable[Tensor]:
-        """Return a gradient that waits, in strips where it is large."""
+    def _norms_of_waiting(self, source: LargeInHalf, row: int) -> list[Tensor]:
+        """Return the 2-norms of the parts of a gradient: strips, where it is large."""
         grad = source.stored(row)
         length = strip_length(grad.numel(), self._at_once)
         if length is None or not lie_alike([grad]):
-            return source.make([row])
-        return source.strips(row, length)
+            return torch_kernels.norms_of(source.make([row]), 2.0)
+        strips = source.strips(row, length)
+        return list(chain.from_iterable(torch_kernels.norms_of([one], 2.0) for one in strips))
 
     def _look_up_parts(self, optimizer: Optimizer) -> None:
         """Share the parameters among parts, unless they are those of the last step."""
@@ -214,8 +214,8 @@ class ReferenceStep:
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
                 own = [members[row] for row in rows]
-                is_made_by_parts = are_large or not is_fused
-                strip = _strip_length(own, at_once) if is_made_by_parts else None
+                saves_memory = are_large or (not is_fused and self._update_type.makes_copies)
+                strip = _length_of_strips(own, at_once) if saves_memory else None
                 self._parts.append(_Part(group, own, places, are_large, strip, cached))
             begin += len(members)
         self._none_waiting = [_Waiting([], [])] * len(self._parts)
@@ -251,7 +251,7 @@ class ReferenceStep:
         grads: list[Tensor | None]
         if not own:
             grads = stored_grads(part.params)
-        elif len(own) == len(rows):
+        elif len(own) == len(rows):  # a large gradient is made later: its master stands for it
             grads = [*(part.params if part.are_large else self._make(own))]
         else:
             made = iter([] if part.are_large else self._make(own))
@@ -295,7 +295,7 @@ def _is_large(param: Tensor) -> bool:
     return isinstance(param, LazyGradParameter) and not small_tensors.is_small(param)
 
 
-def _strip_length(params: Sequence[Tensor], at_once: float) -> int | None:
+def _length_of_strips(params: Sequence[Tensor], at_once: float) -> int | None:
     """Return how long the strips of a part are; None where it is stepped as a whole."""
     if len(params) > 1 or not params[0].is_cpu:
         return None

@@ -137,11 +137,22 @@ class LargeInHalf:
         """See `UnscaledLater.refuse_written`, of all that wait in half."""
         self._large.refuse_written(range(len(self._places)))
 
+    @torch.no_grad()
     def make(self, rows: Sequence[int]) -> list[Tensor]:
         """See `UnscaledLater.make`."""
         places = self._places
-        made = iter(self._large.make([places[row] for row in rows if row in places]))
-        return [next(made) if row in places else self._grads[row] for row in rows]
+        self._large.refuse_written([places[row] for row in rows if row in places])
+        inverse = torch_kernels.inverse_of(self._scale)
+        grads = [self._grads[row] for row in rows]
+        return [
+            self._unscaled(grad, inverse) if row in places else grad
+            for row, grad in zip(rows, grads, strict=True)
+        ]
+
+    def _unscaled(self, half: Tensor, inverse: Tensor, into: Tensor | None = None) -> Tensor:
+        # The bits of `kernels.Unscale`, in one pass: times one number, not 0-dim, it is fp32.
+        exact = torch.mul(half, inverse.to(half.device), out=into)
+        return exact if self._large.clip is None else exact.mul_(self._large.clip)
 
     def stored(self, row: int) -> Tensor:
         """Return the gradient of this row as it is in memory: unscaled only where it is in fp32."""
@@ -163,13 +174,9 @@ class LargeInHalf:
             return
         self._large.refuse_written([self._places[row]])
         memory = torch.empty(length, dtype=torch.float32, device=grad.device)
-        inverse = torch_kernels.inverse_of(self._scale).to(grad.device)
+        inverse = torch_kernels.inverse_of(self._scale)
         for half in cut(grad, length):
-            strip = memory[: half.numel()]
-            torch.mul(half, inverse, out=strip)
-            if self._large.clip is not None:
-                strip.mul_(self._large.clip)
-            yield strip
+            yield self._unscaled(half, inverse, memory[: half.numel()])
 
     def clip(self, factor: Tensor) -> None:
         """Multiply all gradients by a factor, 0-dim fp32; may be called once."""

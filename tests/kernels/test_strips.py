@@ -33,12 +33,13 @@ def test_a_tensor_in_any_order_of_its_dimensions_is_cut_into_all_of_its_memory(
     "tensors",
     [
         [torch.ones(3, 4), torch.ones(4, 3).t()],
+        [torch.ones(4, 8), torch.ones(2, 8)],
         [torch.ones(4, 8)[:, ::2]] * 2,
         [torch.ones(4, 1).expand(4, 3)] * 2,
         [torch.ones(3, 4)[:, :3]] * 2,
         [torch.ones(2, 3, 4, 4), torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)],
     ],
-    ids=["transposed", "with gaps", "expanded", "a part", "channels last"],
+    ids=["transposed", "of fewer rows", "with gaps", "expanded", "a part", "channels last"],
 )
 def test_what_lies_otherwise_is_not_cut(tensors: list[Tensor]) -> None:
     assert not lie_alike(tensors)
