@@ -60,7 +60,8 @@ class UnscaledLater:
         Raises:
             RuntimeError: as said.
         """
-        if list(map(_VERSION, self.grads)) == self.versions:
+        # all at once, but not for each row that is asked for alone
+        if len(rows) == len(self.grads) and list(map(_VERSION, self.grads)) == self.versions:
             return
         written = sum(self.grads[row]._version != self.versions[row] for row in rows)
         if written:

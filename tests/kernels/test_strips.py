@@ -1,5 +1,7 @@
 """Strips of tensors: their memory, each number once, and only where all lie alike."""
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +15,10 @@ SHAPES = st.lists(st.integers(1, 7), max_size=4)
 
 @given(SHAPES, st.randoms(use_true_random=False), st.integers(1, 200))
 def test_a_tensor_in_any_order_of_its_dimensions_is_cut_into_all_of_its_memory(
-    shape: list[int], random: object, length: int
+    shape: list[int], random: Random, length: int
 ) -> None:
     order = list(range(len(shape)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     count = torch.Size(shape).numel()
     whole = torch.arange(count + 10.0)
     tensor = whole[10:].view(shape).permute(order)
