@@ -209,6 +209,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
+        torch_compile.call_before(self._torch_patches, self.optimizers.show_writes)
         self.libraries.install()
         self._step_hooks = [
             register_optimizer_step_pre_hook(_before_any_step),
@@ -398,6 +399,7 @@ class Session:
 
 def _observe_model(model: nn.Module) -> None:
     session.models.follow_device(model)
+    session.optimizers.show_writes()
 
 
 def _observe_cast_model(model: nn.Module) -> None:

@@ -53,6 +53,20 @@ def install(patches: Patches) -> None:
     getattr(handlers, "call_function_handler_cache", {}).clear()
 
 
+def call_before(patches: Patches, notice: Callable[[], None]) -> None:
+    """Call ``notice`` before each call of a compiled function, which calls no hook of a model."""
+    path = "torch._dynamo.eval_frame._callback_from_stance"
+    with contextlib.suppress(AttributeError):
+        owner, name, original = resolve(path)
+
+        @functools.wraps(original)
+        def callback_from_stance(callback: Any) -> Any:
+            notice()
+            return original(callback)
+
+        patches.replace(owner, name, callback_from_stance)
+
+
 def call_as_traced(function: F) -> F:
     """Call it whenever a call of it is traced, and compile nothing of it.
 

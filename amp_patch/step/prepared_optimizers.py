@@ -100,6 +100,12 @@ class PreparedOptimizers:
             if level.cast_model_type in HALVES:
                 step.match_state()
 
+    def show_writes(self) -> None:
+        """A forward comes next; see `MasterWeights.show_writes`."""
+        for step in self.steps.values():
+            if step.masters is not None:
+                step.masters.show_writes()
+
     def _was_scaled(self, step: OptimizerStep) -> bool:
         """Return whether a loss was scaled for an optimizer, or one that shares its parameters."""
         own = set(map(id, step.backward.pairs().model))

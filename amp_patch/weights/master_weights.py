@@ -142,10 +142,29 @@ class MasterWeights:
         """The user gets the masters, to write to until the step that follows."""
         self.end_exposure()
         self.reconcile()
-        self._exposed = list(map(_VERSION, self._params))
+        self._note_exposed()
         for param, master in zip(self._params, self._masters, strict=True):
-            self._values.expose(param)
             master.requires_grad_(param.requires_grad)
+
+    def _note_exposed(self) -> None:
+        self._exposed = list(map(_VERSION, self._params))
+        for param in self._params:
+            self._values.expose(param)
+
+    def show_writes(self) -> None:
+        """A forward reads the parameters next: what the user wrote to the masters goes there."""
+        is_exposed = self._exposed is not None
+        if not is_exposed and look_up(_VERSION, self._masters) == self._versions:
+            return
+        # What is kept for later steps must be no inference tensors, nor what torch.func wraps.
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+            if _places(self._local(self._masters)) != self._masters_at:
+                self._forget_places()  # what `master.data = t` gave new memory moved no version
+            self._compare().forget()
+            self.reconcile()
+            self._note_equal()
+            if is_exposed:
+                self._note_exposed()
 
     def end_exposure(self) -> None:
         """No step follows: what the user wrote to the masters goes to the parameters now."""
@@ -304,6 +323,7 @@ class MasterWeights:
 
     def _forget_places(self) -> None:
         self._known: tuple[int, Sequence[int]] | None = None
+        self._masters_at: Sequence[int] = ()
         self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
         self._others = None
@@ -319,12 +339,13 @@ class MasterWeights:
         """
         params = self._local(self._params)
         if places is None:
-            places = list(map(Tensor.data_ptr, params))
+            places = _places(params)
         known = self._values.loads, places
         if known != self._known:
             self._follow_devices()
             self._known = known
             masters = self._local(self._masters)
+            self._masters_at = _places(masters)
             self._cast = kernels.Cast(masters, params)
             self._comparison = kernels.Comparison(masters, params)
             self._others = None
@@ -356,3 +377,7 @@ def _move(state: dict[Any, Any], old: Tensor, new: Tensor) -> None:
     """Enter an optimizer's state of one tensor for another, if there is any."""
     if old in state:
         state[new] = state.pop(old)
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))

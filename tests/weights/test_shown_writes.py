@@ -1,0 +1,315 @@
+"""Writes to the masters, and the forward that comes next: it reads the rounded masters."""
+
+import copy
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import scaled_backward
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+HALVES = {"O2": torch.float16, "O5": torch.bfloat16}
+LEVELS = pytest.mark.parametrize("level", HALVES)
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+
+
+def model_of(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+
+
+class Training:
+    """A small model at a level, and what its optimizer steps."""
+
+    def __init__(self, amp: ModuleType, level: str, fused: bool) -> None:
+        self.amp, self.level = amp, level
+        model = model_of()
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = amp.initialize(
+            model, optimizer, opt_level=level, fused_step=fused, loss_scale=64.0, verbosity=0
+        )
+        self.inputs = torch.randn(4, 8)
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """What the optimizer steps, without amp_patch being told that somebody has it."""
+        return self.optimizer.param_groups[0]["params"]
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        scaled_backward(self.amp, self.model(self.inputs).square().mean(), self.optimizer)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def assert_forward_reads(self, state: dict[str, Tensor]) -> None:
+        """Assert that a forward computes with these values, rounded, and that they stay."""
+        half = HALVES[self.level]
+        hand_written = model_of().to(half)
+        hand_written.load_state_dict({name: value.to(half) for name, value in state.items()})
+        expected = hand_written(self.inputs.to(half)).float()
+        assert torch.equal(self.model(self.inputs), expected)
+        after = self.model.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in state.items())
+
+
+@torch.no_grad()
+def write(training: Training) -> None:
+    for master in training.masters:
+        master.mul_(1.5)
+
+
+def write_shown(training: Training) -> None:
+    for master in training.amp.master_params(training.optimizer):
+        master.data.mul_(1.5)  # leaves no trace in a version
+
+
+def write_between_forwards(training: Training) -> None:
+    masters = list(training.amp.master_params(training.optimizer))
+    for factor in (0.75, 1.25, 3.0):
+        training.model(training.inputs)
+        expected = [master.detach() * factor for master in masters]
+        for master in masters:
+            master.data.mul_(factor)
+        training.model(training.inputs)
+        assert all(map(torch.equal, masters, expected))
+
+
+@torch.no_grad()
+def give_other_memory(training: Training) -> None:
+    """As a step of SAM does: back to the weights of before, and a step of another optimizer."""
+    for master in training.masters:
+        master.data = master.data * 2.0
+        master.mul_(0.75)
+
+
+@torch.no_grad()
+def write_one(training: Training) -> None:
+    training.masters[1].fill_(0.3)
+
+
+WRITES = [write, write_shown, write_between_forwards, give_other_memory, write_one]
+
+
+@LEVELS
+@FUSED
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_reads_what_was_written_to_the_masters(
+    amp: ModuleType, level: str, fused: bool, write: Callable[[Training], None]
+) -> None:
+    training = Training(amp, level, fused)
+    for _ in range(3):
+        training.step()
+        before = training.state()
+        write(training)
+        written = dict(zip(before, map(torch.clone, training.masters), strict=True))
+        assert not torch.equal(written["0.bias"], before["0.bias"])
+        training.assert_forward_reads(written)
+
+
+@LEVELS
+@FUSED
+@pytest.mark.parametrize("write", WRITES)
+def test_a_forward_without_gradients_reads_them_and_training_goes_on(
+    amp: ModuleType, level: str, fused: bool, write: Callable[[Training], None]
+) -> None:
+    training = Training(amp, level, fused)
+    training.step()
+    write(training)
+    with torch.inference_mode():
+        training.assert_forward_reads(training.state())
+    training.step()
+    write_shown(training)
+    training.assert_forward_reads(training.state())
+
+
+@LEVELS
+def test_a_compiled_forward_reads_them(amp: ModuleType, level: str) -> None:
+    training = Training(amp, level, False)
+    training.step()
+    compiled = torch.compile(training.model, backend="eager", fullgraph=True)
+    before = compiled(training.inputs)
+    write(training)
+    after = compiled(training.inputs)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, training.model(training.inputs))
+
+
+def test_a_transformed_forward_reads_them(amp: ModuleType) -> None:
+    training = Training(amp, "O2", False)
+    training.step()
+    with torch.no_grad():
+        for master in training.masters:
+            master.zero_()
+    gradient = torch.func.grad(lambda x: training.model(x).sum())(training.inputs)
+    assert torch.equal(gradient, torch.zeros(4, 8))
+    write_shown(training)
+    assert torch.func.vmap(training.model)(training.inputs).count_nonzero() == 0
+    training.step()
+
+
+def test_another_model_reads_what_was_written_to_it(amp: ModuleType) -> None:
+    """Of two models each forward reads its own, and an O1 model between them nothing."""
+    first, second = Training(amp, "O2", False), Training(amp, "O2", True)
+    for training in (first, second):
+        training.step()
+        write(training)
+    for training in (first, second):
+        training.assert_forward_reads(training.state())
+
+
+# --- any program ---
+
+
+def numbers_like(tensor: Tensor, seed: int) -> Tensor:
+    """Return the tensor's numbers with some others among them."""
+    generator = torch.Generator().manual_seed(seed)
+    others = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    chosen = torch.rand(tensor.shape, generator=generator) < (0.3 if seed % 2 else 1.0)
+    return torch.where(chosen, others, tensor.detach())
+
+
+@torch.no_grad()
+def draw_master(training: Training, seed: int) -> None:
+    master = training.masters[seed % 4]
+    master.copy_(numbers_like(master, seed))
+
+
+def draw_shown_master(training: Training, seed: int) -> None:
+    master = list(training.amp.master_params(training.optimizer))[seed % 4]
+    master.data.copy_(numbers_like(master, seed))
+
+
+@torch.no_grad()
+def draw_half(training: Training, seed: int) -> None:
+    half = list(training.model.parameters())[seed % 4]
+    half.copy_(numbers_like(half, seed))
+
+
+def load(training: Training, seed: int) -> None:
+    state = copy.deepcopy(training.model.state_dict())
+    training.model.load_state_dict({name: value + 2.0**-14 for name, value in state.items()})
+
+
+def step(training: Training, seed: int) -> None:
+    training.step()
+
+
+def look(training: Training, seed: int) -> None:
+    training.assert_forward_reads(training.state())
+
+
+EVENTS = st.tuples(
+    st.sampled_from([draw_master, draw_shown_master, draw_half, load, step, look]),
+    st.integers(0, 11),
+)
+
+
+def test_after_any_program_a_forward_reads_what_the_state_dict_says(amp: ModuleType) -> None:
+    kept = Training(amp, "O2", False)  # torch stays patched while it lives
+
+    @given(
+        level=st.sampled_from(sorted(HALVES)),
+        fused=st.booleans(),
+        events=st.lists(EVENTS, max_size=8),
+    )
+    def run(level: str, fused: bool, events: list[tuple[Any, int]]) -> None:
+        training = Training(amp, level, fused)
+        for event, seed in [*events, (look, 0)]:
+            event(training, seed)
+
+    run()
+    del kept
+
+
+# --- optimizers that write outside of their step ---
+
+
+class SharpnessAware(Optimizer):
+    """SAM, written as most scripts have it: two steps, each behind a backward of its own.
+
+    Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, 2021.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base = SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def _with_gradients(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from (param for param in group["params"] if param.grad is not None)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norms = [param.grad.norm() for param in self._with_gradients()]
+        scale = 0.2 / (torch.stack(norms).norm() + 1e-12)
+        for param in self._with_gradients():
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad * scale)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param in self._with_gradients():
+            param.data = self.state[param]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+def losses_by_sam(amp: ModuleType | None, level: str) -> list[float]:
+    model = model_of()
+    optimizer = SharpnessAware(model.parameters(), lr=0.2, momentum=0.9)
+    if amp is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    targets = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    losses = []
+    for _ in range(20):
+        for ascend_or_descend in (optimizer.first_step, optimizer.second_step):
+            loss = F.cross_entropy(model(inputs), targets)
+            losses.append(loss.item())
+            if amp is None:
+                loss.backward()
+            else:
+                scaled_backward(amp, loss, optimizer)
+            ascend_or_descend()
+    return losses
+
+
+@LEVELS
+def test_sharpness_aware_minimization_trains_as_in_float32(amp: ModuleType, level: str) -> None:
+    expected = losses_by_sam(None, level)
+    assert expected[1] > 1.02 * expected[0]  # the first step ascends by far more than rounding
+    tolerance = 0.02 if level == "O5" else 0.003
+    assert losses_by_sam(amp, level) == pytest.approx(expected, rel=tolerance)
+
+
+@LEVELS
+@FUSED
+def test_an_average_that_changes_places_with_the_masters_is_evaluated(
+    amp: ModuleType, level: str, fused: bool
+) -> None:
+    training = Training(amp, level, fused)
+    average = [master.detach().clone() for master in training.masters]
+    for _ in range(3):
+        training.step()
+        for kept, master in zip(average, training.masters, strict=True):
+            kept.lerp_(master.detach(), 0.5)
+    trained = [master.detach().clone() for master in training.masters]
+    with torch.no_grad():
+        for kept, master in zip(average, training.masters, strict=True):
+            master.copy_(kept)
+    names = training.state()
+    training.assert_forward_reads(dict(zip(names, average, strict=True)))
+    with torch.no_grad():
+        for kept, master in zip(trained, training.masters, strict=True):
+            master.copy_(kept)
+    training.assert_forward_reads(dict(zip(names, trained, strict=True)))
