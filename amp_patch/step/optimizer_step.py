@@ -75,14 +75,15 @@ class OptimizerStep:
         is_direct = not fused and DirectStep.suits(optimizer)
         self._direct = DirectStep(optimizer) if is_direct else None
         lazy = None if self._fused is None else self._fused.lazy
-        self.masters = None if store is None else MasterWeights(optimizer, store, lazy)
+        moves = not fused and not is_direct
+        self.masters = None if store is None else MasterWeights(optimizer, store, lazy, moves)
         if self._fused is not None and self.masters is not None:
             self._fused.masters = self.masters
         self.skip = Skip(announce)
         self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip, ranks)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
-        self._is_published = True
+        self._is_published, self._is_stepping = True, False
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -90,6 +91,9 @@ class OptimizerStep:
         self._forget_replaced_state(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
+        for wrapped in _wrapped_by(optimizer):
+            self._patch(wrapped, "step", self._step_wrapped)
+            self._patch(wrapped, "zero_grad", self._zero_grad)
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
 
@@ -152,7 +156,7 @@ class OptimizerStep:
         """
         weak = weakref.WeakMethod(method)
         own = vars(optimizer).get(name)
-        kind, reference = type(optimizer), self._optimizer
+        kind, reference = type(optimizer), weakref.ref(optimizer)
 
         def original(*args: Any, **kwargs: Any) -> Any:
             if own:
@@ -188,6 +192,15 @@ class OptimizerStep:
         if self.masters is not None:
             self._reconcile(self.masters)
         return self._run(self.skip.flag, original, *args, **kwargs)
+
+    def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer that the initialized one wraps, in the place of its own step or in it.
+
+        SAM steps it in ``second_step``, which nobody replaces.
+        """
+        if self._is_stepping:
+            return original(*args, **kwargs)
+        return self._step(original, *args, **kwargs)
 
     def _reconcile(self, masters: MasterWeights) -> None:
         """Make masters and half parameters agree, now or in the pass that steps them."""
@@ -243,11 +256,12 @@ class OptimizerStep:
     ) -> Any:
         """Make the step, which changes nothing where a device's flag is not 0."""
         saved = mode.switch_off()
-        self._is_published = False
+        self._is_published, self._is_stepping = False, True
         try:
             result = self._call(flag, original, *args, **kwargs)
         finally:
             mode.restore(saved)
+            self._is_stepping = False
             if not self._is_published:
                 self._publish()
         self.skip.note_made(flag)
@@ -359,3 +373,13 @@ class OptimizerStep:
             self.masters.drop_after(count)
             param_group["params"] = given
             raise
+
+
+def _wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that another holds and that step the same groups."""
+    groups = list(map(id, optimizer.param_groups))
+    return [
+        held
+        for held in vars(optimizer).values()
+        if isinstance(held, Optimizer) and list(map(id, held.param_groups)) == groups
+    ]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from amp_patch import kernels
@@ -37,13 +38,19 @@ class MasterWeights:
             gives way to its master. Held weakly.
         values: the fp32 values to start from; the masters are entered there.
         lazy: what makes the masters' gradients when they are asked for; None: they are there.
+        may_move: whether the optimizer may give masters other memory, by ``master.data = t``.
     """
 
     def __init__(
-        self, optimizer: Optimizer, values: FP32Values, lazy: LazyGradients | None = None
+        self,
+        optimizer: Optimizer,
+        values: FP32Values,
+        lazy: LazyGradients | None = None,
+        may_move: bool = False,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._lazy = lazy
+        self._may_move = may_move
         self._values = values
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
@@ -52,11 +59,13 @@ class MasterWeights:
         self._is_due = False
         self._others: tuple[list[int], torch_kernels.Comparison] | None = None
         self._are_spread = False
+        self._masters_at: Sequence[int] = ()
         self._params_by_master: dict[int, Tensor] = {}
         self._forget_places()
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
         small_tensors.move_together([param for param in self._params if not is_spread(param)])
+        self._masters_at = self._places()
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
@@ -154,17 +163,34 @@ class MasterWeights:
     def show_writes(self) -> None:
         """A forward reads the parameters next: what the user wrote to the masters goes there."""
         is_exposed = self._exposed is not None
-        if not is_exposed and look_up(_VERSION, self._masters) == self._versions:
+        if not is_exposed and not self._is_written():
             return
         # What is kept for later steps must be no inference tensors, nor what torch.func wraps.
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
-            if _places(self._local(self._masters)) != self._masters_at:
-                self._forget_places()  # what `master.data = t` gave new memory moved no version
+            self._note_moved()
             self._compare().forget()
             self.reconcile()
             self._note_equal()
             if is_exposed:
                 self._note_exposed()
+
+    def _is_written(self) -> bool:
+        if look_up(_VERSION, self._masters) != self._versions:
+            return True
+        return self._may_move and self._places() != self._masters_at
+
+    def _places(self) -> list[int]:
+        return look_up(Tensor.data_ptr, self._local(self._masters))
+
+    def _note_moved(self) -> None:
+        """``master.data = t`` is a write, though no version tells of it."""
+        places = self._places()
+        if places != self._masters_at:
+            known = zip(self._masters, places, self._masters_at, strict=False)  # some may be new
+            for master, now, then in known:
+                if now != then:
+                    increment_version(master)
+            self._forget_places()
 
     def end_exposure(self) -> None:
         """No step follows: what the user wrote to the masters goes to the parameters now."""
@@ -323,7 +349,7 @@ class MasterWeights:
 
     def _forget_places(self) -> None:
         self._known: tuple[int, Sequence[int]] | None = None
-        self._masters_at: Sequence[int] = ()
+        self._masters_at = ()
         self._cast = kernels.Cast([], [])
         self._comparison = kernels.Comparison([], [])
         self._others = None
@@ -339,13 +365,13 @@ class MasterWeights:
         """
         params = self._local(self._params)
         if places is None:
-            places = _places(params)
+            places = list(map(Tensor.data_ptr, params))
         known = self._values.loads, places
         if known != self._known:
             self._follow_devices()
             self._known = known
             masters = self._local(self._masters)
-            self._masters_at = _places(masters)
+            self._masters_at = self._places()
             self._cast = kernels.Cast(masters, params)
             self._comparison = kernels.Comparison(masters, params)
             self._others = None
@@ -377,7 +403,3 @@ def _move(state: dict[Any, Any], old: Tensor, new: Tensor) -> None:
     """Enter an optimizer's state of one tensor for another, if there is any."""
     if old in state:
         state[new] = state.pop(old)
-
-
-def _places(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))

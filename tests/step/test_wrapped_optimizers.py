@@ -1,0 +1,181 @@
+"""Optimizers that wrap another one: they step it in their own step, or, as SAM, in its place."""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from support import scaled_backward
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Optimizer
+
+LEVELS = pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+
+
+class SharpnessAware(Optimizer):
+    """SAM, written as most scripts have it: two steps, each behind a backward of its own.
+
+    Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, 2021.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base = SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def _with_gradients(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from (param for param in group["params"] if param.grad is not None)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norms = [param.grad.norm() for param in self._with_gradients()]
+        scale = 0.2 / (torch.stack(norms).norm() + 1e-12)
+        for param in self._with_gradients():
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad * scale)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param in self._with_gradients():
+            param.data = self.state[param]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+class Lookahead(Optimizer):
+    """Steps another optimizer in its own step; here it follows each step at once."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.fast = Adagrad(self.param_groups, **options)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.fast.step()
+        for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            param.copy_(slow.lerp_(param, 0.5))
+
+
+class Training:
+    """A small classifier; in plain float32 where no level is given."""
+
+    def __init__(
+        self,
+        make: Callable[..., Optimizer],
+        amp: ModuleType | None = None,
+        level: str = "",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.amp = amp
+        self.model: nn.Module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+        self.optimizer: Any = make(self.model.parameters(), lr=0.2)
+        if amp is not None:
+            self.model, self.optimizer = amp.initialize(
+                self.model, self.optimizer, opt_level=level, verbosity=0, **options
+            )
+        self.inputs = torch.randn(64, 8)
+        self.targets = (self.inputs[:, 0] * self.inputs[:, 1] > 0).long()
+
+    def backward(self, factor: float = 1.0) -> float:
+        loss = F.cross_entropy(self.model(self.inputs), self.targets)
+        if self.amp is None:
+            loss.backward()
+        else:
+            scaled_backward(self.amp, loss * factor, self.optimizer)
+        return loss.item()
+
+    def iterate(self, factors: tuple[float, float] = (1.0, 1.0)) -> list[float]:
+        """Make one iteration of SAM; return the losses of both backwards."""
+        first = self.backward(factors[0])
+        self.optimizer.first_step()
+        second = self.backward(factors[1])
+        self.optimizer.second_step()
+        return [first, second]
+
+
+def tolerance(level: str) -> float:
+    return 0.02 if level in ("O4", "O5") else 0.003
+
+
+@LEVELS
+def test_sharpness_aware_minimization_trains_as_in_float32(amp: ModuleType, level: str) -> None:
+    by_hand, training = Training(SharpnessAware), Training(SharpnessAware, amp, level)
+    for _ in range(20):
+        first, second = by_hand.iterate()
+        assert second > 1.02 * first  # the first step ascends by far more than rounding
+        assert training.iterate() == pytest.approx([first, second], rel=tolerance(level))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("factors", [(torch.inf, 1.0), (1.0, torch.inf)], ids=["first", "second"])
+def test_an_iteration_with_an_overflow_is_left_out(
+    amp: ModuleType, level: str, factors: tuple[float, float]
+) -> None:
+    by_hand = Training(SharpnessAware)
+    training = Training(SharpnessAware, amp, level, loss_scale="dynamic")
+    for iteration in range(6):
+        if iteration in (1, 4):
+            scale = amp.loss_scale()
+            training.iterate(factors)
+            assert amp.step_was_skipped(training.optimizer)
+            assert amp.loss_scale() < scale
+        expected = by_hand.iterate()
+        assert training.iterate() == pytest.approx(expected, rel=tolerance(level))
+        assert not amp.step_was_skipped(training.optimizer)
+
+
+@LEVELS
+def test_a_step_that_steps_the_wrapped_optimizer_is_one(amp: ModuleType, level: str) -> None:
+    by_hand, training = Training(Lookahead), Training(Lookahead, amp, level)
+    for made in range(1, 8):
+        losses = []
+        for one in (by_hand, training):
+            losses.append(one.backward())
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        assert losses[1] == pytest.approx(losses[0], rel=tolerance(level))
+        assert amp.session.optimizers.steps[training.optimizer].ended == made
+
+
+def test_a_step_of_the_wrapped_optimizer_is_skipped_once(amp: ModuleType) -> None:
+    training = Training(Lookahead, amp, "O2", loss_scale="dynamic")
+    before = [param.detach().clone() for param in amp.master_params(training.optimizer)]
+    training.backward(torch.inf)
+    training.optimizer.fast.step()
+    assert all(map(torch.equal, amp.master_params(training.optimizer), before))
+    training.optimizer.zero_grad()
+    training.backward()
+    training.optimizer.fast.step()
+    assert not any(map(torch.equal, amp.master_params(training.optimizer), before))
+
+
+def test_the_wrapped_optimizer_clears_half_gradients_too(amp: ModuleType) -> None:
+    training = Training(SharpnessAware, amp, "O2")
+    training.backward()
+    assert all(param.grad is not None for param in training.model.parameters())
+    training.optimizer.base.zero_grad()
+    assert all(param.grad is None for param in training.model.parameters())
+
+
+def test_deactivate_gives_the_wrapped_optimizer_its_methods_back(amp: ModuleType) -> None:
+    training = Training(SharpnessAware, amp, "O2")
+    wrapped = training.optimizer.base
+    assert {"step", "zero_grad"} <= vars(wrapped).keys()
+    amp.deactivate()
+    assert vars(wrapped).keys().isdisjoint({"step", "zero_grad"})
+
+
+def test_an_optimizer_that_another_holds_and_does_not_step_is_left_alone(amp: ModuleType) -> None:
+    def holding(params: Any, lr: float) -> Optimizer:
+        optimizer = SGD(params, lr=lr)
+        optimizer.other = SGD([nn.Parameter(torch.zeros(1))], lr=lr)  # type: ignore[attr-defined]
+        return optimizer
+
+    training = Training(holding, amp, "O2")
+    assert vars(training.optimizer.other).keys().isdisjoint({"step", "zero_grad"})
