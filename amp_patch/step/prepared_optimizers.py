@@ -22,6 +22,7 @@ from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.warn_once import warn_once
 from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.master_weights import MasterWeights
 
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
@@ -48,6 +49,8 @@ class PreparedOptimizers:
         self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
         )
+        # Each forward asks for them; to look through `steps` takes the host four times as long.
+        self._masters: list[weakref.ref[MasterWeights]] = []
 
     def set_up(
         self,
@@ -93,6 +96,8 @@ class PreparedOptimizers:
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)
+            if step.masters is not None:
+                self._masters.append(weakref.ref(step.masters, self._masters.remove))
             if optimizer is not given:
                 step.follow_zero(given, store)
             elif together is not None and together.have_parts:
@@ -102,9 +107,10 @@ class PreparedOptimizers:
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
-        for step in self.steps.values():
-            if step.masters is not None:
-                step.masters.show_writes()
+        for reference in self._masters:
+            masters = reference()
+            if masters is not None:
+                masters.show_writes()
 
     def _was_scaled(self, step: OptimizerStep) -> bool:
         """Return whether a loss was scaled for an optimizer, or one that shares its parameters."""
