@@ -109,7 +109,7 @@ def initialize(
     May be called again: for further models and optimizers, or at another level.
 
     Args:
-        models: a `torch.nn.Module` in fp32, or a list or tuple of them.
+        models: a `torch.nn.Module` in fp32, but for what is frozen, or a list or tuple of them.
         optimizers: None, a `torch.optim.Optimizer`, or a list or tuple of them.
         enabled: False makes this call and every later one without effect.
         opt_level: "O0" to "O5".

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from amp_patch import arguments
+from amp_patch.levels import OPT_LEVELS
 
 MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
 
@@ -27,6 +28,10 @@ def with_buffer(dtype: torch.dtype) -> nn.Module:
     model = nn.Sequential(nn.Linear(1, 1))
     model[0].register_buffer("scale", torch.ones(1, dtype=dtype))
     return model
+
+
+def frozen(dtype: torch.dtype) -> nn.Module:
+    return nn.Linear(1, 1).to(dtype).requires_grad_(False)
 
 
 @pytest.mark.parametrize("container", [list, tuple])
@@ -105,27 +110,50 @@ def test_what_stands_for_optimizers_is_refused_with_the_call(given: Any, receive
 @pytest.mark.parametrize(
     ("model_of", "found"),
     [
-        (lambda dtype: nn.Linear(1, 1).to(dtype), "parameter 'weight'"),
-        (lambda dtype: nn.Sequential(nn.ReLU(), nn.Linear(1, 1).to(dtype)), "parameter '1.weight'"),
-        (with_buffer, "buffer '0.scale'"),
+        (lambda dtype: nn.Linear(1, 1).to(dtype), "weight"),
+        (lambda dtype: nn.Sequential(nn.ReLU(), nn.Linear(1, 1).to(dtype)), "1.weight"),
+        (lambda dtype: nn.Sequential(frozen(dtype), nn.Linear(1, 1).to(dtype)), "1.weight"),
     ],
 )
 def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
     model_of: Any, found: str, dtype: torch.dtype
 ) -> None:
     message = (
-        f"models must come in float32, amp.initialize() casts them; got {found} in {dtype}. "
-        "Leave out your own .half() or .bfloat16(). Of a model that amp.initialize() cast, call "
-        "amp.deactivate() first; of a copy of one, or one from a file, call model.float() first."
+        "models must come in float32, amp.initialize() casts them; got parameter "
+        f"{found!r} in {dtype}, which requires a gradient. Leave out your own .half() or "
+        ".bfloat16(), but for what requires_grad_(False) has frozen. Of a model that "
+        "amp.initialize() cast, call amp.deactivate() first; of a copy of one, or one from a file, "
+        "call model.float() first."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
-def test_a_model_with_other_dtypes_is_taken(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.float16])
+def test_buffers_of_other_dtypes_are_taken(dtype: torch.dtype) -> None:
     model = with_buffer(dtype)
     assert arguments.models_of(model) == [model]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_frozen_half_parameters_are_taken_but_not_in_an_optimizer(dtype: torch.dtype) -> None:
+    base = frozen(dtype)
+    model = nn.Sequential(base, nn.Linear(1, 1))
+    assert arguments.models_of(model) == [model]
+    of_others = [optimizer(), SGD(model[1].parameters())]
+    arguments.refuse_half_steps(of_others, [model], OPT_LEVELS["O2"])
+    message = (
+        "optimizers of amp.initialize() step float32 parameters, for small updates are rounded "
+        f"away in half precision; got 2 in {dtype} in the Adam. Give it what is trained: "
+        "Adam([p for p in model.parameters() if p.requires_grad]). To train those, too, call "
+        "model.float() before amp.initialize()."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_half_steps([Adam(model.parameters())], [model], OPT_LEVELS["O2"])
+    # of a model that came earlier: its halves have masters at O2, and would be stepped at O1
+    arguments.refuse_half_steps([Adam(model.parameters())], [], OPT_LEVELS["O2"])
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_half_steps([Adam(model.parameters())], [], OPT_LEVELS["O1"])
 
 
 def test_a_lazy_model_without_weights_is_refused() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.distributed.groups import StepRanks
@@ -44,6 +45,7 @@ class OptimizerStep:
         observers: told of each step.
         fused: step by `FusedStep`; with a store only.
         ranks: that step together; None: they follow from the parameters.
+        steps_halves: take half parameters into new groups, to be stepped as they are or by masters.
 
     Attributes:
         scalers: as given.
@@ -64,6 +66,7 @@ class OptimizerStep:
         observers: Observers,
         fused: bool = False,
         ranks: StepRanks | None = None,
+        steps_halves: bool = True,
     ) -> None:
         self._observers = observers
         self._optimizer = weakref.ref(optimizer)
@@ -92,6 +95,8 @@ class OptimizerStep:
         self._patch(optimizer, "zero_grad", self._zero_grad)
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
+        elif not steps_halves:
+            self._patch(optimizer, "add_param_group", self._add_float_group)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -359,3 +364,14 @@ class OptimizerStep:
             self.masters.drop_after(count)
             param_group["params"] = given
             raise
+
+    def _add_float_group(self, original: Callable[..., Any], param_group: Any) -> None:
+        """Add a group whose parameters are stepped as they are; half ones are refused."""
+        original(param_group)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            try:
+                refuse_half_params(optimizer, optimizer.param_groups[-1]["params"])
+            except RuntimeError:
+                del optimizer.param_groups[-1]
+                raise

@@ -87,6 +87,7 @@ class PreparedOptimizers:
                 self._observers,
                 fused_step and _has_dense_parts(optimizer),
                 together,
+                not level.casts_functions or _steps_halves(optimizer),
             )
             if scale_rule.dynamic or scale_rule.init_scale != 1.0:
                 step.was_scaled = self._was_scaled
@@ -244,6 +245,11 @@ class PreparedOptimizers:
                 scalers[index] = LossScaler(rule)
             assigned[loss_id] = index
         return assigned
+
+
+def _steps_halves(optimizer: Optimizer) -> bool:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return any(param.dtype in HALVES for param in params)
 
 
 def _has_dense_parts(optimizer: Optimizer) -> bool:
