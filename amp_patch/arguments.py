@@ -92,9 +92,10 @@ def _refuse_half(model: nn.Module) -> None:
             raise RuntimeError(
                 "models must come in float32, amp.initialize() casts them; got parameter "
                 f"{name!r} in {param.dtype}, which requires a gradient. Leave out your own .half() "
-                "or .bfloat16(), but for what requires_grad_(False) has frozen. Of a model that "
-                "amp.initialize() cast, call amp.deactivate() first; of a copy of one, or one from "
-                "a file, call model.float() first."
+                "or .bfloat16(), call .float() on that layer, or freeze it by "
+                "requires_grad_(False). Of a model that amp.initialize() cast, call "
+                "amp.deactivate() first; of a copy of one, or one from a file, call model.float() "
+                "first."
             )
 
 
