@@ -221,7 +221,7 @@ def deactivate() -> None:
     """Restore everything patched. Models and optimizers stay usable, in fp32.
 
     At O2, O3 and O5 the same Parameter objects hold fp32 values again (the masters' where there
-    are any) and the optimizer steps them, its state kept. Without effect before `initialize`.
+    are any) and the optimizer steps them, its state kept. What was frozen in half is so again. Without effect before `initialize`.
     """
     session.deactivate()
 

@@ -192,6 +192,7 @@ def test_a_frozen_batch_norm_is_stored_as_the_level_says(
     assert {norm.weight.dtype, norm.bias.dtype, norm.running_mean.dtype} == {stored}
     tolerance = ALLOWED[COMPUTED[level]]
     assert found == pytest.approx(expected, abs=tolerance, rel=tolerance)
+    assert model.state_dict()["0.weight"].dtype is (F32 if level == "O0" else dtype)
     running = norm.running_mean.clone()
     amp.deactivate()
     assert_same(dict(norm.named_parameters()), {n: before[n] for n in ("weight", "bias")})
@@ -299,10 +300,14 @@ def test_what_is_written_to_a_frozen_weight_is_given_back(amp: ModuleType, level
     torch.testing.assert_close(model[0].gain, gain)
 
 
+@pytest.mark.parametrize("has_other", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_failing_initialize_leaves_frozen_weights_and_buffers(
-    amp: ModuleType, level: str, monkeypatch: pytest.MonkeyPatch
+    amp: ModuleType, level: str, has_other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    other = nn.Linear(6, 6)
+    if has_other:
+        amp.initialize(other, opt_level="O0", verbosity=0)
     model = make(BF16)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     before = {name: (id(t), t.data_ptr(), t.dtype) for name, t in tensors.items()}
@@ -329,19 +334,22 @@ def test_a_failing_initialize_leaves_frozen_weights_and_buffers(
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("is_added_first", [False, True])
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_an_unfrozen_weight_is_trained_in_fp32(
-    amp: ModuleType, level: str, dtype: torch.dtype
+    amp: ModuleType, level: str, is_added_first: bool, dtype: torch.dtype
 ) -> None:
     """One update is far below what the half dtype can tell apart; fifty are not."""
     model = nn.Sequential(frozen(nn.Linear(6, 1, bias=False), dtype), nn.Linear(1, 1))
     weight = model[0].weight
     with torch.no_grad():
-        weight.fill_(1.0)
+        weight.fill_(1 / 3)
+        expected = weight.float() - 50 * 1e-4
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    weight.requires_grad_(True)
+    weight.requires_grad_(not is_added_first)
     optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
+    weight.requires_grad_(True)
     for _ in range(50):
         optimizer.zero_grad()
         with amp.scale_loss(model(INPUTS).sum() * 0, optimizer) as loss:
@@ -349,8 +357,10 @@ def test_an_unfrozen_weight_is_trained_in_fp32(
         for param in amp.master_params(optimizer):
             param.grad = torch.ones_like(param)
         optimizer.step()
-    expected = torch.full((1, 6), 1 - 50 * 1e-4)
     torch.testing.assert_close(model.state_dict()["0.weight"], expected, rtol=0, atol=1e-6)
+    if level != "O0":  # it has a master, also where it is frozen again
+        weight.requires_grad_(False)
+        torch.testing.assert_close(model.state_dict()["0.weight"], expected, rtol=0, atol=1e-6)
     amp.deactivate()
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-6)
 
