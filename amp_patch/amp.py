@@ -109,7 +109,7 @@ def initialize(
     May be called again: for further models and optimizers, or at another level.
 
     Args:
-        models: a `torch.nn.Module` in fp32, or a list or tuple of them.
+        models: a `torch.nn.Module` in fp32, but for what is frozen, or a list or tuple of them.
         optimizers: None, a `torch.optim.Optimizer`, or a list or tuple of them.
         enabled: False makes this call and every later one without effect.
         opt_level: "O0" to "O5".
@@ -159,8 +159,8 @@ def initialize(
             trace_overflow of a wrong type; LBFGS; an optimizer that ``fused_step`` does not know;
             no such logger; one model without optimizer, unpacked.
         ImportError: the package of a logger is missing.
-        RuntimeError: an unknown level or refused override; a model in half; a parallel
-            wrapper at O2, O3 or O5; an optimizer passed before.
+        RuntimeError: an unknown level or refused override; half weights that are not frozen; a
+            parallel wrapper at O2, O3 or O5; an optimizer passed before.
         ValueError: a scale, factor, count or rule out of range; a rule of no function or module; a
             file for a folder.
         FileNotFoundError: no such profile or rules file.
@@ -221,7 +221,8 @@ def deactivate() -> None:
     """Restore everything patched. Models and optimizers stay usable, in fp32.
 
     At O2, O3 and O5 the same Parameter objects hold fp32 values again (the masters' where there
-    are any) and the optimizer steps them, its state kept. Without effect before `initialize`.
+    are any) and the optimizer steps them, its state kept. What was frozen in half is so
+    again. Without effect before `initialize`.
     """
     session.deactivate()
 

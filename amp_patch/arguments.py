@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
+_HALVES = (torch.float16, torch.bfloat16)
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
 
 
@@ -24,11 +25,11 @@ def models_of(models: Any, allow_half: bool = False) -> list[nn.Module]:
 
     Args:
         models: as given to `initialize`.
-        allow_half: take models with half parameters, too.
+        allow_half: take models whose half parameters are trained, too.
 
     Raises:
         TypeError: anything else.
-        RuntimeError: a model that is stored in half already.
+        RuntimeError: a model that is stored in half already, and not frozen there.
     """
     found = _as_list(models, nn.Module, "models must be a torch.nn.Module or a list or tuple of")
     for model in found:
@@ -84,15 +85,43 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
 
 
 def _refuse_half(model: nn.Module) -> None:
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                raise RuntimeError(
-                    f"models must come in float32, amp.initialize() casts them; got {kind} "
-                    f"{name!r} in {tensor.dtype}. Leave out your own .half() or .bfloat16(). Of a "
-                    "model that amp.initialize() cast, call amp.deactivate() first; of a copy of "
-                    "one, or one from a file, call model.float() first."
-                )
+    for name, param in model.named_parameters():
+        if param.dtype in _HALVES and param.requires_grad:
+            raise RuntimeError(
+                "models must come in float32, amp.initialize() casts them; got parameter "
+                f"{name!r} in {param.dtype}, which requires a gradient. Leave out your own .half() "
+                "or .bfloat16(), call .float() on that layer, or freeze it by "
+                "requires_grad_(False). Of a model that amp.initialize() cast, call "
+                "amp.deactivate() first; of a copy of one, or one from a file, call model.float() "
+                "first."
+            )
+
+
+def refuse_half_steps(optimizers: Iterable[Optimizer]) -> None:
+    """Raise for optimizers that are to train half parameters.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_half_params(optimizer, params)
+
+
+def refuse_half_params(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Raise for half ones that require a gradient among those that an optimizer is to step.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    halves = [param for param in params if param.requires_grad and param.dtype in _HALVES]
+    if halves:
+        raise RuntimeError(
+            "optimizers of amp.initialize() train float32 parameters, for small updates are "
+            f"rounded away in half precision; got {len(halves)} in {halves[0].dtype} in the "
+            f"{type(optimizer).__name__} that require a gradient. Call .float() on their layers "
+            "before amp.initialize(), or freeze them by requires_grad_(False)."
+        )
 
 
 def refuse_uninitialized(models: Iterable[nn.Module]) -> None:

@@ -43,7 +43,7 @@ def initialize_at(
             takes them.
         rules: of functions and modules.
         lists: dotted path -> rule of a function, below these, at levels that cast functions.
-        allow_half: take models with half parameters, too.
+        allow_half: take models whose half parameters are trained, too.
         scale_options: of `ScaleRule.resolve`.
 
     Raises:
@@ -53,6 +53,9 @@ def initialize_at(
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
     checked = arguments.models_of(models, allow_half)
+    stepping = arguments.optimizers_of(optimizers)
+    if level.casts_functions and not allow_half:
+        arguments.refuse_half_steps(stepping)
     rules = rules or Rules()
     with rules.told():
         functions = _rules_of_functions(rules)
@@ -64,7 +67,7 @@ def initialize_at(
     session.tell_of_casts(says_all and int(verbosity) > 1)
     session.initialize(
         checked,
-        arguments.optimizers_of(optimizers),
+        stepping,
         level,
         scale_rule,
         arguments.count_of(num_losses),

@@ -29,6 +29,10 @@ def with_buffer(dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def frozen(dtype: torch.dtype) -> nn.Module:
+    return nn.Linear(1, 1).to(dtype).requires_grad_(False)
+
+
 @pytest.mark.parametrize("container", [list, tuple])
 def test_models_and_optimizers_become_lists_in_their_order(container: type) -> None:
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
@@ -105,27 +109,45 @@ def test_what_stands_for_optimizers_is_refused_with_the_call(given: Any, receive
 @pytest.mark.parametrize(
     ("model_of", "found"),
     [
-        (lambda dtype: nn.Linear(1, 1).to(dtype), "parameter 'weight'"),
-        (lambda dtype: nn.Sequential(nn.ReLU(), nn.Linear(1, 1).to(dtype)), "parameter '1.weight'"),
-        (with_buffer, "buffer '0.scale'"),
+        (lambda dtype: nn.Linear(1, 1).to(dtype), "weight"),
+        (lambda dtype: nn.Sequential(nn.ReLU(), nn.Linear(1, 1).to(dtype)), "1.weight"),
+        (lambda dtype: nn.Sequential(frozen(dtype), nn.Linear(1, 1).to(dtype)), "1.weight"),
     ],
 )
 def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
     model_of: Any, found: str, dtype: torch.dtype
 ) -> None:
     message = (
-        f"models must come in float32, amp.initialize() casts them; got {found} in {dtype}. "
-        "Leave out your own .half() or .bfloat16(). Of a model that amp.initialize() cast, call "
-        "amp.deactivate() first; of a copy of one, or one from a file, call model.float() first."
+        "models must come in float32, amp.initialize() casts them; got parameter "
+        f"{found!r} in {dtype}, which requires a gradient. Leave out your own .half() or "
+        ".bfloat16(), call .float() on that layer, or freeze it by requires_grad_(False). Of a "
+        "model that amp.initialize() cast, call amp.deactivate() first; of a copy of one, or one "
+        "from a file, call model.float() first."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
         arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
-def test_a_model_with_other_dtypes_is_taken(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.float16])
+def test_buffers_of_other_dtypes_are_taken(dtype: torch.dtype) -> None:
     model = with_buffer(dtype)
     assert arguments.models_of(model) == [model]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_parameters_are_taken_where_they_are_frozen(dtype: torch.dtype) -> None:
+    base = frozen(dtype)
+    model = nn.Sequential(base, nn.Linear(1, 1))
+    assert arguments.models_of(model) == [model]
+    arguments.refuse_half_steps([optimizer(), Adam(model.parameters())])
+    base.requires_grad_(True)
+    message = (
+        "optimizers of amp.initialize() train float32 parameters, for small updates are rounded "
+        f"away in half precision; got 2 in {dtype} in the Adam that require a gradient. Call "
+        ".float() on their layers before amp.initialize(), or freeze them by requires_grad_(False)."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_half_steps([optimizer(), Adam(model.parameters())])
 
 
 def test_a_lazy_model_without_weights_is_refused() -> None:

@@ -35,7 +35,7 @@ class _ExactModel:
     def parameters(self) -> Iterator[Tensor]:
         """Yield the fp32 value of each parameter in half, and the others."""
         for param in self._model.parameters():
-            yield self._store.exact(param) if param.dtype in HALVES else param
+            yield self._store.exact(param).float() if param.dtype in HALVES else param
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield buffers, those in half cast up."""

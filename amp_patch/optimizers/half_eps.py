@@ -24,7 +24,7 @@ def warn_of_eps(optimizer: Optimizer) -> None:
         eps = group.get("eps")
         if not isinstance(eps, float) or eps > ROUNDS_TO_ZERO or _adds_in_float32(optimizer, group):
             continue
-        if any(param.dtype is torch.float16 for param in group["params"]):
+        if any(one.dtype is torch.float16 and one.requires_grad for one in group["params"]):
             name = type(optimizer).__name__
             warn_once(
                 f"an optimizer that steps float16 weights needs an eps that float16 can hold; got "

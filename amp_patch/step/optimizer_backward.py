@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.arguments import refuse_half_params
+from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.groups import StepRanks, groups_of
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
@@ -40,6 +42,7 @@ class OptimizerBackward:
         fused: what steps in its place; None where it steps itself.
         skip: gets the checks whose result is pending.
         ranks: that step together; None: they follow from the parameters.
+        steps_halves: whether half parameters without masters may be trained.
 
     Attributes:
         masters, skip: as given.
@@ -61,6 +64,7 @@ class OptimizerBackward:
         fused: FusedStep | None,
         skip: Skip,
         ranks: StepRanks | None = None,
+        steps_halves: bool = True,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._fused = fused
@@ -76,15 +80,23 @@ class OptimizerBackward:
         self._passes_stepped = 0
         self._had_used = False
         self._pairs = ParamPairs([], [])
+        self._steps_halves = steps_halves
+        self._frozen: list[Tensor] = []  # in half, and not to be trained so
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
         self._thread: int | None = None
         self._unscale: Callable[[], None] | None = None
 
     def pairs(self) -> ParamPairs:
-        """Return the parameters that the optimizer holds now, with their masters."""
+        """Return the parameters that the optimizer holds now, with their masters.
+
+        Raises:
+            RuntimeError: a frozen half parameter was unfrozen at a level without masters.
+        """
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
+        if self._frozen and optimizer is not None and any(map(_REQUIRES_GRAD, self._frozen)):
+            self._follow_unfrozen(optimizer)
         if len(groups) == 1:
             stepped = groups[0]["params"]
         else:
@@ -100,9 +112,19 @@ class OptimizerBackward:
                 stepped = list(chain.from_iterable(group["params"] for group in groups))
             params = stepped if masters is None else [masters.param_of(p) for p in stepped]
             self._pairs = ParamPairs(params, stepped)
+            if masters is not None or not self._steps_halves:
+                self._frozen = [one for one in stepped if one.dtype in HALVES]
             if self._ranks_follow:
                 self.ranks = StepRanks(groups_of(params))
         return self._pairs
+
+    def _follow_unfrozen(self, optimizer: Optimizer) -> None:
+        """Half parameters that the optimizer has held, frozen, are to be trained from now on."""
+        if self.masters is None:
+            refuse_half_params(optimizer, self._frozen)
+            return
+        for group in optimizer.param_groups:
+            group["params"][:] = self.masters.replace(group["params"])
 
     @property
     def takes_grads_as_they_are(self) -> bool:
@@ -393,3 +415,6 @@ def _warn_of_used(place: str) -> None:
         f"PyTorch adds to them or steps them again; got {place} with those of the last step still "
         "there. Call optimizer.zero_grad() in each step."
     )
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")

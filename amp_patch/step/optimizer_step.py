@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import FLOATS, mode
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.distributed.groups import StepRanks
@@ -44,6 +45,8 @@ class OptimizerStep:
         observers: told of each step.
         fused: step by `FusedStep`; with a store only.
         ranks: that step together; None: they follow from the parameters.
+        steps_halves: step half parameters that have no masters; else these are refused when they
+            are to be trained.
 
     Attributes:
         scalers: as given.
@@ -64,6 +67,7 @@ class OptimizerStep:
         observers: Observers,
         fused: bool = False,
         ranks: StepRanks | None = None,
+        steps_halves: bool = True,
     ) -> None:
         self._observers = observers
         self._optimizer = weakref.ref(optimizer)
@@ -80,7 +84,9 @@ class OptimizerStep:
         if self._fused is not None and self.masters is not None:
             self._fused.masters = self.masters
         self.skip = Skip(announce)
-        self.backward = OptimizerBackward(optimizer, self.masters, self._fused, self.skip, ranks)
+        self.backward = OptimizerBackward(
+            optimizer, self.masters, self._fused, self.skip, ranks, steps_halves
+        )
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
@@ -96,6 +102,8 @@ class OptimizerStep:
             self._patch(wrapped, "zero_grad", self._zero_grad)
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
+        elif not steps_halves:
+            self._patch(optimizer, "add_param_group", self._add_float_group)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -373,6 +381,17 @@ class OptimizerStep:
             self.masters.drop_after(count)
             param_group["params"] = given
             raise
+
+    def _add_float_group(self, original: Callable[..., Any], param_group: Any) -> None:
+        """Add a group of parameters that are stepped as they are, none of them trained in half."""
+        original(param_group)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            try:
+                refuse_half_params(optimizer, optimizer.param_groups[-1]["params"])
+            except RuntimeError:
+                del optimizer.param_groups[-1]
+                raise
 
 
 def _wrapped_by(optimizer: Optimizer) -> list[Optimizer]:

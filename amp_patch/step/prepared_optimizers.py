@@ -90,6 +90,7 @@ class PreparedOptimizers:
                 self._observers,
                 fused_step and _has_dense_parts(optimizer),
                 together,
+                not level.casts_functions or _trains_halves(optimizer),
             )
             if scale_rule.dynamic or scale_rule.init_scale != 1.0:
                 step.was_scaled = self._was_scaled
@@ -256,6 +257,11 @@ class PreparedOptimizers:
                 scalers[index] = LossScaler(rule)
             assigned[loss_id] = index
         return assigned
+
+
+def _trains_halves(optimizer: Optimizer) -> bool:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return any(param.requires_grad and param.dtype in HALVES for param in params)
 
 
 def _has_dense_parts(optimizer: Optimizer) -> bool:

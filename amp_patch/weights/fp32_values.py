@@ -1,6 +1,7 @@
 """The fp32 values of parameters that are stored in half; knows no optimizer and no scale.
 
-A half parameter is its fp32 value, rounded. Users write to either: to the parameter
+A half parameter is its fp32 value, rounded. One that came in half and stays frozen has a value in
+the dtype that it came in. Users write to either: to the parameter
 (``nn.init``, ``load_state_dict``, ``p.data.clamp_()``), or to the master that
 ``amp.master_params`` gives them. `FP32Values` says which of the two the other has to follow.
 """
@@ -87,6 +88,7 @@ class FP32Values:
     def clear(self) -> None:
         """Forget every value."""
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
+        self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
         self._converted: set[int] = set()
 
     def set(
@@ -106,10 +108,15 @@ class FP32Values:
         if versions is not None and known is not None and _share_memory(known.value, value):
             entry.noted += known.noted
         self._values[param] = entry
+        self._came_in.pop(param, None)  # it is trained now
 
     def holds(self, param: Tensor) -> bool:
         """Return whether there is an fp32 value of a parameter."""
         return param in self._values
+
+    def is_frozen_half(self, param: Tensor) -> bool:
+        """Return whether a parameter came in half and is not trained."""
+        return param in self._came_in and not param.requires_grad
 
     def forget_versions(self, param: Tensor, versions: list[int]) -> None:
         """Note the version of a parameter's value elsewhere than in ``versions`` from now on."""
@@ -137,10 +144,25 @@ class FP32Values:
         self.set(param, value)
         self._converted.add(id(param))
 
+    def set_frozen(self, param: Tensor, original: Tensor) -> None:
+        """Enter a frozen parameter that came in half.
+
+        Its own numbers are kept where the dtype that it is stored in cannot hold all of them.
+
+        Args:
+            param: stored in the level's dtype.
+            original: its numbers, in the dtype that it came in.
+        """
+        self.forget([param])
+        if not same_numbers(original.to(param.dtype).to(original.dtype), original):
+            self.set(param, original)
+        self._came_in[param] = original.dtype
+
     def forget(self, params: Iterable[Tensor]) -> None:
         """Drop the values of these parameters, whose conversion was undone."""
         for param in params:
             self._values.pop(param, None)
+            self._came_in.pop(param, None)
 
     def end_conversion(self) -> None:
         """`initialize` is over: from now on the user may write to the parameters."""
@@ -148,15 +170,20 @@ class FP32Values:
 
     @torch.no_grad()
     def exact(self, param: Tensor) -> Tensor:
-        """Return the fp32 value of a half parameter; writes to the parameter are in it."""
+        """Return the value of a parameter; writes to the parameter are in it.
+
+        It is fp32, but of a frozen parameter that came in half it has the dtype that that came in.
+        """
         entry = self._values.get(param)
+        came_in = None if param.requires_grad else self._came_in.get(param)
+        dtype = came_in or torch.float32
         if entry is None:
-            return param.detach().float()
+            return param.detach().to(dtype)
         value: Tensor = entry.value.detach().to(param.device)
         rounded = value.to(param.dtype)
         if entry.wins(param) or same_numbers(rounded, param):
-            return value
-        return torch.where(rounded == param, value, param.float())
+            return value.to(dtype)
+        return torch.where(rounded == param, value.to(dtype), param.to(dtype))
 
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
@@ -167,7 +194,10 @@ class FP32Values:
             value = entry.value.detach()
         else:
             value = self.exact(param)
-        if entry is None or entry.value.device != param.device:
+        value = value.float()
+        if entry is None or entry.value.dtype is not value.dtype:
+            return value
+        if entry.value.device != param.device:
             return value
         # Another optimizer may step the same parameter, and with it the same memory.
         if not _share_memory(value, entry.value):
@@ -177,9 +207,11 @@ class FP32Values:
         return value
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Put fp32 values for the half entries of ``module`` itself into a state dict."""
+        """Put the values of what was converted in ``module`` itself into a state dict."""
         for name, param in module._parameters.items():
-            if param is not None and prefix + name in state and param.dtype in HALVES:
+            if param is None or prefix + name not in state:
+                continue
+            if param.dtype in HALVES or param in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True
                 state[prefix + name] = self.exact(param).requires_grad_(attached)
         for name in module._buffers:
@@ -192,8 +224,12 @@ class FP32Values:
         """Set the values of ``module`` itself from a state dict that is about to be loaded."""
         for name, param in module._parameters.items():
             new = state.get(prefix + name)
-            entry = None if param is None else self._values.get(param)
-            if isinstance(new, Tensor) and entry is not None and new.shape == entry.value.shape:
+            if param is None or not isinstance(new, Tensor) or new.shape != param.shape:
+                continue
+            entry, came_in = self._values.get(param), self._came_in.get(param)
+            if came_in is not None:
+                self.set_frozen(param, new.detach().to(param.device, came_in, copy=True))
+            elif entry is not None:
                 entry.value.copy_(new)
                 entry.note_equal()
                 self.loads += 1

@@ -1,6 +1,6 @@
 """Stores a model in half precision and casts what goes in and comes out (O0, O2, O3, O5).
 
-Knows nothing of optimizers or masters: `convert` hands back the fp32 storage it replaced.
+Knows nothing of optimizers or masters: `convert` hands back the storage that it replaced.
 What stays on a model are hooks, not a replaced forward: they follow copies, replicas and pickles.
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casting.foreign_objects import cast_object
-from amp_patch.casting.mode import HALVES, mode, process
+from amp_patch.casting.mode import FLOATS, HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
-from amp_patch.distributed.shards import set_data
+from amp_patch.distributed.shards import same_numbers, set_data
 from amp_patch.warn_once import warn_once
 
 
@@ -164,37 +164,61 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def convert(
-    model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
-) -> dict[nn.Parameter, Tensor]:
-    """Store the fp32 parameters and buffers of ``model`` as ``dtype``, in the same objects.
+class Originals(NamedTuple):
+    """What a model held before it was converted: the old storage, not copies.
+
+    Attributes:
+        params: of each parameter that is stored as the level says now, with its gradient.
+        buffers: those that came in half, by their paths in the model.
+    """
+
+    params: dict[nn.Parameter, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def convert(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> Originals:
+    """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
 
     Args:
-        model: its float64, complex and integer tensors are left alone.
-        dtype: float16 or bfloat16.
-        keep_batchnorm_fp32: leave batch norms (also those without weights) in fp32.
+        model: its float64, complex and integer tensors are left alone, and half parameters that
+            are trained, with all that is in half beside them in a module.
+        dtype: float16, bfloat16 or float32.
+        keep_batchnorm_fp32: store batch norms (also those without weights) in fp32.
 
     Returns:
-        The fp32 tensor that each converted parameter held, its old storage and not a copy, with
-        the parameter's gradient if it had one.
+        What it held before; of half parameters also where they are in ``dtype`` already.
     """
-    kept = keep_batchnorm_fp32
-    originals: dict[nn.Parameter, Tensor] = {}
-    for module in model.modules():
-        if kept and isinstance(module, _BatchNorm):
-            continue
-        for param in module._parameters.values():
-            if param is not None and param.dtype is torch.float32:
-                original = param.data
-                original.grad, param.grad = param.grad, None
-                originals[param] = original
-                set_data(param, original.to(dtype))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype is torch.float32:
-                module._buffers[name] = buffer.to(dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    originals = Originals({}, {})
+    for path, module in model.named_modules():
+        is_kept = keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
+        _convert_module(module, torch.float32 if is_kept else dtype, path, originals)
     return originals
+
+
+def _convert_module(module: nn.Module, dtype: torch.dtype, path: str, originals: Originals) -> None:
+    sources = HALVES if _trains_no_half(module) else ()
+    if dtype is not torch.float32:
+        sources = (*sources, torch.float32)
+    params = [param for param in module._parameters.values() if param is not None]
+    params = [param for param in params if param.dtype in sources]
+    for param in params:
+        if param not in originals.params:
+            original = param.data
+            original.grad, param.grad = param.grad, None
+            originals.params[param] = original
+            set_data(param, original.to(dtype))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.dtype in sources:
+            if buffer.dtype in HALVES:
+                originals.buffers[f"{path}.{name}"] = buffer
+            module._buffers[name] = buffer.to(dtype)
+    if params and isinstance(module, nn.RNNBase):
+        module.flatten_parameters()
+
+
+def _trains_no_half(module: nn.Module) -> bool:
+    params = [param for param in module._parameters.values() if param is not None]
+    return not any(param.requires_grad and param.dtype in HALVES for param in params)
 
 
 def kept_in_fp32(models: Iterable[nn.Module]) -> set[int]:
@@ -209,16 +233,43 @@ def kept_in_fp32(models: Iterable[nn.Module]) -> set[int]:
     }
 
 
-def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tensor]) -> None:
-    """Undo `convert`: parameters hold what ``exact`` says of them, the rest is cast up."""
-    for module in model.modules():
+def restore(
+    model: nn.Module,
+    dtype: torch.dtype,
+    exact: Callable[[Tensor], Tensor],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Undo `convert`: parameters hold what ``exact`` says of them, the rest is cast back.
+
+    Args:
+        model: as `convert` left it.
+        dtype: that it got.
+        exact: returns the value of a parameter in the dtype that it is to have.
+        buffers: those that came in half, as `convert` returned them.
+    """
+    for path, module in model.named_modules():
         for param in module._parameters.values():
-            if param is not None and param.dtype is dtype:
-                grad, param.grad = param.grad, None
-                set_data(param, exact(param))
-                param.grad = None if grad is None else grad.float()
+            if param is not None and param.dtype in FLOATS:
+                _set_value(param, exact(param))
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype is dtype:
+            original = buffers.get(f"{path}.{name}")
+            if buffer is not None and original is not None:
+                module._buffers[name] = _as_it_came(buffer, original)
+            elif buffer is not None and buffer.dtype is dtype:
                 module._buffers[name] = buffer.float()
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def _set_value(param: nn.Parameter, value: Tensor) -> None:
+    """Let a parameter hold a value; in its own dtype it is what it holds already."""
+    if value.dtype is not param.dtype:
+        grad, param.grad = param.grad, None
+        set_data(param, value)
+        param.grad = None if grad is None else grad.to(value.dtype)
+
+
+def _as_it_came(buffer: Tensor, original: Tensor) -> Tensor:
+    """Return a buffer in the dtype of the original, with its very bits if nobody wrote to it."""
+    is_same = same_numbers(original.to(buffer), buffer)
+    return (original if is_same else buffer).to(buffer.device, original.dtype)

@@ -100,7 +100,7 @@ class MasterWeights:
             self.expose()  # a load writes into what it was given
 
     def replace(self, params: Sequence[Any]) -> list[Any]:
-        """Return ``params`` with a master in place of each half one.
+        """Return ``params`` with a master in place of each half one, but frozen ones that came so.
 
         Args:
             params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
@@ -110,7 +110,8 @@ class MasterWeights:
         def replaced(param: Any) -> Any:
             if isinstance(param, tuple):
                 return (*param[:-1], *map(replaced, param[-1:]))
-            if isinstance(param, Tensor) and param.dtype in HALVES and id(param) not in known:
+            is_half = isinstance(param, Tensor) and param.dtype in HALVES
+            if is_half and id(param) not in known and not self._values.is_frozen_half(param):
                 known[id(param)] = self._make(param)
             return known.get(id(param), param)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -75,6 +75,10 @@ class PreparedModels:
         self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
             weakref.WeakKeyDictionary()
         )
+        # of each model that was converted the buffers that came in half, by their paths
+        self._converted: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def precisions(
         self, models: Sequence[nn.Module], rules: Mapping[str, str]
@@ -103,7 +107,7 @@ class PreparedModels:
         """Set models up at ``level``, in place of an earlier one.
 
         Args:
-            models: in fp32.
+            models: in fp32, but for what is frozen.
             level: says whether they are stored in half, and what their forward casts.
             stepped: ids of the parameters that an optimizer of the same call steps.
             precisions: for each model, see `precisions`.
@@ -116,10 +120,12 @@ class PreparedModels:
                 self._count += 1
             earlier = self.levels.get(model), self._precisions.get(model, {})
             on_error.callback(self._put_back, model, *earlier)
-            if level.cast_model_type in HALVES:
-                originals = self._store_in_half(model, level, stepped)
+            if level.cast_model_type is not None:
+                originals = self._store_as(level.cast_model_type, model, level, stepped)
                 on_error.callback(self._store.forget, originals)
-                follow_parameters(model)
+                on_error.callback(self._converted.pop, model, None)
+                if model in self._converted:
+                    follow_parameters(model)
             self._attach(model, level, rules)
             self.follow_device(model)
             if level.casts_functions:
@@ -140,9 +146,10 @@ class PreparedModels:
         """
         models = list(self.levels.items())
         for model, level in models:
-            if level.cast_model_type in HALVES:
+            if model in self._converted and level.cast_model_type is not None:
                 reshard(model)
-                half_model.restore(model, level.cast_model_type, self._store.exact)
+                buffers = self._converted.pop(model)
+                half_model.restore(model, level.cast_model_type, self._store.exact, buffers)
                 follow_parameters(model)
             self._detach(model)
         return any(level.cast_model_type in HALVES for _, level in models)
@@ -215,19 +222,22 @@ class PreparedModels:
             return
         process.devices |= {p.device.type for p in model.parameters()}
 
-    def _store_in_half(
-        self, model: nn.Module, level: OptLevel, stepped: set[int]
-    ) -> Iterable[nn.Parameter]:
-        dtype = level.cast_model_type
-        assert dtype is not None
-        originals = half_model.convert(model, dtype, bool(level.keep_batchnorm_fp32))
-        for param, original in originals.items():
+    def _store_as(
+        self, dtype: torch.dtype, model: nn.Module, level: OptLevel, stepped: set[int]
+    ) -> Collection[nn.Parameter]:
+        params, buffers = half_model.convert(model, dtype, bool(level.keep_batchnorm_fp32))
+        if dtype in HALVES or params or buffers:
+            self._converted[model] = buffers
+        for param, original in params.items():
+            if original.dtype in HALVES:
+                self._store.set_frozen(param, original)
             # A parameter that nothing trains needs no second copy in fp32.
-            if level.master_weights and (param.requires_grad or id(param) in stepped):
+            elif level.master_weights and (param.requires_grad or id(param) in stepped):
                 self._store.set_converted(param, original)
-            elif original.grad is not None:
-                param.grad = original.grad.to(dtype)
-        return originals
+                continue
+            if original.grad is not None:
+                param.grad = original.grad.to(param.dtype)
+        return params
 
     def _attach(self, model: nn.Module, level: OptLevel, precisions: Mapping[str, str]) -> None:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
