@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_patch.casting.mode import FLOATS, HALVES
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
+from amp_patch.weights.half_model import kept_in_fp32
 
 _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor|BFloat16Tensor|desired output type"
@@ -160,9 +160,10 @@ def _mend(place: _Place, message: str) -> str:
 
 
 def _castable(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of the modules that have floating parameters, but batch norms."""
+    """Yield the paths of the modules whose floating parameters are stored in half."""
+    kept = kept_in_fp32(model, batch_norms=True)
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) and any(
+        if module not in kept and any(
             param is not None and param.dtype in FLOATS for param in module._parameters.values()
         ):
             yield name

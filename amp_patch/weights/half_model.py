@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
 from amp_patch.distributed.shards import set_data
 from amp_patch.warn_once import warn_once
+
+from . import parametrizations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,16 +174,16 @@ def convert(
     Args:
         model: its float64, complex and integer tensors are left alone.
         dtype: float16 or bfloat16.
-        keep_batchnorm_fp32: leave batch norms (also those without weights) in fp32.
+        keep_batchnorm_fp32: see `kept_in_fp32`.
 
     Returns:
         The fp32 tensor that each converted parameter held, its old storage and not a copy, with
         the parameter's gradient if it had one.
     """
-    kept = keep_batchnorm_fp32
+    kept = kept_in_fp32(model, keep_batchnorm_fp32)
     originals: dict[nn.Parameter, Tensor] = {}
     for module in model.modules():
-        if kept and isinstance(module, _BatchNorm):
+        if module in kept:
             continue
         for param in module._parameters.values():
             if param is not None and param.dtype is torch.float32:
@@ -197,16 +199,15 @@ def convert(
     return originals
 
 
-def kept_in_fp32(models: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the parameters of batch norms, which `convert` may be told to keep."""
-    return {
-        id(param)
-        for model in models
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        for param in module._parameters.values()
-        if param is not None
-    }
+def kept_in_fp32(model: nn.Module, batch_norms: bool) -> set[nn.Module]:
+    """Return the modules that `convert` leaves in fp32: those that compute weights of layers.
+
+    Args:
+        model: any.
+        batch_norms: whether these stay as well, also those without weights.
+    """
+    norms = {module for module in model.modules() if isinstance(module, _BatchNorm)}
+    return parametrizations.modules_of(model) | (norms if batch_norms else set())
 
 
 def restore(model: nn.Module, dtype: torch.dtype, exact: Callable[[Tensor], Tensor]) -> None:
