@@ -80,6 +80,7 @@ class OptimizerBackward:
         self.ranks = ranks or StepRanks()
         self._thread: int | None = None
         self._unscale: Callable[[], None] | None = None
+        self._is_scaled = True
 
     def pairs(self) -> ParamPairs:
         """Return the parameters that the optimizer holds now, with their masters."""
@@ -137,6 +138,7 @@ class OptimizerBackward:
         pairs: ParamPairs,
         scale: float | Tensor,
         unscale: Callable[[], None] | None = None,
+        is_scaled: bool = True,
     ) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``.
 
@@ -144,12 +146,13 @@ class OptimizerBackward:
             pairs: whose gradients these are.
             scale: factor of the loss.
             unscale: ends the pass where unscaled gradients are asked for before.
+            is_scaled: False where the scale is 1, and hooks of the backward may step.
         """
         if self._foreign.found:
             self._foreign.drop_cleared()
         self._had_used = self.is_watched and self._has_used
         self.gradients.set_aside(pairs, scale, self.elsewhere)
-        self.is_open, self._unscale = True, unscale
+        self.is_open, self._unscale, self._is_scaled = True, unscale, is_scaled
         self.was_cleared = False
         self.passes += 1
         self.is_watched = self.passes <= WATCHED_PASSES
@@ -232,8 +235,7 @@ class OptimizerBackward:
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # A half gradient that a master was given is not read again. And another thread trains its
-        # own models.
+        # A half gradient that a master has is not read again. Another thread trains its own models.
         watched = [
             param
             for param, master in zip(*self.pairs(), strict=True)
@@ -285,7 +287,7 @@ class OptimizerBackward:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
                 "scale_loss() block on; got a call inside the block, and not behind its "
-                "backward(). Move it behind the block."
+                "backward(). Move it behind the block; at a scale of 1 (O4, O5) hooks may step."
             )
         if self.gradients.may_be_cleared:
             self.drop_cleared()
@@ -301,9 +303,11 @@ class OptimizerBackward:
         self.receive_unscaled()
 
     def _end_early(self) -> None:
-        """End the pass inside of its block, if its backward is over."""
+        """End the pass inside of its block, if its backward is over, or as if there were none."""
         is_over = torch._C._current_graph_task_id() == -1
-        if is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
+        if not is_over and not self._is_scaled:
+            self._close()
+        elif is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
             self._unscale()
             self.skip.settle()
 
