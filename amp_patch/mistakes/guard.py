@@ -162,5 +162,5 @@ class Guard:
             self.copies.note_load(module)
 
     def explain(self, error: BaseException) -> None:
-        """Add to what a model in half raised, see `dtype_notes`."""
+        """Add to what a model raised, see `dtype_notes`."""
         explain(error, self._models.levels)

@@ -34,7 +34,7 @@ class ModelHooks(NamedTuple):
     Attributes:
         observe: gets the model at the start of its forward, where it casts no functions.
         observe_casting: the same, at O1 and O4.
-        explain: gets what the forward of a model in half raised.
+        explain: gets what the forward of a model raised.
         write_state: a state-dict post-hook of each submodule of a model in half.
         read_state: a load-state-dict pre-hook of these.
     """
@@ -236,18 +236,18 @@ class PreparedModels:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
         self._detach(model)
         self._precisions[model] = precisions
-        hooks = self._hooks
+        hooks, halves = self._hooks, level.cast_model_type in HALVES
         ForwardCasts(
             level=level.half_dtype if level.casts_functions else OFF,
             region_dtype=level.half_dtype,
             inputs=level.cast_model_type,
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
-            explain=hooks.explain if level.cast_model_type in HALVES else None,
+            explain=hooks.explain if halves or level.casts_functions else None,
         ).attach(model)
         module_rules.attach(model, precisions, level.cast_model_type)
         self.levels[model] = level
-        if level.cast_model_type in HALVES:
+        if halves:
             self._compute_weights_in_fp32(model, level)
             self._state_hooks[model] = [
                 handle
