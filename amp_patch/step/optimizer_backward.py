@@ -273,7 +273,7 @@ class OptimizerBackward:
             return None
         return self._fused.clip(optimizer, max_norm)
 
-    def refuse_scaled(self, caller: str) -> None:
+    def refuse_scaled(self, caller: str, steps: bool = False) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 
         Inside of a block, behind its backward, they are unscaled now: its end has nothing to do.
@@ -282,7 +282,7 @@ class OptimizerBackward:
             RuntimeError: as said.
         """
         if self.is_open:
-            self._end_early()
+            self._end_early(steps)
         if self.is_open:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
@@ -302,10 +302,10 @@ class OptimizerBackward:
             )
         self.receive_unscaled()
 
-    def _end_early(self) -> None:
-        """End the pass inside of its block, if its backward is over, or as if there were none."""
+    def _end_early(self, steps: bool) -> None:
+        """End the pass inside of its block: its backward is over, or a hook of that steps."""
         is_over = torch._C._current_graph_task_id() == -1
-        if not is_over and not self._is_scaled:
+        if steps and not (is_over or self._is_scaled):
             self._close()
         elif is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
             self._unscale()

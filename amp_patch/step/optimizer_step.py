@@ -189,7 +189,7 @@ class OptimizerStep:
             self._publish()
         if self.skip.pending:
             self.skip.settle()
-        self.backward.refuse_scaled("optimizer.step()")
+        self.backward.refuse_scaled("optimizer.step()", steps=True)
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             kwargs.pop("closure", None)

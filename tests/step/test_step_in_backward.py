@@ -91,3 +91,19 @@ def test_it_is_refused_where_there_is_a_scale(
     mend = re.escape("at a scale of 1 (O4, O5) hooks may step")
     with pytest.raises(RuntimeError, match=mend):
         trained(amp, level, torch.optim.SGD, **options)
+
+
+def test_clipping_there_is_refused(amp: ModuleType) -> None:
+    """The block would give the masters what was not clipped."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        )
+    loss = F.cross_entropy(model(X), Y)
+    with pytest.raises(RuntimeError, match="not behind its backward"):  # noqa: SIM117
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
