@@ -28,6 +28,7 @@ REASONS = {
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
     "matrix": "a matrix product, for which the CPU has no half kernel",
+    "not finite": "torch's kernel for it makes inf and NaN of half numbers",
     "no kernel": "it calls cdist, for which torch has no half kernel",
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
@@ -92,6 +93,13 @@ RULES = {
     },
     "dgl.nn.pytorch.conv.dgnconv": {
         "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
+    },
+    "torch": {
+        "matrix_exp": ("promote", "always", "not finite"),
+        "Tensor.matrix_exp": ("promote", "always", "not finite"),
+    },
+    "torch.linalg": {
+        "matrix_exp": ("promote", "always", "not finite"),
     },
     "torch.nn.functional": {
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows

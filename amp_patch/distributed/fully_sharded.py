@@ -97,9 +97,11 @@ def refuse_mixed_groups(models: Iterable[nn.Module], kept: Collection[int]) -> N
             if any(stays) and not all(stays):
                 raise RuntimeError(
                     "all parameters that one call of fully_shard() gathers must have one dtype; "
-                    f"got {sum(stays)} of batch norms, which stay in float32, among {len(stays)}. "
-                    "Call fully_shard(batch_norm) for each batch norm before fully_shard(model), "
-                    "or amp.initialize(..., keep_batchnorm_fp32=False)."
+                    f"got {sum(stays)} of batch norms or parametrizations, which stay in float32, "
+                    f"among {len(stays)}. Call fully_shard(batch_norm) for each batch norm, and "
+                    "fully_shard(layer.parametrizations.weight) for each parametrization, before "
+                    "fully_shard(model); or for batch norms amp.initialize(..., "
+                    "keep_batchnorm_fp32=False)."
                 )
 
 

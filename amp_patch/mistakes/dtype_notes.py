@@ -14,16 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import stateless
 
 from amp_patch.casting.mode import FLOATS, HALVES
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
+from amp_patch.weights.half_model import kept_in_fp32
 
 _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor|BFloat16Tensor|desired output type"
     r"|must have the type"
 )
+# What half numbers cannot be computed in, or cannot hold: nothing but them needs to be at fault.
+_NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16|ComplexHalf)'|Low precision dtypes not supported"
+    r"|unsupported (dtype|ScalarType) (Half|BFloat16)|support.* type: (Half|BFloat16)"
+    r"|\b(either|than) float (and|or) double|or Double tensors but got BFloat16"
+    r"|computing in half precision|underflow in dt",
+    re.IGNORECASE,
+)
+_OVERFLOW = re.compile("without overflow")
 _BEGIN = "amp_patch: "
 #: Operands that a note lists.
 _MOST_OPERANDS = 6
@@ -40,18 +50,29 @@ class _Place(NamedTuple):
 
 
 def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
-    """Add a note to an exception about dtypes that a module of a model in half raises; once.
+    """Add a note to an exception about dtypes that a module of a model raises; once.
+
+    Where functions cast (O1, O4) only what half numbers alone are at fault for gets one.
 
     Args:
         error: as it is on its way to the user.
         levels: the prepared models, with what they were prepared at.
     """
-    is_complaint = isinstance(error, (RuntimeError, ValueError)) and _COMPLAINT.search(str(error))
-    if not is_complaint or _is_noted(error):
+    message = str(error)
+    is_of_half = _NO_KERNEL.search(message) or _OVERFLOW.search(message)
+    is_of_two = isinstance(error, (RuntimeError, ValueError)) and _COMPLAINT.search(message)
+    if not (is_of_half or is_of_two) or _is_noted(error):
         return
-    place = _innermost(error, levels)
+    place = _innermost(
+        error,
+        {
+            model: level
+            for model, level in levels.items()
+            if level.cast_model_type in HALVES or (is_of_half and level.casts_functions)
+        },
+    )
     if place is not None:
-        _add_note(error, _BEGIN + _describe(place, str(error)))
+        _add_note(error, _BEGIN + _describe(place, error))
 
 
 def _is_noted(error: BaseException) -> bool:
@@ -67,12 +88,11 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _Place | None:
-    """Return the innermost module of a model in half whose code the exception went through."""
+    """Return the innermost module of these models whose code the exception went through."""
     names: dict[int, tuple[str, nn.Module, OptLevel]] = {}
     for model, level in levels.items():
-        if level.cast_model_type in HALVES:
-            for name, module in model.named_modules():
-                names.setdefault(id(module), (name, model, level))
+        for name, module in model.named_modules():
+            names.setdefault(id(module), (name, model, level))
     found = None
     for frame in _frames(error):
         module = frame.f_locals.get("self")
@@ -93,15 +113,21 @@ def _is_calling(frame: types.FrameType) -> bool:
     return frame.f_code.co_filename in (nn.modules.module.__file__, __file__)
 
 
-def _describe(place: _Place, message: str) -> str:
+def _describe(place: _Place, error: BaseException) -> str:
     where = f"module {place.path!r}" if place.path else "the model itself"
     kind = type(place.module).__name__
-    dtype = _short(place.level.cast_model_type)
+    is_stored = place.level.cast_model_type in HALVES
+    does = "the model is stored in" if is_stored else "functions cast to"
     operands = ", ".join(f"{name} {_short(value.dtype)}" for name, value in _operands(place))
     return (
-        f"at opt_level {place.level.name} the model is stored in {dtype}; this came from {where} "
-        f"({kind}), with {operands or 'no tensor in a variable'}. {_mend(place, message)}"
+        f"at opt_level {place.level.name} {does} {_dtype(place)}; this came from {where} "
+        f"({kind}), with {operands or 'no tensor in a variable'}. {_mend(place, error)}"
     )
+
+
+def _dtype(place: _Place) -> str:
+    stored = place.level.cast_model_type
+    return _short(stored if stored in HALVES else place.level.half_dtype)
 
 
 def _operands(place: _Place) -> list[tuple[str, Tensor]]:
@@ -117,16 +143,42 @@ def _operands(place: _Place) -> list[tuple[str, Tensor]]:
     return list(found.items())[:_MOST_OPERANDS]
 
 
-def _mend(place: _Place, message: str) -> str:
-    dtype = _short(place.level.cast_model_type)
-    if "without overflow" in message:
+def _mend(place: _Place, error: BaseException) -> str:
+    message = str(error)
+    mend = _mend_of_half(message, _dtype(place))
+    if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
+        mend = _mend_of_float64(place)
+    return mend or _mend_of_weights(place, _strays(place)) or _mend_of_inputs(place)
+
+
+def _mend_of_half(message: str, dtype: str) -> str | None:
+    """Return what mends an error for which half numbers alone are at fault."""
+    if _OVERFLOW.search(message):
         return (
             f"{dtype} cannot hold that number: write torch.finfo(x.dtype).min in the place of "
-            "-1e9, or take opt_level 'O5' or 'O1'."
+            "-1e9, or take opt_level 'O4' or 'O5'."
         )
-    if re.search(r"\bdouble\b", message, re.IGNORECASE):
-        return _mend_of_float64(place)
-    strays = _strays(place)
+    if _NO_KERNEL.search(message):
+        return (
+            f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "
+            "x.float() in the place of x, and hand on y.to(x.dtype) behind it."
+        )
+    return None
+
+
+def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
+    """Return what mends weights that are not as `initialize` leaves them."""
+    if strays and _is_functional_call():
+        return (
+            "torch.func.functional_call() was given values that are not in the dtype of the "
+            "model's weights: those of model.state_dict() are float32. Give it "
+            "dict(model.named_parameters()), or cast each value with value.to(param.dtype)."
+        )
+    if strays and _share_memory(place.model):
+        return (
+            "Its weights are parts of one vector, as vector_to_parameters() leaves them: give it "
+            f"vector.to({_dtype(place)})."
+        )
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
         return _mend_of_a_cast(set(strays.values()))
     if place.path in strays or any(path.startswith(f"{place.path}.") for path in strays):
@@ -135,6 +187,12 @@ def _mend(place: _Place, message: str) -> str:
             f"{path!r} holds {stored} weights, so it was put there after amp.initialize(): "
             "put it into the model before, or call amp.deactivate(), then amp.initialize() anew."
         )
+    return None
+
+
+def _mend_of_inputs(place: _Place) -> str:
+    """Return what mends tensors that are not cast, or are cast by others."""
+    dtype = _dtype(place)
     if any(torch.is_autocast_enabled(value.device.type) for _, value in _operands(place)):
         return (
             "torch.autocast is on, and casts by a list of its own: remove it, the level casts by "
@@ -160,9 +218,10 @@ def _mend(place: _Place, message: str) -> str:
 
 
 def _castable(model: nn.Module) -> Iterator[str]:
-    """Yield the paths of the modules that have floating parameters, but batch norms."""
+    """Yield the paths of the modules whose floating parameters are stored in half."""
+    kept = kept_in_fp32(model, batch_norms=True)
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) and any(
+        if module not in kept and any(
             param is not None and param.dtype in FLOATS for param in module._parameters.values()
         ):
             yield name
@@ -180,6 +239,19 @@ def _strays(place: _Place) -> dict[str, str]:
             ):
                 found[name] = _short(param.dtype).removeprefix("torch.")
     return found
+
+
+def _is_functional_call() -> bool:
+    """Tell whether the model's parameters are replaced for this call."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _share_memory(model: nn.Module) -> bool:
+    params = [param for param in model.parameters() if param.dtype is torch.float32]
+    return len(params) > len({param.untyped_storage().data_ptr() for param in params})
 
 
 def _mend_of_float64(place: _Place) -> str:

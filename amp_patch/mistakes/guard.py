@@ -23,6 +23,7 @@ from amp_patch.weights.prepared_models import PreparedModels
 
 from . import (
     averages,
+    bypasses,
     checkpoints,
     clearing,
     clipping,
@@ -83,6 +84,7 @@ class Guard:
         """Return, for each function of torch by its path, what makes its replacement."""
         return {
             **grad_scaler.replacements(self._served),
+            **bypasses.replacements(self._optimizers),
             **clearing.replacements(self._optimizers),
             **clipping.replacements(self._optimizers),
             **averages.replacements(self._store, lambda: self._models.levels),
@@ -160,5 +162,5 @@ class Guard:
             self.copies.note_load(module)
 
     def explain(self, error: BaseException) -> None:
-        """Add to what a model in half raised, see `dtype_notes`."""
+        """Add to what a model raised, see `dtype_notes`."""
         explain(error, self._models.levels)

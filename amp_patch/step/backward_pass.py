@@ -129,7 +129,7 @@ class BackwardPass:
                 one.drop_cleared()
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))
-            one.begin(pairs, self._scale, self.unscale_)
+            one.begin(pairs, self._scale, self.unscale_, is_on)
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32 (float64 stays) times the scale."""

@@ -86,6 +86,7 @@ class OptimizerBackward:
         self.ranks = ranks or StepRanks()
         self._thread: int | None = None
         self._unscale: Callable[[], None] | None = None
+        self._is_scaled = True
 
     def pairs(self) -> ParamPairs:
         """Return the parameters that the optimizer holds now, with their masters.
@@ -159,6 +160,7 @@ class OptimizerBackward:
         pairs: ParamPairs,
         scale: float | Tensor,
         unscale: Callable[[], None] | None = None,
+        is_scaled: bool = True,
     ) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``.
 
@@ -166,12 +168,13 @@ class OptimizerBackward:
             pairs: whose gradients these are.
             scale: factor of the loss.
             unscale: ends the pass where unscaled gradients are asked for before.
+            is_scaled: False where the scale is 1, and hooks of the backward may step.
         """
         if self._foreign.found:
             self._foreign.drop_cleared()
         self._had_used = self.is_watched and self._has_used
         self.gradients.set_aside(pairs, scale, self.elsewhere)
-        self.is_open, self._unscale = True, unscale
+        self.is_open, self._unscale, self._is_scaled = True, unscale, is_scaled
         self.was_cleared = False
         self.passes += 1
         self.is_watched = self.passes <= WATCHED_PASSES
@@ -254,8 +257,7 @@ class OptimizerBackward:
         if is_here and self._fused is not None and source is not None and source.is_half:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
-        # A half gradient that a master was given is not read again. And another thread trains its
-        # own models.
+        # A half gradient that a master has is not read again. Another thread trains its own models.
         watched = [
             param
             for param, master in zip(*self.pairs(), strict=True)
@@ -293,7 +295,7 @@ class OptimizerBackward:
             return None
         return self._fused.clip(optimizer, max_norm)
 
-    def refuse_scaled(self, caller: str) -> None:
+    def refuse_scaled(self, caller: str, steps: bool = False) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 
         Inside of a block, behind its backward, they are unscaled now: its end has nothing to do.
@@ -302,12 +304,12 @@ class OptimizerBackward:
             RuntimeError: as said.
         """
         if self.is_open:
-            self._end_early()
+            self._end_early(steps)
         if self.is_open:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients, which there are from the end of a "
                 "scale_loss() block on; got a call inside the block, and not behind its "
-                "backward(). Move it behind the block."
+                "backward(). Move it behind the block; at a scale of 1 (O4, O5) hooks may step."
             )
         if self.gradients.may_be_cleared:
             self.drop_cleared()
@@ -322,10 +324,12 @@ class OptimizerBackward:
             )
         self.receive_unscaled()
 
-    def _end_early(self) -> None:
-        """End the pass inside of its block, if its backward is over."""
+    def _end_early(self, steps: bool) -> None:
+        """End the pass inside of its block: its backward is over, or a hook of that steps."""
         is_over = torch._C._current_graph_task_id() == -1
-        if is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
+        if steps and not (is_over or self._is_scaled):
+            self._close()
+        elif is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
             self._unscale()
             self.skip.settle()
 

@@ -5,9 +5,10 @@ Knows one optimizer; nothing of models, levels or how scales move.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,8 @@ class OptimizerStep:
         ended: how many steps there were, those skipped included.
         was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
             is no loss scale, and from when that is known.
+        methods: of the optimizer, by name, that stand in the place of its own.
+        is_in_original: whether a replaced method calls what it replaces.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class OptimizerStep:
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
+        self.methods: dict[str, Callable[..., Any]] = {}
+        self.is_in_original = False
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -157,7 +162,7 @@ class OptimizerStep:
                     state[key] = value.to(param.dtype)
 
     def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of the optimizer by ``method(original, *args)``.
+        """Replace a method of an optimizer by ``method(original, *args)``.
 
         The replacement does not hold this object, which records it: when the optimizer goes, so
         does all that belongs to it, without waiting for the garbage collector.
@@ -180,14 +185,25 @@ class OptimizerStep:
                 return original(*args, **kwargs)
             return alive(original, *args, **kwargs)
 
-        self._patches.replace(optimizer, name, bind(replacement, optimizer))
+        bound = bind(replacement, optimizer)
+        if optimizer is self._optimizer():
+            self.methods[name] = bound
+        self._patches.replace(optimizer, name, bound)
+
+    @contextlib.contextmanager
+    def _in_original(self) -> Iterator[None]:
+        self.is_in_original = True
+        try:
+            yield
+        finally:
+            self.is_in_original = False
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_published:
             self._publish()
         if self.skip.pending:
             self.skip.settle()
-        self.backward.refuse_scaled("optimizer.step()")
+        self.backward.refuse_scaled("optimizer.step()", steps=True)
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             kwargs.pop("closure", None)
@@ -355,7 +371,8 @@ class OptimizerStep:
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
-            original(*args, **kwargs)
+            with self._in_original():
+                original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
         self.backward.forget_gradients()
@@ -368,7 +385,8 @@ class OptimizerStep:
             refuse_options(optimizer, param_group)
         params = param_group.get("params") if isinstance(param_group, dict) else None
         if self.masters is None or params is None or isinstance(params, set):
-            original(param_group)
+            with self._in_original():
+                original(param_group)
             return
         if self._has_own_groups:
             param_group = dict(param_group)
@@ -376,7 +394,8 @@ class OptimizerStep:
         count = len(self.masters)
         param_group["params"] = self.masters.replace(given)
         try:
-            original(param_group)
+            with self._in_original():
+                original(param_group)
         except BaseException:
             self.masters.drop_after(count)
             param_group["params"] = given

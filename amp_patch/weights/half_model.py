@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
 from amp_patch.distributed.shards import same_numbers, set_data
 from amp_patch.warn_once import warn_once
+
+from . import parametrizations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +185,15 @@ def convert(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> 
         model: its float64, complex and integer tensors are left alone, and half parameters that
             are trained, with all that is in half beside them in a module.
         dtype: float16, bfloat16 or float32.
-        keep_batchnorm_fp32: store batch norms (also those without weights) in fp32.
+        keep_batchnorm_fp32: see `kept_in_fp32`.
 
     Returns:
         What it held before; of half parameters also where they are in ``dtype`` already.
     """
+    kept = kept_in_fp32(model, keep_batchnorm_fp32)
     originals = Originals({}, {})
     for path, module in model.named_modules():
-        is_kept = keep_batchnorm_fp32 and isinstance(module, _BatchNorm)
-        _convert_module(module, torch.float32 if is_kept else dtype, path, originals)
+        _convert_module(module, torch.float32 if module in kept else dtype, path, originals)
     return originals
 
 
@@ -221,16 +223,15 @@ def _trains_no_half(module: nn.Module) -> bool:
     return not any(param.requires_grad and param.dtype in HALVES for param in params)
 
 
-def kept_in_fp32(models: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the parameters of batch norms, which `convert` may be told to keep."""
-    return {
-        id(param)
-        for model in models
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        for param in module._parameters.values()
-        if param is not None
-    }
+def kept_in_fp32(model: nn.Module, batch_norms: bool) -> set[nn.Module]:
+    """Return the modules that `convert` stores in fp32: those that compute weights of layers.
+
+    Args:
+        model: any.
+        batch_norms: whether these stay as well, also those without weights.
+    """
+    norms = {module for module in model.modules() if isinstance(module, _BatchNorm)}
+    return parametrizations.modules_of(model) | (norms if batch_norms else set())
 
 
 def restore(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from amp_patch.casting.mode import mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
@@ -151,7 +152,9 @@ def _end_innermost() -> None:
 
 def _has_weights_in(module: nn.Module, dtype: torch.dtype) -> bool:
     params = module._parameters.values()
-    return any(param is not None and param.dtype is dtype for param in params)
+    return is_parametrized(module) or any(
+        param is not None and param.dtype is dtype for param in params
+    )
 
 
 def _split(rule: str) -> tuple[int | None, str]:

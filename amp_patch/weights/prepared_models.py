@@ -23,7 +23,7 @@ from amp_patch.distributed.fully_sharded import (
 )
 from amp_patch.levels import OptLevel
 
-from . import half_model, module_rules
+from . import half_model, module_rules, parametrizations
 from .fp32_values import FP32Values
 from .half_model import ForwardCasts
 
@@ -34,7 +34,7 @@ class ModelHooks(NamedTuple):
     Attributes:
         observe: gets the model at the start of its forward, where it casts no functions.
         observe_casting: the same, at O1 and O4.
-        explain: gets what the forward of a model in half raised.
+        explain: gets what the forward of a model raised.
         write_state: a state-dict post-hook of each submodule of a model in half.
         read_state: a load-state-dict pre-hook of these.
     """
@@ -168,8 +168,11 @@ class PreparedModels:
             assert half is not None
             other = _OTHER_HALF.get(level.name, level.name)
             refuse_other_dtypes(models, half, level.name, other)
-        if level.cast_model_type in HALVES and level.keep_batchnorm_fp32:
-            refuse_mixed_groups(models, half_model.kept_in_fp32(models))
+        if level.cast_model_type in HALVES:
+            norms = bool(level.keep_batchnorm_fp32)
+            kept = [one for model in models for one in half_model.kept_in_fp32(model, norms)]
+            params = {id(p) for module in kept for p in module.parameters(recurse=False)}
+            refuse_mixed_groups(models, params)
 
     def casting_dtypes(self) -> set[torch.dtype]:
         """Return the half dtypes of the models that live at O1 or O4."""
@@ -243,18 +246,19 @@ class PreparedModels:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
         self._detach(model)
         self._precisions[model] = precisions
-        hooks = self._hooks
+        hooks, halves = self._hooks, level.cast_model_type in HALVES
         ForwardCasts(
             level=level.half_dtype if level.casts_functions else OFF,
             region_dtype=level.half_dtype,
             inputs=level.cast_model_type,
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
-            explain=hooks.explain if level.cast_model_type in HALVES else None,
+            explain=hooks.explain if halves or level.casts_functions else None,
         ).attach(model)
         module_rules.attach(model, precisions, level.cast_model_type)
         self.levels[model] = level
-        if level.cast_model_type in HALVES:
+        if halves:
+            self._compute_weights_in_fp32(model, level)
             self._state_hooks[model] = [
                 handle
                 for module in model.modules()
@@ -264,9 +268,18 @@ class PreparedModels:
                 )
             ]
 
+    def _compute_weights_in_fp32(self, model: nn.Module, level: OptLevel) -> None:
+        """Let parametrizations run as models in fp32 do; layers get their weights as stored."""
+        kept = half_model.kept_in_fp32(model, bool(level.keep_batchnorm_fp32))
+        for layer, weight in parametrizations.weights_of(model):
+            outputs = None if layer in kept else level.cast_model_type
+            ForwardCasts(OFF, level.half_dtype, outputs=outputs).attach(weight)
+
     def _detach(self, model: nn.Module) -> None:
         half_model.detach(model)
         module_rules.detach(model)
+        for _, weight in parametrizations.weights_of(model):
+            half_model.detach(weight)
         self._precisions.pop(model, None)
         for handle in self._state_hooks.pop(model, ()):
             handle.remove()

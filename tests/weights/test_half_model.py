@@ -162,13 +162,6 @@ def test_recurrent_layers_run_on_packed_sequences(
     assert torch.equal(outputs.batch_sizes, packed.batch_sizes)
 
 
-def test_parametrized_modules_are_converted(amp: ModuleType) -> None:
-    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
-    prepared(amp, model)
-    assert {param.dtype for param in model.parameters()} == {F16}
-    assert model(torch.randn(2, 4)).dtype is F32
-
-
 # --- inputs and outputs ---
 
 

@@ -1,0 +1,139 @@
+"""What half numbers cannot do, and weights that others replaced: notes on torch's exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_dtypes import DTYPES, HALF, X, fail, told
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from training import prepared
+
+from amp_patch import amp as core
+
+CASTING = {"O1": "torch.float16", "O4": "torch.bfloat16"}
+FILL = "write torch.finfo(x.dtype).min in the place of -1e9, or take opt_level 'O4' or 'O5'"
+MEND = (
+    "put `with amp.float_region():` around it, give it x.float() in the place of x, and hand on "
+    "y.to(x.dtype) behind it"
+)
+
+#: Functions that torch refuses half numbers for, each by words of its own.
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "not implemented for": lambda x: torch.linalg.svd(x)[1],
+    "Unsupported dtype": lambda x: torch.fft.rfft(x).abs(),
+    "MKL FFT doesn't support": lambda x: torch.stft(x, 4, return_complex=True).abs(),
+    "Low precision dtypes": lambda x: torch.linalg.inv(x),
+    "either float or double": lambda x: torch.quantile(x, 0.5),
+    "other than float and double": lambda x: torch.linalg.lstsq(x, x)[0],
+}
+#: The same, of bfloat16 alone.
+REFUSED_IN_BFLOAT16: dict[str, Callable[[Tensor], Any]] = {
+    "Half, Float or Double tensors": lambda x: torch.complex(x, x),
+    "view_as_complex is only": lambda x: torch.view_as_complex(x.reshape(-1, 2)),
+    "unsupported ScalarType": lambda x: x.detach().numpy(),
+}
+
+
+class Then(nn.Module):
+    """A layer, and then a function of its half numbers."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_number_that_float16_cannot_hold(amp: ModuleType, level: str) -> None:
+    model = Then(lambda x: x.masked_fill(x > 0, -1e9))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    note = fail(lambda: model(X))
+    assert FILL in note
+    does = "functions cast to" if level == "O1" else "the model is stored in"
+    assert f"at opt_level {level} {does} torch.float16; this came from the model itself" in note
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_the_levels_that_it_names_hold_that_number(amp: ModuleType, level: str) -> None:
+    model = Then(lambda x: x.masked_fill(x > 0, -1e9))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert model(X).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [*product(HALF, REFUSED), *product(["O5"], REFUSED_IN_BFLOAT16)],
+)
+def test_a_function_that_is_not_computed_in_half(amp: ModuleType, level: str, words: str) -> None:
+    """The note is not that of two dtypes; and what it says mends it."""
+    function = {**REFUSED, **REFUSED_IN_BFLOAT16}[words]
+    model = Then(function)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises((RuntimeError, TypeError), match=words) as error:
+        model(X)
+    note = told(error.value)
+    assert f"This is not computed in {DTYPES[level]}: {MEND}" in note
+
+    def mended(x: Tensor) -> Any:
+        with core.float_region():
+            y = function(x.float())
+        return y.to(x.dtype) if isinstance(y, Tensor) and not y.is_complex() else y
+
+    other = Then(mended)
+    amp.initialize(other, opt_level=level, verbosity=0)
+    other(torch.eye(4))
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_what_only_half_is_at_fault_for_is_told_where_functions_cast(
+    amp: ModuleType, level: str
+) -> None:
+    model = Then(lambda x: torch.distributions.Gamma(x.exp().to(x.dtype), 1.0).rsample())
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(NotImplementedError) as error:
+        model(X)
+    assert f"This is not computed in {CASTING[level]}: {MEND}" in told(error.value)
+    assert f"at opt_level {level} functions cast to {CASTING[level]}" in told(error.value)
+
+
+def test_a_solver_without_steps_of_time_is_told(amp: ModuleType) -> None:
+    """As torchdiffeq says of times in float16."""
+
+    def solve(x: Tensor) -> Tensor:
+        raise AssertionError("underflow in dt 0.0")
+
+    model = Then(solve)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    with pytest.raises(AssertionError) as error:
+        model(X)
+    assert MEND in told(error.value)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_functional_call_with_the_values_of_a_checkpoint(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    note = fail(lambda: torch.func.functional_call(model, model.state_dict(), X))
+    assert "those of model.state_dict() are float32" in note
+    assert "dict(model.named_parameters())" in note
+    named = torch.func.functional_call(model, dict(model.named_parameters()), X)
+    assert torch.equal(named, model(X))
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_weights_from_a_float_vector(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    expected, vector = model(X), parameters_to_vector(model.parameters())
+    vector_to_parameters(vector.float(), model.parameters())
+    note = fail(lambda: model(X))
+    assert f"as vector_to_parameters() leaves them: give it vector.to({DTYPES[level]})" in note
+    vector_to_parameters(vector.to(getattr(torch, DTYPES[level][6:])), model.parameters())
+    assert torch.equal(model(X), expected)
