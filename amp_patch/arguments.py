@@ -90,8 +90,8 @@ def _refuse_half(model: nn.Module) -> None:
                 raise RuntimeError(
                     f"models must come in float32, amp.initialize() casts them; got {kind} "
                     f"{name!r} in {tensor.dtype}. Leave out your own .half() or .bfloat16(). Of a "
-                    "model that amp.initialize() cast, call amp.deactivate() first; of a copy of "
-                    "one, or one from a file, call model.float() first."
+                    "model that amp.initialize() cast, call amp.deactivate() first; of one from a "
+                    "file, call model.float() first."
                 )
 
 

@@ -164,6 +164,10 @@ class PreparedModels:
         if level.cast_model_type in HALVES and level.keep_batchnorm_fp32:
             refuse_mixed_groups(models, half_model.kept_in_fp32(models))
 
+    def in_half(self) -> list[nn.Module]:
+        """Return the models that are stored in half (O2, O3, O5)."""
+        return [one for one, level in self.levels.items() if level.cast_model_type in HALVES]
+
     def casting_dtypes(self) -> set[torch.dtype]:
         """Return the half dtypes of the models that live at O1 or O4."""
         return {level.half_dtype for level in self.levels.values() if level.casts_functions}
