@@ -43,9 +43,8 @@ class ExactCopies:
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def deepcopy(tensor: Tensor, memo: dict[Any, Any]) -> Any:
-            is_known = id(tensor) in memo
             copied = original(tensor, memo)
-            if not is_known and tensor.dtype in HALVES and self._is_in_copied(tensor, memo):
+            if tensor.dtype in HALVES and self._is_in_copied(tensor, memo):
                 set_data(copied, self._store.exact(tensor).clone())
             return copied
 
