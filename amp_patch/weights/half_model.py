@@ -47,8 +47,8 @@ class ForwardCasts(FollowsCopies):
     Args:
         level: what the patched functions do inside: a half dtype (O1, O4), or `mode.OFF`.
         region_dtype: half dtype of a ``half_region`` inside.
-        inputs: dtype that floating inputs are cast to, which a copy casts to that of its weights;
-            None leaves them.
+        inputs: dtype that floating inputs are cast to; None leaves them. A copy casts them to that
+            of its weights, and leaves them where it has none, say because these are quantized.
         outputs: dtype that floating outputs are cast to; None leaves them.
         observe: called with the model at the start of its forward; must be picklable.
         explain: called with what its forward raised; must be picklable.
@@ -67,7 +67,7 @@ class ForwardCasts(FollowsCopies):
         is_compiling = torch.compiler.is_compiling()
         inputs = self.inputs
         if self.is_copy and inputs is not None:
-            inputs = dtype_of_weights(model) or inputs
+            inputs = dtype_of_weights(model)
         stored = inputs if inputs in HALVES else None
         if not (is_compiling and self._holds_around(id(model), stored)):
             mode.enter_model(id(model), self.level, self.region_dtype, stored)

@@ -477,6 +477,25 @@ def test_a_copy_takes_any_inputs(
         torch.testing.assert_close(got.double(), expected, rtol=close, atol=close)
 
 
+class Quantized(nn.Module):
+    """A layer without floating weights, which takes float32 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(3, 4, dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is F32
+        return x @ self.weight.float().t()
+
+
+def test_a_copy_whose_weights_were_quantized_keeps_its_inputs(amp: ModuleType) -> None:
+    model = prepared(amp, nn.Sequential(nn.Linear(4, 3)))
+    for twin in (copy.deepcopy(model), from_a_pickle(model)):
+        twin[0] = Quantized()
+        assert torch.equal(twin(ones()), torch.full((2, 3), 4.0))
+
+
 def test_a_copy_that_was_compiled_follows_its_weights(amp: ModuleType) -> None:
     twin = from_a_pickle(prepared(amp, nn.Sequential(nn.Linear(4, 3), nn.Tanh())))
 
