@@ -169,19 +169,18 @@ def remove_hooks(module: nn.Module, owner: type | tuple[type, ...]) -> None:
 def dtype_of_weights(model: nn.Module) -> torch.dtype | None:
     """Return the dtype that `convert` and ``model.float()`` decide; None of a model without any.
 
-    The first parameter outside of batch norms, which stay in fp32, speaks for all. One in float64
-    speaks where there are no others, for `convert` leaves it alone.
+    The first parameter speaks for all, but none of a batch norm in fp32, which may have been kept.
+    One in float64 speaks where there are no others, for `convert` leaves it alone.
     """
     wide = None
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            continue
+        dtypes = HALVES if isinstance(module, _BatchNorm) else FLOATS
         # A replica of nn.DataParallel holds its weights elsewhere.
         params = module._parameters or vars(module).get("_former_parameters", {})
         for param in params.values():
-            if param is not None and param.dtype in FLOATS:
+            if param is not None and param.dtype in dtypes:
                 return param.dtype
-            if param is not None and param.is_floating_point():
+            if param is not None and param.dtype is torch.float64:
                 wide = param.dtype
     return wide
 

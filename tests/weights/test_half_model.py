@@ -477,6 +477,13 @@ def test_a_copy_takes_any_inputs(
         torch.testing.assert_close(got.double(), expected, rtol=close, atol=close)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_copy_of_a_batch_norm_alone_casts_to_its_weights(amp: ModuleType, level: str) -> None:
+    model = prepared(amp, nn.Sequential(nn.BatchNorm1d(4)).eval(), level)
+    for twin in (from_a_pickle(model), from_a_pickle(model).half(), copy.deepcopy(model)):
+        torch.testing.assert_close(twin(ones()), ones(), rtol=1e-3, atol=1e-3)
+
+
 class Quantized(nn.Module):
     """A layer without floating weights, which takes float32 only."""
 
