@@ -92,8 +92,7 @@ def _refuse_half(model: nn.Module) -> None:
                 f"{name!r} in {param.dtype}, which requires a gradient. Leave out your own .half() "
                 "or .bfloat16(), call .float() on that layer, or freeze it by "
                 "requires_grad_(False). Of a model that amp.initialize() cast, call "
-                "amp.deactivate() first; of a copy of one, or one from a file, call model.float() "
-                "first."
+                "amp.deactivate() first; of one from a file, call model.float() first."
             )
 
 

@@ -414,7 +414,6 @@ def _write_state(
     module: nn.Module, state: OrderedDict[str, Any], prefix: str, metadata: Any
 ) -> None:
     session.store.write_state(module, state, prefix)
-    session.guard.note_state(module, state, prefix)
 
 
 def _read_state(
@@ -427,7 +426,6 @@ def _read_state(
             "amp.deactivate() first."
         )
     session.store.read_state(module, dict(state), prefix)
-    session.guard.note_load(module)
 
 
 def _explain(error: BaseException) -> None:

@@ -461,3 +461,17 @@ def test_an_averaged_model_has_all_of_it_in_fp32(amp: ModuleType, level: str) ->
     average.update_parameters(model)
     assert {p.dtype for p in average.parameters() if p.is_floating_point()} == {F32}
     assert average(INPUTS).dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_a_copy_has_all_of_it_in_fp32(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, make(BF16), level)
+    list(losses(amp, model, optimizer, 1))
+    copied = copy.deepcopy(model)
+    assert {p.dtype for p in copied.parameters() if p.is_floating_point()} == {F32}
+    assert_same(copied.state_dict(), {k: v.to(F32) if v.is_floating_point() else v
+                                      for k, v in model.state_dict().items()})  # fmt: skip
+    with torch.no_grad():
+        expected = model(INPUTS)
+        tolerance = max(ALLOWED[COMPUTED[level]], 1e-6)
+        torch.testing.assert_close(copied(INPUTS), expected, rtol=tolerance, atol=tolerance)

@@ -86,6 +86,9 @@ def test_a_pickled_model_is_loaded_and_casts(folder: Path, level: str) -> None:
     outputs = model(torch.linspace(-1, 1, 12).reshape(2, 6))
     assert outputs.dtype is expected.dtype
     torch.testing.assert_close(outputs, expected, rtol=2e-2, atol=2e-2)
+    amp.deactivate()
+    outputs = model.float()(torch.linspace(-1, 1, 12).reshape(2, 6))
+    torch.testing.assert_close(outputs, expected.float(), rtol=2e-2, atol=2e-2)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,20 @@ def install(patches: Patches, others: Mapping[str, Callable[[Any], Any]]) -> Non
 
     Args:
         patches: undoes it.
-        others: path -> what makes a replacement of what stands there, of the caller's.
+        others: further ones, of the caller's.
+    """
+    replace(patches, {**_REPLACEMENTS, **others})
+
+
+def replace(patches: Patches, replacements: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Replace functions and methods of torch, also where users' modules have imported them.
+
+    Args:
+        patches: undoes it.
+        replacements: path -> what makes a replacement of what stands there.
     """
     bindings: dict[int, tuple[Any, Any]] = {}
-    for path, make in {**_REPLACEMENTS, **others}.items():
+    for path, make in replacements.items():
         owner, name, original = resolve(path)
         replacement = make(original)
         as_if_defined_at(replacement, path)

@@ -12,7 +12,7 @@ from itertools import compress, repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _foreach_lerp_  # averages of half weights get another
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -43,7 +43,7 @@ def adam(
     grads = _descent(grads, params, maximize, 0.0 if decoupled else weight_decay)
     if weight_decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
+    _foreach_lerp_(exp_avgs, grads, 1 - beta1)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
     if max_exp_avg_sqs:

@@ -6,18 +6,20 @@ Knows the families of mistakes, and what was prepared; a session makes one and c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_patch.casting import torch_sites
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.weights.exact_copies import ExactCopies
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
 
@@ -34,7 +36,6 @@ from . import (
     late_sharding,
     split_backward,
 )
-from .averages import HalfCopies
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
@@ -53,7 +54,6 @@ class Guard:
 
     Attributes:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
-        copies: of models in half; false without any.
         plain_averages: kept by a script in tensors of its own; false where none is looked for.
         unsynced: models that may leave gradients on one rank; false without any.
         backwards: calls of ``backward`` around blocks.
@@ -72,12 +72,11 @@ class Guard:
         self._served = ServedScalers(optimizers, scaler, make_scaling, make_pass)
         self._half_steps = HalfSteps()
         self.unprepared = UnpreparedParams()
-        self.copies = HalfCopies(store, lambda: models.levels)
         self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
         self.backwards = Backwards()
-        self._explains = False
+        self._follows_halves = False
         self._wrappers: list[nn.Module] = []
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
@@ -87,14 +86,14 @@ class Guard:
             **bypasses.replacements(self._optimizers),
             **clearing.replacements(self._optimizers),
             **clipping.replacements(self._optimizers),
-            **averages.replacements(self._store, lambda: self._models.levels),
+            **averages.replacements(self._store, self._models.in_half),
             **checkpoints.replacements(self._optimizers),
             **late_sharding.replacements(self._optimizers, self._store),
             **conversions.replacements(lambda: self._models.levels),
             **hooks.replacements(self._scaled_models),
             **split_backward.replacements(),
             **self.backwards.replacements(),
-            "torch.nn.parameter.Parameter.__deepcopy__": self.copies.noting,
+            **ExactCopies(self._store, self._models.in_half).replacements(),
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }
 
@@ -127,8 +126,9 @@ class Guard:
         hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
-        if halves and not self._explains:
-            self._explains = True
+        if halves and not self._follows_halves:
+            self._follows_halves = True
+            torch_sites.replace(patches, averages.OF_HALVES)
             hook = explaining(sys.excepthook, self._models.levels)
             patches.replace(sys, "excepthook", hook)
             shell = notebook()
@@ -142,24 +142,12 @@ class Guard:
         Raises:
             RuntimeError: one that is not prepared is about to step what it must not.
         """
-        if self.copies:
-            self.copies.look()
         steps = self._optimizers.steps
         if optimizer not in steps and self._optimizers.originals_of(optimizer) not in steps:
             self.unprepared.refuse(optimizer, list(self._models.levels), self._optimizers)
             self._half_steps.refuse(optimizer, self._store, self._optimizers)
         elif self.plain_averages:
             self.plain_averages.look()
-
-    def note_state(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-        """A state dict of a model in half was made; see `HalfCopies.note_state`."""
-        if self.copies:
-            self.copies.note_state(module, state, prefix)
-
-    def note_load(self, module: nn.Module) -> None:
-        """A state dict is about to be loaded; see `HalfCopies.note_load`."""
-        if self.copies:
-            self.copies.note_load(module)
 
     def explain(self, error: BaseException) -> None:
         """Add to what a model raised, see `dtype_notes`."""

@@ -403,7 +403,8 @@ class OptimizerStep:
 
     def _add_float_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group of parameters that are stepped as they are, none of them trained in half."""
-        original(param_group)
+        with self._in_original():
+            original(param_group)
         optimizer = self._optimizer()
         if optimizer is not None:
             try:

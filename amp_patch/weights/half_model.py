@@ -26,14 +26,31 @@ from amp_patch.warn_once import warn_once
 from . import parametrizations
 
 
+class FollowsCopies:
+    """Hooks that `copy.deepcopy` and pickle take along, and that know it.
+
+    The weights of a prepared model are in the dtype of its level, and nobody is to change it. What
+    becomes of a copy is its owner's choice: hooks there go by the dtype that the weights have.
+
+    Attributes:
+        is_copy: whether they are on a copy, which nobody has prepared.
+    """
+
+    is_copy = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, is_copy=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class ForwardCasts:
+class ForwardCasts(FollowsCopies):
     """The hooks around one model's forward.
 
     Args:
         level: what the patched functions do inside: a half dtype (O1, O4), or `mode.OFF`.
         region_dtype: half dtype of a ``half_region`` inside.
-        inputs: dtype that floating inputs are cast to; None leaves them.
+        inputs: dtype that floating inputs are cast to; None leaves them. A copy casts them to that
+            of its weights, and leaves them where it has none, say because these are quantized.
         outputs: dtype that floating outputs are cast to; None leaves them.
         observe: called with the model at the start of its forward; must be picklable.
         explain: called with what its forward raised; must be picklable.
@@ -50,23 +67,24 @@ class ForwardCasts:
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook."""
         is_compiling = torch.compiler.is_compiling()
-        if not (is_compiling and self._holds_around(id(model))):
-            mode.enter_model(id(model), self.level, self.region_dtype, self._stored)
+        inputs = self.inputs
+        if self.is_copy and inputs is not None:
+            inputs = dtype_of_weights(model)
+        stored = inputs if inputs in HALVES else None
+        if not (is_compiling and self._holds_around(id(model), stored)):
+            mode.enter_model(id(model), self.level, self.region_dtype, stored)
         if is_compiling:
-            # The model may have been moved since it was last seen. One parameter speaks for all.
-            for param in model.parameters():
-                _cast_on(param.device.type)
-                break
+            _follow_device(model)
         else:
             if _autocast_is_on():
                 _warn_of_autocast(type(model).__name__)
             if self.observe is not None:
                 self.observe(model)
-        if self.inputs is None:
+        if inputs is None:
             return None
-        args = tuple([cast_floats(value, self.inputs) for value in args])
+        args = tuple([cast_floats(value, inputs) for value in args])
         if kwargs:
-            kwargs = {key: cast_floats(value, self.inputs) for key, value in kwargs.items()}
+            kwargs = {key: cast_floats(value, inputs) for key, value in kwargs.items()}
         return args, kwargs
 
     @leave_out
@@ -79,7 +97,7 @@ class ForwardCasts:
                 self.explain(error)
         return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
 
-    def _holds_around(self, key: int) -> bool:
+    def _holds_around(self, key: int, stored: torch.dtype | None) -> bool:
         """Whether entering the model changes nothing, so that it need not be noted.
 
         torch.compile traces no checkpoint of a function that writes to what stands outside of it.
@@ -89,13 +107,8 @@ class ForwardCasts:
             around != key  # else `leave` would take this model's end for the outer call's
             and (mode.level or process.dtype) is self.level
             and (mode.region_dtype or process.region_dtype) is self.region_dtype
-            and mode.stored is self._stored
+            and mode.stored is stored
         )
-
-    @property
-    def _stored(self) -> torch.dtype | None:
-        """The half dtype that the model is stored in."""
-        return self.inputs if self.inputs in HALVES else None
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on ``model``, in place of those of an earlier level."""
@@ -103,6 +116,16 @@ class ForwardCasts:
         model.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         order_hooks(model._forward_pre_hooks)
         model.register_forward_hook(self.leave, with_kwargs=True, always_call=True)
+
+
+class WeightCasts(ForwardCasts):
+    """The hooks around what computes a layer's weight, in fp32, for a layer that is in half.
+
+    In a copy all is of one dtype: the layer takes the weight as it is computed.
+    """
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "outputs": None})
 
 
 # Any device's: half the host time of asking for one.
@@ -117,6 +140,13 @@ def _warn_of_autocast(model: str) -> None:
             f"casts once more; got a call of a {model} in torch.autocast({on[0]!r}); remove that "
             "'with' and its GradScaler, and call model(inputs) as it is."
         )
+
+
+def _follow_device(model: nn.Module) -> None:
+    """The model may have been moved since it was last seen. One parameter speaks for all."""
+    for param in model.parameters():
+        _cast_on(param.device.type)
+        break
 
 
 @call_as_traced
@@ -146,6 +176,25 @@ def remove_hooks(module: nn.Module, owner: type | tuple[type, ...]) -> None:
                 del hooks[key]
                 for flag in flags:
                     flag.pop(key, None)
+
+
+def dtype_of_weights(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype that `convert` and ``model.float()`` decide; None of a model without any.
+
+    The first parameter speaks for all, but none of a batch norm in fp32, which may have been kept.
+    One in float64 speaks where there are no others, for `convert` leaves it alone.
+    """
+    wide = None
+    for module in model.modules():
+        dtypes = HALVES if isinstance(module, _BatchNorm) else FLOATS
+        # A replica of nn.DataParallel holds its weights elsewhere.
+        params = module._parameters or vars(module).get("_former_parameters", {})
+        for param in params.values():
+            if param is not None and param.dtype in dtypes:
+                return param.dtype
+            if param is not None and param.dtype is torch.float64:
+                wide = param.dtype
+    return wide
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -20,7 +20,7 @@ from amp_patch.casting.mode import mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 from amp_patch.casting.torch_compile import order_hooks
 
-from .half_model import cast_floats, remove_hooks
+from .half_model import FollowsCopies, cast_floats, dtype_of_weights, remove_hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,11 @@ class ModuleRegion:
 
 
 @dataclasses.dataclass(frozen=True)
-class TakesDtype:
+class TakesDtype(FollowsCopies):
     """The hook of a module that meets inputs of another dtype than its weights.
 
     Args:
-        dtype: of its weights.
+        dtype: of its weights, where `initialize` put it.
     """
 
     dtype: torch.dtype
@@ -64,8 +64,9 @@ class TakesDtype:
         """Forward pre-hook: cast floating inputs, but in a region, which casts by itself."""
         if mode.region is not None:
             return None
-        args = tuple([cast_floats(value, self.dtype) for value in args])
-        return args, {key: cast_floats(value, self.dtype) for key, value in kwargs.items()}
+        dtype = (self.is_copy and dtype_of_weights(module)) or self.dtype
+        args = tuple([cast_floats(value, dtype) for value in args])
+        return args, {key: cast_floats(value, dtype) for key, value in kwargs.items()}
 
     def attach(self, module: nn.Module) -> None:
         """Put the hook on a module."""

@@ -25,7 +25,7 @@ from amp_patch.levels import OptLevel
 
 from . import half_model, module_rules, parametrizations
 from .fp32_values import FP32Values
-from .half_model import ForwardCasts
+from .half_model import ForwardCasts, WeightCasts
 
 
 class ModelHooks(NamedTuple):
@@ -174,6 +174,10 @@ class PreparedModels:
             params = {id(p) for module in kept for p in module.parameters(recurse=False)}
             refuse_mixed_groups(models, params)
 
+    def in_half(self) -> list[nn.Module]:
+        """Return the models that are stored in half (O2, O3, O5)."""
+        return [one for one, level in self.levels.items() if level.cast_model_type in HALVES]
+
     def casting_dtypes(self) -> set[torch.dtype]:
         """Return the half dtypes of the models that live at O1 or O4."""
         return {level.half_dtype for level in self.levels.values() if level.casts_functions}
@@ -273,7 +277,7 @@ class PreparedModels:
         kept = half_model.kept_in_fp32(model, bool(level.keep_batchnorm_fp32))
         for layer, weight in parametrizations.weights_of(model):
             outputs = None if layer in kept else level.cast_model_type
-            ForwardCasts(OFF, level.half_dtype, outputs=outputs).attach(weight)
+            WeightCasts(OFF, level.half_dtype, outputs=outputs).attach(weight)
 
     def _detach(self, model: nn.Module) -> None:
         half_model.detach(model)

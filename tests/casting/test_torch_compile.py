@@ -285,7 +285,7 @@ def test_a_decorated_function_runs_in_its_mode_inside_a_compiled_one(amp, opt_le
 def test_a_batch_norm_in_a_region_updates_its_statistics(amp):
     for opt_level, name in (("O1", "half_region"), ("O3", "float_region")):
         norm = start(amp, opt_level, nn.Sequential(nn.BatchNorm1d(3)))
-        other = copy.deepcopy(norm)
+        other = copy.deepcopy(norm).to(norm[0].weight.dtype)
 
         def run(model, name=name):
             with getattr(amp, name)():

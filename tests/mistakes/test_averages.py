@@ -20,7 +20,6 @@ from amp_patch import amp as core
 
 HALF = ("O2", "O5")
 DECAY = 0.9
-Update = Callable[[nn.Module, nn.Module], Any]
 
 
 def train(
@@ -78,61 +77,92 @@ def test_a_plain_average_of_batch_norms_is_exact(amp: ModuleType) -> None:
     assert averaged(next(batches())).isfinite().all()
 
 
-@torch.no_grad()
-def lerp(averaged: nn.Module, model: nn.Module) -> None:
-    for average, param in zip(averaged.parameters(), model.parameters(), strict=True):
-        average.lerp_(param, 1 - DECAY)
+Pair = tuple[Tensor, Tensor]
 
 
-@torch.no_grad()
-def multiply_and_add(averaged: nn.Module, model: nn.Module) -> None:
-    for average, param in zip(averaged.parameters(), model.parameters(), strict=True):
-        average.mul_(DECAY).add_(param, alpha=1 - DECAY)
+def parameters(averaged: nn.Module, model: nn.Module) -> list[Pair]:
+    return list(zip(averaged.parameters(), model.parameters(), strict=True))
 
 
-@torch.no_grad()
-def entries(averaged: nn.Module, model: nn.Module) -> None:
-    state = model.state_dict()
-    for name, value in averaged.state_dict().items():
-        value.mul_(DECAY).add_(state[name], alpha=1 - DECAY)
+def data(averaged: nn.Module, model: nn.Module) -> list[Pair]:
+    return [(average.data, param.data) for average, param in parameters(averaged, model)]
 
 
-UPDATES = [lerp, multiply_and_add, entries]
+def entries(averaged: nn.Module, model: nn.Module) -> list[Pair]:
+    return list(zip(averaged.state_dict().values(), model.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("level", "update"),
-    [*itertools.product(HALF, UPDATES), ("O3", lerp), ("O3", multiply_and_add)],
-)
-def test_an_average_in_half_is_told_of_once(amp: ModuleType, level: str, update: Update) -> None:
-    model, optimizer = prepared(amp, level)
-    averaged = copy.deepcopy(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(amp, model, optimizer, lambda: update(averaged, model))
-    assert [str(one.message)[:35] for one in caught] == ["an average of weights needs fp32, f"]
-    assert caught[0].filename == __file__
+def lerp(pairs: list[Pair]) -> None:
+    for average, value in pairs:
+        average.lerp_(value, 1 - DECAY)
 
 
-@pytest.mark.parametrize("update", [multiply_and_add, entries])
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_average_in_a_copy_made_before_is_right(
-    amp: ModuleType, level: str, update: Update
+def lerp_by_name(pairs: list[Pair]) -> None:
+    for average, value in pairs:
+        average.copy_(torch.lerp(input=average, end=value, weight=1 - DECAY))
+        average.copy_(average.lerp(end=value, weight=torch.tensor(0.0)))
+
+
+def lerp_each(pairs: list[Pair]) -> None:
+    averages, values = zip(*pairs, strict=True)
+    torch._foreach_lerp_(averages, values, weight=1 - DECAY)
+    torch._foreach_copy_(averages, torch._foreach_lerp(averages, values, 0.0))
+
+
+def multiply_and_add(pairs: list[Pair]) -> None:
+    for average, value in pairs:
+        average.mul_(DECAY).add_(value, alpha=1 - DECAY)
+
+
+READS = [parameters, data, entries]
+UPDATES = [lerp, lerp_by_name, lerp_each, multiply_and_add]
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O3"])
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_average_in_a_copy_is_right(
+    amp: ModuleType, level: str, made: str, read: Any, update: Any
 ) -> None:
+    """A rounded weight is near enough to average: what must not be rounded is the average."""
     model, optimizer = make()
-    averaged = copy.deepcopy(model)
+    averaged = copy.deepcopy(model) if made == "before" else None
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    averaged.load_state_dict(model.state_dict())
-    expected = weights(model)
+    averaged = averaged or copy.deepcopy(model)
+    average = [value.clone() for value in averaged.parameters()]
 
+    @torch.no_grad()
     def follow() -> None:
-        update(averaged, model)
-        pairs = zip(expected, weights(model), strict=True)
-        expected[:] = [torch.lerp(a, b, 1 - DECAY) for a, b in pairs]
+        update(read(averaged, model))
+        pairs = zip(average, weights(model), strict=True)
+        average[:] = [torch.lerp(a, b, 1 - DECAY) for a, b in pairs]
 
     train(amp, model, optimizer, follow)
-    rough = {"O2": 1e-3, "O5": 1e-2}.get(level, 0) if update is multiply_and_add else 0
-    torch.testing.assert_close(list(averaged.parameters()), expected, rtol=rough, atol=1e-6)
+    rough = 0 if read is entries else {"O2": 1e-3, "O5": 1e-2}.get(level, 0)
+    got = list(averaged.parameters())
+    torch.testing.assert_close(got, average, rtol=rough, atol=1e-6)
+    assert {value.dtype for value in got} == {torch.float32}
+    assert averaged(next(batches())).isfinite().all()
+
+
+def test_lerp_refuses_other_mixtures_as_torch_does(amp: ModuleType) -> None:
+    prepared(amp, "O2")
+    half, wide = torch.zeros(3).half(), torch.zeros(3)
+    for start, end in ((half, wide), (wide, wide.double())):
+        with pytest.raises(RuntimeError, match="expected dtype"):
+            start.lerp_(end, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_lerp_is_scripted_as_before(amp: ModuleType) -> None:
+    prepared(amp, "O2")
+
+    def between(x: Tensor, y: Tensor) -> Tensor:
+        return torch.lerp(x, y, 0.5).lerp_(y, 0.5)
+
+    x, y = torch.zeros(3), torch.ones(3)
+    assert torch.equal(torch.jit.script(between)(x, y), torch.full((3,), 0.75))
 
 
 @pytest.mark.parametrize("level", HALF)

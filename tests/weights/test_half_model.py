@@ -362,7 +362,6 @@ def test_a_deep_copy_runs_its_own_weights(amp: ModuleType, level: str) -> None:
     assert torch.equal(twin(ones()), torch.full((2, 3), 10.0))
     assert not torch.equal(model(ones()), twin(ones()))
     assert twin(ones()).dtype is F32
-    assert twin.state_dict()["weight"].dtype is F32
 
 
 def test_a_copy_outlives_its_original_and_deactivate_leaves_it_usable(amp: ModuleType) -> None:
@@ -423,6 +422,115 @@ def test_a_data_parallel_replica_runs_its_own_weights(amp: ModuleType, level: st
         setattr(replica, name, torch.full_like(getattr(model, name), 2.0))
     assert torch.equal(replica(ones()), torch.full((2, 3), 10.0))
     assert replica(ones()).dtype is F32
+
+
+#: methods of a model -> the dtype that they store it in
+CONVERSIONS = {"float": F32, "half": F16, "bfloat16": BF16, "double": F64, "eval": None}
+
+
+class Mixed(nn.Module):
+    """What speaks for the weights comes after a batch norm and a parameter in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0, dtype=F64))
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.linear(x * self.scale.to(x.dtype))
+
+
+def from_a_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+@pytest.mark.parametrize("ended", [False, True], ids=["live", "ended"])
+@pytest.mark.parametrize("copied", [from_a_pickle, copy.deepcopy])
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_copy_takes_any_inputs(
+    amp: ModuleType, level: str, ended: bool, copied: Any, name: str
+) -> None:
+    torch.manual_seed(0)
+    twin = copied(prepared(amp, Mixed().eval(), level))
+    x = torch.randn(2, 4).bfloat16().float()  # which no cast changes
+    weight, bias = twin.linear.weight.double(), twin.linear.bias.double()
+    expected = nn.functional.linear(x.double() / (1 + 1e-5) ** 0.5 * 2, weight, bias)
+    if ended:
+        amp.deactivate()
+    getattr(twin, name)()
+    dtype = twin.linear.weight.dtype
+    assert dtype is CONVERSIONS[name] or name == "eval"
+    close = {F32: 1e-6, F64: 1e-6, F16: 4e-3, BF16: 4e-2}[dtype]
+    for given in (x, x.to(dtype)):
+        got = twin(given)
+        assert got.dtype is (F64 if dtype is F64 else F32)
+        torch.testing.assert_close(got.double(), expected, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_copy_of_a_batch_norm_alone_casts_to_its_weights(amp: ModuleType, level: str) -> None:
+    model = prepared(amp, nn.Sequential(nn.BatchNorm1d(4)).eval(), level)
+    for twin in (from_a_pickle(model), from_a_pickle(model).half(), copy.deepcopy(model)):
+        torch.testing.assert_close(twin(ones()), ones(), rtol=1e-3, atol=1e-3)
+
+
+class Quantized(nn.Module):
+    """A layer without floating weights, which takes float32 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(3, 4, dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is F32
+        return x @ self.weight.float().t()
+
+
+def test_a_copy_whose_weights_were_quantized_keeps_its_inputs(amp: ModuleType) -> None:
+    model = prepared(amp, nn.Sequential(nn.Linear(4, 3)))
+    for twin in (copy.deepcopy(model), from_a_pickle(model)):
+        twin[0] = Quantized()
+        assert torch.equal(twin(ones()), torch.full((2, 3), 4.0))
+
+
+def test_a_copy_that_was_compiled_follows_its_weights(amp: ModuleType) -> None:
+    twin = from_a_pickle(prepared(amp, nn.Sequential(nn.Linear(4, 3), nn.Tanh())))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(x: Tensor) -> Tensor:
+        return twin(x)
+
+    for _ in range(2):
+        assert torch.equal(run(ones()), twin(ones()))
+        assert run(ones()).dtype is F32
+        twin.float()
+    plain = nn.functional.linear(ones(), twin[0].weight, twin[0].bias).tanh()
+    torch.testing.assert_close(run(ones()), plain)
+
+
+def test_a_replica_of_a_copy_follows_its_weights(amp: ModuleType) -> None:
+    twin = from_a_pickle(prepared(amp, nn.Linear(4, 3)))
+    for dtype in (F16, F32):
+        replica = twin.to(dtype)._replicate_for_data_parallel()
+        replica._former_parameters = {}
+        for name, param in twin.named_parameters():  # as torch.nn.parallel.replicate does
+            replica._former_parameters[name] = param.detach()
+            setattr(replica, name, param.detach())
+        assert torch.equal(replica(ones()), twin(ones()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_model_itself_is_no_copy(amp: ModuleType, level: str) -> None:
+    """Of its masters nobody knows what else to do than to say so."""
+    model = prepared(amp, nn.Linear(4, 3), level)
+    copy.deepcopy(model)
+    model.float()
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        model(ones())
+    assert "as model.float() leaves them: leave that call out" in str(raised.value.__notes__)
 
 
 def test_initialize_again_replaces_the_hooks(amp: ModuleType) -> None:

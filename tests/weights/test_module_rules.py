@@ -160,8 +160,12 @@ def test_training_goes_on_in_the_right_mode_after_an_interrupt(amp, around: bool
     assert model(X).dtype is torch.float16
 
 
+def in_its_dtype(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).to(model.norm.weight.dtype)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("make", [in_its_dtype, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_keeps_its_rules(amp, level: str, make) -> None:
     model, _ = prepared(amp, level, {"blocks.1": "float"})
     expected = model(X)
@@ -170,6 +174,16 @@ def test_a_copy_keeps_its_rules(amp, level: str, make) -> None:
     torch.save(model, buffer)
     buffer.seek(0)
     torch.testing.assert_close(torch.load(buffer, weights_only=False)(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("precision", ["float", "half"])
+def test_a_copy_in_float32_casts_to_its_weights(amp, level: str, precision: str) -> None:
+    model, _ = prepared(amp, level, {"blocks.1": precision})
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)).float()):
+        twin.blocks[1].dtypes.clear()
+        torch.testing.assert_close(twin(X), model(X), rtol=5e-2, atol=5e-2, equal_nan=True)
+        assert twin.blocks[1].dtypes == [torch.float32 if precision == "float" else HALF[level]]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

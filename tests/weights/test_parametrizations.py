@@ -156,7 +156,10 @@ def test_the_weight_is_rounded_once(amp: ModuleType, level: str) -> None:
 def test_a_copy_and_a_checkpoint_compute_the_same(amp: ModuleType, level: str) -> None:
     model = net("solution")
     trained(amp, model, level, steps=3)
-    assert torch.equal(copy.deepcopy(model)(X), model(X))
+    in_fp32 = copy.deepcopy(model)
+    assert {param.dtype for param in in_fp32.parameters()} == {torch.float32}
+    rounded = {"O2": 1e-3, "O3": 1e-3, "O5": 1e-2}[level]
+    torch.testing.assert_close(in_fp32(X), model(X), rtol=10 * rounded, atol=rounded)
     state = model.state_dict()
     other = net("solution")
     amp.initialize(other, opt_level=level, verbosity=0)
