@@ -24,7 +24,7 @@ def start(amp, opt_level, **options):
 
 def gradients_of_a_copy(model):
     """Return what a backward of a copy of the model gives, in float32."""
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model).to(model[0].weight.dtype)
     twin.zero_grad()
     twin(X).float().square().mean().backward()
     return [param.grad.float() for param in twin.parameters()]
