@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,21 +21,24 @@ _HALVES = (torch.float16, torch.bfloat16)
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
 
 
-def models_of(models: Any, allow_half: bool = False) -> list[nn.Module]:
+def models_of(
+    models: Any, allow_half: bool = False, stored: Collection[int] = ()
+) -> list[nn.Module]:
     """Return one model, or a list or tuple of models, as a list.
 
     Args:
         models: as given to `initialize`.
         allow_half: take models whose half parameters are trained, too.
+        stored: ids of the parameters and buffers that `initialize` has cast to half.
 
     Raises:
         TypeError: anything else.
-        RuntimeError: a model that is stored in half already, and not frozen there.
+        RuntimeError: a model that `initialize` has stored in half, or that trains half parameters.
     """
     found = _as_list(models, nn.Module, "models must be a torch.nn.Module or a list or tuple of")
     for model in found:
         if not allow_half:
-            _refuse_half(model)
+            _refuse_half(model, stored)
     return found
 
 
@@ -84,15 +88,16 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
     return list(items)
 
 
-def _refuse_half(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.dtype in _HALVES and param.requires_grad:
+def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.dtype in _HALVES and (tensor.requires_grad or id(tensor) in stored):
+            why = "amp.initialize() has cast" if id(tensor) in stored else "requires a gradient"
             raise RuntimeError(
-                "models must come in float32, amp.initialize() casts them; got parameter "
-                f"{name!r} in {param.dtype}, which requires a gradient. Leave out your own .half() "
-                "or .bfloat16(), call .float() on that layer, or freeze it by "
-                "requires_grad_(False). Of a model that amp.initialize() cast, call "
-                "amp.deactivate() first; of one from a file, call model.float() first."
+                f"models must come in float32, amp.initialize() casts them; got {name!r} in "
+                f"{tensor.dtype}, which {why}. Leave out your own .half() or .bfloat16(), call "
+                ".float() on that layer, or freeze it by requires_grad_(False). Of a model that "
+                "amp.initialize() cast, call amp.deactivate() first; of one from a file, call "
+                "model.float() first."
             )
 
 

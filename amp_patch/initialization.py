@@ -52,7 +52,7 @@ def initialize_at(
     level, message = resolved
     scale_rule = ScaleRule.resolve(level.loss_scale, **scale_options)
     verbosity = arguments.verbosity_of(verbosity)
-    checked = arguments.models_of(models, allow_half)
+    checked = arguments.models_of(models, allow_half, session.models.stored_in_half())
     stepping = arguments.optimizers_of(optimizers)
     if level.casts_functions and not allow_half:
         arguments.refuse_half_steps(stepping)

@@ -419,6 +419,8 @@ def _write_state(
 def _read_state(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
+    if not session.models.holds(module):  # a copy has the hook, too
+        return
     if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
             "load_state_dict() must copy into the parameters that amp.initialize() cast, for the "

@@ -390,7 +390,7 @@ def test_half_weights_that_would_be_trained_are_refused_before_anything_changes(
     model = make(BF16)
     model[1].shift.requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match="got parameter '1.shift' in torch.bfloat16"):
+    with pytest.raises(RuntimeError, match="got '1.shift' in torch.bfloat16"):
         prepared(amp, model, level)
     assert_same(model.state_dict(), before)
     assert not hasattr(F.linear, "__wrapped__")
@@ -475,3 +475,87 @@ def test_a_copy_has_all_of_it_in_fp32(amp: ModuleType, level: str) -> None:
         expected = model(INPUTS)
         tolerance = max(ALLOWED[COMPUTED[level]], 1e-6)
         torch.testing.assert_close(copied(INPUTS), expected, rtol=tolerance, atol=tolerance)
+
+
+# --- what amp_patch itself has stored in half, and what changes later ---
+
+
+def backbone_and_heads() -> tuple[nn.Module, nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    backbone = nn.Linear(6, 6).requires_grad_(False)
+    return backbone, *(nn.Sequential(backbone, nn.Linear(6, 3)) for _ in range(2))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_frozen_part_that_two_models_share_comes_back_in_fp32(
+    amp: ModuleType, level: str
+) -> None:
+    backbone, one, other = backbone_and_heads()
+    amp.initialize([one, other], optimizer_of(one), opt_level=level, verbosity=0)
+    assert other.state_dict()["0.weight"].dtype is F32
+    amp.deactivate()
+    assert backbone.weight.dtype is F32
+
+
+def test_a_frozen_weight_that_two_models_share_keeps_its_master(amp: ModuleType) -> None:
+    backbone, one, other = backbone_and_heads()
+    exact = backbone.weight.detach().clone()
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    amp.initialize([one, other], optimizer, opt_level="O2", verbosity=0)
+    assert torch.equal(one.state_dict()["0.weight"], exact)
+    amp.deactivate()
+    assert torch.equal(backbone.weight, exact)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_frozen_model_that_is_prepared_is_not_taken_again(amp: ModuleType, level: str) -> None:
+    backbone, one, other = backbone_and_heads()
+    amp.initialize(one, optimizer_of(one), opt_level="O2", verbosity=0)
+    one.requires_grad_(False)
+    before = copy.deepcopy(one.state_dict())
+    for again in (one, backbone, other):
+        with pytest.raises(RuntimeError, match="which amp.initialize.. has cast"):
+            amp.initialize(again, opt_level=level, verbosity=0)
+    assert_same(one.state_dict(), before)
+
+
+def unfrozen(amp: ModuleType, level: str, dtype: torch.dtype) -> Any:
+    """Return a model whose frozen part is trained from now on, and an optimizer that holds all."""
+    model = nn.Sequential(frozen(nn.Linear(6, 6), dtype), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0
+    )
+    model[0].requires_grad_(True)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_training_of_unfrozen_weights_is_resumed_to_the_bit(
+    amp: ModuleType, level: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model, optimizer = unfrozen(amp, level, dtype)
+    list(losses(amp, model, optimizer, 3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    list(losses(amp, model, optimizer, 3))
+    expected = copy.deepcopy(model.state_dict())
+    amp.deactivate()
+    model, optimizer = unfrozen(amp, level, dtype)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    list(losses(amp, model, optimizer, 3))
+    assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_what_was_trained_and_frozen_again_is_not_rounded(amp: ModuleType, level: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = unfrozen(amp, level, BF16)
+    list(losses(amp, model, optimizer, 3))
+    trained_value = model.state_dict()["0.weight"].float().clone()
+    model[0].requires_grad_(False)
+    assert torch.equal(model.state_dict()["0.weight"].float(), trained_value)
+    amp.deactivate()
+    assert torch.equal(model[0].weight.float(), trained_value)

@@ -100,9 +100,11 @@ class OptimizerStep:
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._forget_replaced_state(optimizer)
+        self._make_masters_before_loads(optimizer)
+        wrapped_ones = _wrapped_by(optimizer)
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
-        for wrapped in _wrapped_by(optimizer):
+        for wrapped in wrapped_ones:
             self._patch(wrapped, "step", self._step_wrapped)
             self._patch(wrapped, "zero_grad", self._zero_grad)
         if self.masters is not None:
@@ -192,11 +194,11 @@ class OptimizerStep:
 
     @contextlib.contextmanager
     def _in_original(self) -> Iterator[None]:
-        self.is_in_original = True
+        was_in_original, self.is_in_original = self.is_in_original, True
         try:
             yield
         finally:
-            self.is_in_original = False
+            self.is_in_original = was_in_original
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_published:
@@ -349,6 +351,17 @@ class OptimizerStep:
 
             self._undo.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
 
+    def _make_masters_before_loads(self, optimizer: Optimizer) -> None:
+        """Parameters that were unfrozen have masters, for torch loads state in their dtype."""
+        if self.masters is not None and hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            pairs = weakref.WeakMethod(self.backward.pairs)
+
+            def loading(_: Optimizer, state: Any) -> None:
+                if (alive := pairs()) is not None:
+                    alive()
+
+            self._undo.append(optimizer.register_load_state_dict_pre_hook(loading).remove)
+
     def _publish(self) -> None:
         """Round the masters into the half weights; also called where an earlier try failed."""
         if self.masters is not None:
@@ -415,10 +428,15 @@ class OptimizerStep:
 
 
 def _wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that another holds and that step the same groups."""
-    groups = list(map(id, optimizer.param_groups))
-    return [
-        held
-        for held in vars(optimizer).values()
-        if isinstance(held, Optimizer) and list(map(id, held.param_groups)) == groups
-    ]
+    """Return the optimizers that another holds, or one of those holds, and that step its groups."""
+    found = [optimizer]
+    for holder in found:  # grows
+        for held in vars(holder).values():
+            is_new = isinstance(held, Optimizer) and not any(held is one for one in found)
+            if is_new and _groups(held) == _groups(optimizer):
+                found.append(held)
+    return found[1:]
+
+
+def _groups(optimizer: Optimizer) -> list[int]:
+    return list(map(id, getattr(optimizer, "param_groups", ())))

@@ -19,8 +19,8 @@ from amp_patch.distributed.shards import set_data
 
 from .fp32_values import FP32Values
 
-#: What the memo of a deep copy has the owners by, see `ExactCopies`.
-_OWNERS = "amp_patch"
+#: The key of a `_Copying` in the memo of ``copy.deepcopy``.
+_COPYING = "amp_patch"
 
 
 class ExactCopies:
@@ -45,27 +45,49 @@ class ExactCopies:
         @functools.wraps(original)
         def deepcopy(tensor: Tensor, memo: dict[Any, Any]) -> Any:
             copied = original(tensor, memo)
-            if tensor.dtype in HALVES and self._is_in_copied(tensor, memo):
-                set_data(copied, self._store.exact(tensor).to(torch.float32, copy=True))
+            if tensor.dtype in HALVES:
+                self._note(tensor, copied, memo)
             return copied
 
         return deepcopy
 
-    def _is_in_copied(self, tensor: Tensor, memo: dict[Any, Any]) -> bool:
-        """Return whether it is a weight or buffer of a module in half that is being copied.
+    def _note(self, tensor: Tensor, copied: Tensor, memo: dict[Any, Any]) -> None:
+        """Let the copies of a model's weights and buffers be exact, if the model is copied, too.
 
-        Copied without its module it stays as it is: a graph, say, is made for the dtype.
+        Copied without it they stay as they are: a graph, say, is made for the dtype. A list of
+        weights may be copied before their model; then they are made exact with the model's others.
         """
-        owners = memo.get(_OWNERS)
-        if owners is None:
-            memo[_OWNERS] = owners = self._owners()
-        return any(id(module) in memo for module in owners.get(id(tensor), ()))
+        copying = memo.get(_COPYING)
+        if copying is None:
+            memo[_COPYING] = copying = _Copying(self._owners())
+        if id(tensor) not in copying.owners:
+            return
+        copying.waiting.append((tensor, copied))
+        waiting, copying.waiting = copying.waiting, []
+        for one, its_copy in waiting:
+            if any(id(module) in memo for module in copying.owners[id(one)]):
+                set_data(its_copy, self._store.exact(one).to(torch.float32, copy=True))
+            else:
+                copying.waiting.append((one, its_copy))
 
     def _owners(self) -> dict[int, list[nn.Module]]:
-        """Return the modules of models in half, by the ids of their weights and buffers."""
+        """Return the modules that have a weight or buffer, or have one that has it, by its id."""
         owners: dict[int, list[nn.Module]] = {}
         for model in self._models():
             for module in model.modules():
-                for tensor in chain(module._parameters.values(), module._buffers.values()):
+                for tensor in chain(module.parameters(), module.buffers()):
                     owners.setdefault(id(tensor), []).append(module)
         return owners
+
+
+class _Copying:
+    """One deep copy of something.
+
+    Attributes:
+        owners: see `ExactCopies`.
+        waiting: half weights and buffers whose modules are not copied yet, with their copies.
+    """
+
+    def __init__(self, owners: dict[int, list[nn.Module]]) -> None:
+        self.owners = owners
+        self.waiting: list[tuple[Tensor, Tensor]] = []

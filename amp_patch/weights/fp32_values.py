@@ -154,7 +154,7 @@ class FP32Values:
             original: its numbers, in the dtype that it came in.
         """
         self.forget([param])
-        if not same_numbers(original.to(param.dtype).to(original.dtype), original):
+        if not _can_hold(param.dtype, original):
             self.set(param, original)
         self._came_in[param] = original.dtype
 
@@ -172,18 +172,21 @@ class FP32Values:
     def exact(self, param: Tensor) -> Tensor:
         """Return the value of a parameter; writes to the parameter are in it.
 
-        It is fp32, but of a frozen parameter that came in half it has the dtype that that came in.
+        It is fp32. A frozen parameter that came in half has it in the dtype of then, unless it was
+        trained or written to, and that dtype cannot hold what it is now.
         """
         entry = self._values.get(param)
-        came_in = None if param.requires_grad else self._came_in.get(param)
-        dtype = came_in or torch.float32
         if entry is None:
-            return param.detach().to(dtype)
-        value: Tensor = entry.value.detach().to(param.device)
-        rounded = value.to(param.dtype)
-        if entry.wins(param) or same_numbers(rounded, param):
-            return value.to(dtype)
-        return torch.where(rounded == param, value.to(dtype), param.to(dtype))
+            value = param.detach().float()
+        else:
+            value = entry.value.detach().to(param.device, torch.float32)
+            rounded = value.to(param.dtype)
+            if not (entry.wins(param) or same_numbers(rounded, param)):
+                value = torch.where(rounded == param, value, param.float())
+        came_in = None if param.requires_grad else self._came_in.get(param)
+        if came_in is not None and _can_hold(came_in, value):
+            return value.to(came_in)
+        return value
 
     @torch.no_grad()
     def take(self, param: Tensor) -> Tensor:
@@ -228,11 +231,19 @@ class FP32Values:
                 continue
             entry, came_in = self._values.get(param), self._came_in.get(param)
             if came_in is not None:
-                self.set_frozen(param, new.detach().to(param.device, came_in, copy=True))
+                new = new.detach().to(param.device, copy=True)
+                if _can_hold(came_in, new) and not param.requires_grad:
+                    self.set_frozen(param, new.to(came_in))
+                else:  # it was trained, or is to be
+                    self.set(param, new.float())
             elif entry is not None:
                 entry.value.copy_(new)
                 entry.note_equal()
                 self.loads += 1
+
+
+def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:
+    return same_numbers(value.to(dtype).to(value.dtype), value)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

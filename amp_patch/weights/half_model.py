@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -227,7 +227,12 @@ class Originals(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def convert(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> Originals:
+def convert(
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_batchnorm_fp32: bool,
+    stored: Collection[int] = (),
+) -> Originals:
     """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
 
     Args:
@@ -235,6 +240,8 @@ def convert(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> 
             are trained, with all that is in half beside them in a module.
         dtype: float16, bfloat16 or float32.
         keep_batchnorm_fp32: see `kept_in_fp32`.
+        stored: ids of parameters and buffers of models that were converted before; these may share
+            some with this one.
 
     Returns:
         What it held before; of half parameters also where they are in ``dtype`` already.
@@ -242,16 +249,23 @@ def convert(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> 
     kept = kept_in_fp32(model, keep_batchnorm_fp32)
     originals = Originals({}, {})
     for path, module in model.named_modules():
-        _convert_module(module, torch.float32 if module in kept else dtype, path, originals)
+        kept_dtype = torch.float32 if module in kept else dtype
+        _convert_module(module, kept_dtype, path, originals, stored)
     return originals
 
 
-def _convert_module(module: nn.Module, dtype: torch.dtype, path: str, originals: Originals) -> None:
+def _convert_module(
+    module: nn.Module,
+    dtype: torch.dtype,
+    path: str,
+    originals: Originals,
+    stored: Collection[int],
+) -> None:
     sources = HALVES if _trains_no_half(module) else ()
     if dtype is not torch.float32:
         sources = (*sources, torch.float32)
     params = [param for param in module._parameters.values() if param is not None]
-    params = [param for param in params if param.dtype in sources]
+    params = [param for param in params if param.dtype in sources and id(param) not in stored]
     for param in params:
         if param not in originals.params:
             original = param.data
@@ -259,7 +273,7 @@ def _convert_module(module: nn.Module, dtype: torch.dtype, path: str, originals:
             originals.params[param] = original
             set_data(param, original.to(dtype))
     for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dtype in sources:
+        if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
             if buffer.dtype in HALVES:
                 originals.buffers[f"{path}.{name}"] = buffer
             module._buffers[name] = buffer.to(dtype)

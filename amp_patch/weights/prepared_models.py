@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class PreparedModels:
         self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
             weakref.WeakKeyDictionary()
         )
+        self._modules_in_half: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -174,9 +176,18 @@ class PreparedModels:
             params = {id(p) for module in kept for p in module.parameters(recurse=False)}
             refuse_mixed_groups(models, params)
 
+    def holds(self, module: nn.Module) -> bool:
+        """Return whether a module is part of a model that is stored in half."""
+        return module in self._modules_in_half
+
     def in_half(self) -> list[nn.Module]:
         """Return the models that are stored in half (O2, O3, O5)."""
         return [one for one, level in self.levels.items() if level.cast_model_type in HALVES]
+
+    def stored_in_half(self) -> set[int]:
+        """Return the ids of the parameters and buffers of these models."""
+        found = (chain(model.parameters(), model.buffers()) for model in self.in_half())
+        return set(map(id, chain.from_iterable(found)))
 
     def casting_dtypes(self) -> set[torch.dtype]:
         """Return the half dtypes of the models that live at O1 or O4."""
@@ -232,7 +243,9 @@ class PreparedModels:
     def _store_as(
         self, dtype: torch.dtype, model: nn.Module, level: OptLevel, stepped: set[int]
     ) -> Collection[nn.Parameter]:
-        params, buffers = half_model.convert(model, dtype, bool(level.keep_batchnorm_fp32))
+        params, buffers = half_model.convert(
+            model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half()
+        )
         if dtype in HALVES or params or buffers:
             self._converted[model] = buffers
         for param, original in params.items():
@@ -263,6 +276,7 @@ class PreparedModels:
         self.levels[model] = level
         if halves:
             self._compute_weights_in_fp32(model, level)
+            self._modules_in_half.update(model.modules())
             self._state_hooks[model] = [
                 handle
                 for module in model.modules()
@@ -287,6 +301,7 @@ class PreparedModels:
         self._precisions.pop(model, None)
         for handle in self._state_hooks.pop(model, ()):
             handle.remove()
+        self._modules_in_half.difference_update(model.modules())
         self.levels.pop(model, None)
 
     def _put_back(

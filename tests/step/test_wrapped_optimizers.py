@@ -179,3 +179,67 @@ def test_an_optimizer_that_another_holds_and_does_not_step_is_left_alone(amp: Mo
 
     training = Training(holding, amp, "O2")
     assert vars(training.optimizer.other).keys().isdisjoint({"step", "zero_grad"})
+
+
+class Forwarding(Optimizer):
+    """Hands each call on to what it wraps; clears twice."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self.base = SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def step(self) -> None:
+        self.base.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
+
+
+class Outer(SharpnessAware):
+    """Wraps what wraps another: the innermost one steps."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.inner, self.base = self.base, Forwarding(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param in self._with_gradients():
+            param.data = self.state[param]["old"]
+        self.base.base.step()
+        self.zero_grad()
+
+
+@LEVELS
+def test_a_wrapper_may_clear_in_both_ways(amp: ModuleType, level: str) -> None:
+    by_hand, training = Training(Forwarding), Training(Forwarding, amp, level)
+    for _ in range(4):
+        losses = []
+        for one in (by_hand, training):
+            losses.append(one.backward())
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        assert losses[1] == pytest.approx(losses[0], rel=tolerance(level))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_two_levels_down_is_skipped(amp: ModuleType, level: str) -> None:
+    by_hand = Training(Outer)
+    training = Training(Outer, amp, level, loss_scale="dynamic")
+    training.iterate((1.0, torch.inf))
+    for _ in range(3):
+        expected = by_hand.iterate()
+        assert training.iterate() == pytest.approx(expected, rel=tolerance(level))
+
+
+def test_an_unfinished_optimizer_that_another_holds_is_left_alone(amp: ModuleType) -> None:
+    def holding(params: Any, lr: float) -> Optimizer:
+        optimizer = SGD(params, lr=lr)
+        optimizer.later = object.__new__(SGD)  # type: ignore[attr-defined]
+        return optimizer
+
+    training = Training(holding, amp, "O2")
+    assert vars(training.optimizer.later) == {}
