@@ -12,7 +12,7 @@ from itertools import compress, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, _foreach_lerp_  # averages of half weights get another
+from torch import Tensor, _foreach_lerp_  # torch's own: `averages` replaces it later
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 

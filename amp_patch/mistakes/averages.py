@@ -74,12 +74,12 @@ def _lerp(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _lerp_each(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def lerp_each(
-        starts: Sequence[Tensor], ends: Sequence[Tensor], *args: Any, **kwargs: Any
+    def lerp_each(  # by torch's names
+        self: Sequence[Tensor], tensors1: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> Any:
-        if list(map(_DTYPE, starts)) != list(map(_DTYPE, ends)):
-            ends = list(map(_widened, starts, ends))
-        return original(starts, ends, *args, **kwargs)
+        if list(map(_DTYPE, self)) != list(map(_DTYPE, tensors1)):
+            tensors1 = list(map(_widened, self, tensors1))
+        return original(self, tensors1, *args, **kwargs)
 
     return lerp_each
 

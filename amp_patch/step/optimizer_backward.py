@@ -81,7 +81,7 @@ class OptimizerBackward:
         self._had_used = False
         self._pairs = ParamPairs([], [])
         self._steps_halves = steps_halves
-        self._frozen: list[Tensor] = []  # in half, and not to be trained so
+        self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
         self._thread: int | None = None

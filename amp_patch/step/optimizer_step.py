@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +59,8 @@ class OptimizerStep:
         was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
             is no loss scale, and from when that is known.
         methods: of the optimizer, by name, that stand in the place of its own.
-        is_in_original: whether a replaced method calls what it replaces.
+        is_in_original: whether a replaced method calls what it replaces, which may be of the class
+            that `bypasses` replaces methods of: that must not hand the call back.
     """
 
     def __init__(
@@ -83,7 +85,11 @@ class OptimizerStep:
         self._direct = DirectStep(optimizer) if is_direct else None
         lazy = None if self._fused is None else self._fused.lazy
         moves = not fused and not is_direct
-        self.masters = None if store is None else MasterWeights(optimizer, store, lazy, moves)
+        wrapped = _wrapped_by(optimizer)
+        self._wrapped = [weakref.ref(one) for one in wrapped]
+        self.masters = (
+            None if store is None else MasterWeights(optimizer, store, lazy, moves, wrapped)
+        )
         if self._fused is not None and self.masters is not None:
             self._fused.masters = self.masters
         self.skip = Skip(announce)
@@ -101,12 +107,16 @@ class OptimizerStep:
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._forget_replaced_state(optimizer)
         self._make_masters_before_loads(optimizer)
-        wrapped_ones = _wrapped_by(optimizer)
+        self._patch_methods(optimizer, wrapped, steps_halves)
+
+    def _patch_methods(
+        self, optimizer: Optimizer, wrapped: Sequence[Optimizer], steps_halves: bool
+    ) -> None:
         self._patch(optimizer, "step", self._step)
         self._patch(optimizer, "zero_grad", self._zero_grad)
-        for wrapped in wrapped_ones:
-            self._patch(wrapped, "step", self._step_wrapped)
-            self._patch(wrapped, "zero_grad", self._zero_grad)
+        for one in wrapped:
+            self._patch(one, "step", self._step_wrapped)
+            self._patch(one, "zero_grad", self._zero_grad)
         if self.masters is not None:
             self._patch(optimizer, "add_param_group", self._add_param_group)
         elif not steps_halves:
@@ -155,8 +165,9 @@ class OptimizerStep:
 
     def match_state(self) -> None:
         """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
-        optimizer = self._optimizer()
-        for param, state in optimizer.state.items() if optimizer is not None else ():
+        alive = [one() for one in (self._optimizer, *self._wrapped)]
+        states = [one.state.items() for one in alive if one is not None]
+        for param, state in chain.from_iterable(states):
             # A user's optimizer may keep more than what belongs to a parameter.
             for key, value in state.items() if isinstance(param, Tensor) else ():
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.

@@ -49,7 +49,7 @@ class PreparedOptimizers:
         self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
         )
-        # Each forward asks for them; to look through `steps` takes the host four times as long.
+        # Each forward asks for them: a list is read in a quarter of the time of a weak dict.
         self._masters: list[weakref.ref[MasterWeights]] = []
 
     def set_up(
@@ -108,7 +108,7 @@ class PreparedOptimizers:
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
-        for reference in self._masters:
+        for reference in [*self._masters]:
             masters = reference()
             if masters is not None:
                 masters.show_writes()

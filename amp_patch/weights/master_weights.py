@@ -39,6 +39,7 @@ class MasterWeights:
         values: the fp32 values to start from; the masters are entered there.
         lazy: what makes the masters' gradients when they are asked for; None: they are there.
         may_move: whether the optimizer may give masters other memory, by ``master.data = t``.
+        wrapped: optimizers that step the same groups, and have a state of their own.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class MasterWeights:
         values: FP32Values,
         lazy: LazyGradients | None = None,
         may_move: bool = False,
+        wrapped: Sequence[Optimizer] = (),
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._have_state = [weakref.ref(one) for one in (optimizer, *wrapped)]
         self._lazy = lazy
         self._may_move = may_move
         self._values = values
@@ -119,14 +122,12 @@ class MasterWeights:
 
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
-        optimizer = self._optimizer()
         while len(self._masters) > count:
             param, master = self._params.pop(), self._masters.pop()
             self._values.forget_versions(param, self._versions)
             self._versions.pop()
             del self._params_by_master[id(master)]
-            if optimizer is not None:
-                _move(optimizer.state, master, param)
+            self._move_state(master, param)
 
     def _make(self, param: Tensor) -> Tensor:
         value = self._values.take(param)
@@ -143,9 +144,7 @@ class MasterWeights:
         self._versions.append(0)
         self._params_by_master[id(master)] = param
         self._values.set(param, master, self._versions, len(self._versions) - 1)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            _move(optimizer.state, param, master)
+        self._move_state(param, master)
         return master
 
     def expose(self) -> None:
@@ -302,7 +301,7 @@ class MasterWeights:
         halves = [param.data for param in self._params]
         for param, master in zip(self._params, self._masters, strict=True):
             set_data(param, master.data)
-            _move(optimizer.state, master, param)
+            self._move_state(master, param)
         for group in optimizer.param_groups:
             group["params"][:] = map(self.param_of, group["params"])
         try:
@@ -312,7 +311,7 @@ class MasterWeights:
                 if param.data_ptr() != master.data_ptr():
                     master.data.copy_(param.data)
                 set_data(param, half)
-                _move(optimizer.state, param, master)
+                self._move_state(param, master)
             for group in optimizer.param_groups:
                 group["params"][:] = self.replace(group["params"])
 
@@ -338,8 +337,7 @@ class MasterWeights:
             set_data(param, master.data)
             param.grad = master.grad
             self._values.forget_versions(param, self._versions)
-            if optimizer is not None:
-                _move(optimizer.state, master, param)
+            self._move_state(master, param)
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"][:] = [self.param_of(param) for param in group["params"]]
         self._params.clear()
@@ -394,13 +392,20 @@ class MasterWeights:
             grad, master.grad = master.grad, None
             set_data(master, master.data.to(param.device))
             master.grad = None if grad is None else grad.to(param.device)
-            state = optimizer.state.get(master, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == master.shape:
-                    state[key] = value.to(param.device)
+            for state in self._states():
+                own = state.get(master, {})
+                for key, value in own.items():
+                    if isinstance(value, Tensor) and value.shape == master.shape:
+                        own[key] = value.to(param.device)
 
+    def _move_state(self, old: Tensor, new: Tensor) -> None:
+        """Enter the state of one tensor for another, if there is any."""
+        for state in self._states():
+            if old in state:
+                state[new] = state.pop(old)
 
-def _move(state: dict[Any, Any], old: Tensor, new: Tensor) -> None:
-    """Enter an optimizer's state of one tensor for another, if there is any."""
-    if old in state:
-        state[new] = state.pop(old)
+    def _states(self) -> Iterator[dict[Any, Any]]:
+        for reference in self._have_state:
+            optimizer = reference()
+            if optimizer is not None:
+                yield optimizer.state

@@ -243,3 +243,23 @@ def test_an_unfinished_optimizer_that_another_holds_is_left_alone(amp: ModuleTyp
 
     training = Training(holding, amp, "O2")
     assert vars(training.optimizer.later) == {}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_the_state_of_the_wrapped_optimizer_is_kept(amp: ModuleType, level: str) -> None:
+    training = Training(Lookahead)  # by Adagrad
+    state = training.optimizer.fast.state
+    for made in (1, 2, 3):
+        if made == 2:
+            amp.initialize(training.model, training.optimizer, opt_level=level, verbosity=0)
+            training.amp = amp
+        elif made == 3:
+            amp.deactivate()
+            training.amp = None
+        training.optimizer.zero_grad()
+        training.backward()
+        training.optimizer.step()
+        params = training.optimizer.param_groups[0]["params"]
+        assert [int(state[param]["step"]) for param in params] == [made] * 4
+        assert len(state) == 4
+        assert all(state[param]["sum"].dtype is param.dtype for param in params)

@@ -673,3 +673,58 @@ def test_a_gradient_from_before_initialize_is_stepped(amp: ModuleType, level: st
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     optimizer.step()
     assert torch.equal(model.weight.float(), torch.full((3, 4), 0.75))
+
+
+class TiedHead(nn.Module):
+    """Multiplies by a weight of another module, that it holds without registering it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.held = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held[0].t()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        embedding = nn.Linear(8, 8)
+        self.head, self.embedding = TiedHead(embedding.weight), embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+class Trainer:
+    """Has some weights before the model that they are of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decayed = [param for param in model.parameters() if param.ndim > 1]
+        self.model = model
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_copy_is_in_fp32_wherever_its_weights_are_met_first(
+    amp: ModuleType, level: str, is_held: bool
+) -> None:
+    model = nn.Sequential(Tied(), nn.Linear(8, 8), nn.Linear(8, 2))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    copied = copy.deepcopy(Trainer(model)).model if is_held else copy.deepcopy(model)
+    assert {param.dtype for param in copied.parameters()} == {torch.float32}
+    assert copied[0].head.held[0] is copied[0].embedding.weight
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(copied(x), model(x), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_copy_takes_a_state_by_assignment(amp: ModuleType, ended: bool) -> None:
+    model = nn.Linear(8, 2)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    copied = copy.deepcopy(model)
+    if ended:
+        amp.deactivate()
+    state = {name: torch.ones_like(value) for name, value in copied.state_dict().items()}
+    copied.load_state_dict(state, assign=True)
+    assert (copied.weight == 1).all()
