@@ -95,7 +95,7 @@ def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
             raise RuntimeError(
                 f"models must come in float32, amp.initialize() casts them; got {name!r} in "
                 f"{tensor.dtype}, which {why}. Leave out your own .half() or .bfloat16(), call "
-                ".float() on that layer, or freeze it by requires_grad_(False). Of a model that "
+                ".float() on its module, or freeze it by requires_grad_(False). Of a model that "
                 "amp.initialize() cast, call amp.deactivate() first; of one from a file, call "
                 "model.float() first."
             )

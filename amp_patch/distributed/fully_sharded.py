@@ -99,7 +99,7 @@ def refuse_mixed_groups(models: Iterable[nn.Module], kept: Collection[int]) -> N
                     "all parameters that one call of fully_shard() gathers must have one dtype; "
                     f"got {sum(stays)} of batch norms or parametrizations, which stay in float32, "
                     f"among {len(stays)}. Call fully_shard(batch_norm) for each batch norm, and "
-                    "fully_shard(layer.parametrizations.weight) for each parametrization, before "
+                    "fully_shard(module.parametrizations.weight) for each parametrization, before "
                     "fully_shard(model); or for batch norms amp.initialize(..., "
                     "keep_batchnorm_fp32=False)."
                 )
