@@ -419,9 +419,8 @@ def _write_state(
 def _read_state(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    if not session.models.holds(module):  # a copy has the hook, too
-        return
-    if metadata.get("assign_to_params_buffers"):
+    # A copy has this hook, too, and may be assigned to.
+    if metadata.get("assign_to_params_buffers") and session.models.holds(module):
         raise RuntimeError(
             "load_state_dict() must copy into the parameters that amp.initialize() cast, for the "
             "optimizer steps masters of these; got assign=True. Leave it out, or call "

@@ -77,6 +77,14 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     return folder
 
 
+def numbers_like(tensor: Tensor, seed: int) -> Tensor:
+    """Return the tensor's numbers with some others among them."""
+    generator = torch.Generator().manual_seed(seed)
+    others = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    chosen = torch.rand(tensor.shape, generator=generator) < (0.3 if seed % 2 else 1.0)
+    return torch.where(chosen, others, tensor.detach())
+
+
 def scaled_backward(amp: ModuleType, loss: Tensor, optimizers: Any, **options: Any) -> None:
     """Run the backward of a loss in its ``scale_loss`` block; options are that function's."""
     with amp.scale_loss(loss, optimizers, **options) as scaled_loss:

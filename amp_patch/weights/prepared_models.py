@@ -73,7 +73,6 @@ class PreparedModels:
         self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._modules_in_half: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -178,7 +177,7 @@ class PreparedModels:
 
     def holds(self, module: nn.Module) -> bool:
         """Return whether a module is part of a model that is stored in half."""
-        return module in self._modules_in_half
+        return any(module is one for model in self.in_half() for one in model.modules())
 
     def in_half(self) -> list[nn.Module]:
         """Return the models that are stored in half (O2, O3, O5)."""
@@ -276,7 +275,6 @@ class PreparedModels:
         self.levels[model] = level
         if halves:
             self._compute_weights_in_fp32(model, level)
-            self._modules_in_half.update(model.modules())
             self._state_hooks[model] = [
                 handle
                 for module in model.modules()
@@ -301,7 +299,6 @@ class PreparedModels:
         self._precisions.pop(model, None)
         for handle in self._state_hooks.pop(model, ()):
             handle.remove()
-        self._modules_in_half.difference_update(model.modules())
         self.levels.pop(model, None)
 
     def _put_back(

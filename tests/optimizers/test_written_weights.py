@@ -15,7 +15,7 @@ import torch
 from cuda_on_cpu.fake_gpu import Gpu
 from hypothesis import given
 from hypothesis import strategies as st
-from support import scaled_backward
+from support import numbers_like, scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -88,14 +88,6 @@ class Training:
 
 
 # --- what users do between steps; each changes the training by a seed ---
-
-
-def numbers_like(tensor: Tensor, seed: int) -> Tensor:
-    """Return the tensor's numbers with some others among them."""
-    generator = torch.Generator().manual_seed(seed)
-    others = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    chosen = torch.rand(tensor.shape, generator=generator) < (0.3 if seed % 2 else 1.0)
-    return torch.where(chosen, others, tensor.detach())
 
 
 @torch.no_grad()

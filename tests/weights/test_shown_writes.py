@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import scaled_backward
+from support import numbers_like, scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
@@ -184,14 +184,6 @@ def test_masters_that_an_optimizer_of_another_class_gives_other_memory_are_read(
 
 
 # --- any program ---
-
-
-def numbers_like(tensor: Tensor, seed: int) -> Tensor:
-    """Return the tensor's numbers with some others among them."""
-    generator = torch.Generator().manual_seed(seed)
-    others = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    chosen = torch.rand(tensor.shape, generator=generator) < (0.3 if seed % 2 else 1.0)
-    return torch.where(chosen, others, tensor.detach())
 
 
 @torch.no_grad()
