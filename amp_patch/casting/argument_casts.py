@@ -117,7 +117,7 @@ def is_half(value: Any) -> bool:
 
 def holds_half(values: Iterable[Any]) -> bool:
     """Tell whether one of the values is such a tensor; containers are not looked into."""
-    return any(is_half(value) for value in values)
+    return any(map(is_half, values))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

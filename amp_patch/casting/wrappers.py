@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.nn import Parameter, functional
 
 from .argument_casts import (
     dtypes_in,
@@ -30,7 +29,8 @@ from .argument_casts import (
 )
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .rules import ROUNDED_ONCE
-from .shared_casts import last_cast, new_cast, shared_cast
+from .shared_casts import shared_cast
+from .usual_calls import AUTOGRAD, LAYERS, NORMS, PRODUCTS, below_autograd, layer, norm, product
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
@@ -99,48 +99,9 @@ class Casts:
                 kwargs = {key: to_dtype(value, dtype, *casts) for key, value in kwargs.items()}
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
 
-        if _is_torchs_in_c(original) and original in LAYERS:
-            return self._layer(fixed, original, wrapper)
-        return wrapper
-
-    def _layer(self, fixed: torch.dtype | None, original: Function, general: Function) -> Function:
-        """Wrap the function of a layer: its usual call takes a tensor, a weight and a bias.
-
-        That is what most of a step's calls are, so it costs no list, no dictionary and one look
-        at each argument. Every other call is for ``general``, which does the same.
-        """
-        cast_weight = self._cache.cast_plainly
-
-        @functools.wraps(original)
-        def wrapper(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-            dtype = mode.dtype or process.dtype
-            if (
-                kwargs
-                or dtype is OFF
-                or type(input) is not Tensor
-                or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
-                or type(weight) not in _WEIGHTS
-                or not is_grad_enabled()
-                or _count_dispatch_modes()
-                or _below_autograd(_AUTOGRAD)
-                or _is_tracing()
-            ):
-                return general(input, weight, bias, *args, **kwargs)
-            dtype = fixed or dtype
-            if input.dtype is not dtype:
-                cast = last_cast(input, dtype)
-                input = to_dtype(input, dtype, None, new_cast) if cast is None else cast
-            if type(weight) is Parameter:
-                weight = cast_weight(weight, dtype)
-            elif weight.dtype is not dtype:  # no parameter: computed by a weight norm, say
-                weight = to_dtype(weight, dtype, None, shared_cast)
-            if type(bias) is Parameter:
-                bias = cast_weight(bias, dtype)
-            elif bias is not None:
-                bias = to_dtype(bias, dtype)
-            return original(input, weight, bias, *args)
-
-        return wrapper
+        if original in LAYERS and _is_torchs_in_c(original):
+            return layer(self._cache.cast_plainly, fixed, original, wrapper)
+        return product(fixed, original, wrapper) if original in PRODUCTS else wrapper
 
     def _half_out(self, original: Function) -> Function:
         """Wrap a function that computes in fp32, and of which the result is cast to half.
@@ -176,20 +137,6 @@ def _is_torchs_in_c(function: Function) -> bool:
     return of_torch and isinstance(function, types.BuiltinFunctionType)
 
 
-#: Functions that take an activation, a weight and perhaps a bias, then what is no tensor.
-LAYERS = frozenset(
-    {
-        functional.linear,
-        torch.conv1d,
-        torch.conv2d,
-        torch.conv3d,
-        torch.conv_transpose1d,
-        torch.conv_transpose2d,
-        torch.conv_transpose3d,
-    }
-)
-#: What the weight of a layer's usual call is.
-_WEIGHTS = frozenset({Parameter, Tensor})
 #: Products of two matrices of which one may be sparse.
 _TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "matmul", "mm"})
 
@@ -275,7 +222,7 @@ def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
             kwargs = {key: cast(value) for key, value in kwargs.items()}
         return original(*[cast(value) for value in args], **kwargs)
 
-    return wrapper
+    return norm(original, wrapper) if original in NORMS else wrapper
 
 
 def _setting_dtype(original: Function) -> Function:
@@ -287,11 +234,14 @@ def _setting_dtype(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if (mode.dtype or process.dtype) is OFF or _stay(args, kwargs, HALVES):
+        # the usual questions first: torch's softmax of torch.nn calls another with a dtype
+        if (kwargs and kwargs.get("dtype")) or (mode.dtype or process.dtype) is OFF:
             return original(*args, **kwargs)
-        if _asks_for_dtype(args, kwargs) or not holds_half((*args, *kwargs.values())):
+        if _stay(args, kwargs, HALVES) or _asks_for_dtype(args, kwargs):
             return original(*args, **kwargs)
-        if is_norm or not args or any(arg is None for arg in args):
+        if not holds_half(args) and not holds_half(kwargs.values()):
+            return original(*args, **kwargs)
+        if is_norm or not args or type(None) in map(type, args):
             # A nuclear norm takes no dtype above its input's. A positional None may stand for
             # the dtype: setting it again would be refused.
             kwargs = {key: to_float(value) for key, value in kwargs.items()}
@@ -302,7 +252,7 @@ def _setting_dtype(original: Function) -> Function:
 
 
 def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("dtype")) or any(isinstance(value, torch.dtype) for value in args)
+    return bool(kwargs and kwargs.get("dtype")) or torch.dtype in map(type, args)
 
 
 def _promoting(original: Function) -> Function:
@@ -377,11 +327,5 @@ def _untouched(kwargs: dict[str, Any]) -> bool:
         return True
     if is_dynamo_compiling():  # which cannot trace the next line
         return False
-    is_below = _below_autograd(_AUTOGRAD)
+    is_below = below_autograd(AUTOGRAD)
     return is_below and not is_compiling() and not torch.is_inference_mode_enabled()
-
-
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_tracing = torch._C._is_tracing
-_below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality

@@ -1,0 +1,156 @@
+"""Wrappers for the functions that most of a step's calls are of: layers, products and norms.
+
+Each makes the usual call of its function without a list, a dictionary or a second look at an
+argument, and leaves every other call to the general wrapper, which does the same (`wrappers`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter, functional
+
+from .argument_casts import to_dtype
+from .mode import OFF, mode, process
+from .shared_casts import last_cast, new_cast, shared_cast
+
+Function = Callable[..., Any]
+
+#: Functions that take an activation, a weight and perhaps a bias, then what is no tensor.
+LAYERS = frozenset(
+    {
+        functional.linear,
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+    }
+)
+#: Functions that take two matrices, or batches of them.
+PRODUCTS = frozenset(
+    {
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        Tensor.matmul,
+        Tensor.mm,
+        Tensor.bmm,
+        Tensor.__matmul__,
+    }
+)
+#: Functions that take an activation, what is no tensor, and perhaps a weight and a bias.
+NORMS = frozenset(
+    {
+        functional.layer_norm,
+        functional.group_norm,
+        functional.rms_norm,
+        torch.layer_norm,
+        torch.group_norm,
+        torch.rms_norm,
+    }
+)
+#: What the weight of a layer's usual call is.
+_WEIGHTS = frozenset({Parameter, Tensor})
+
+
+def layer(
+    cast_weight: Callable[[Parameter, torch.dtype], Tensor],
+    fixed: torch.dtype | None,
+    original: Function,
+    general: Function,
+) -> Function:
+    """Wrap one of `LAYERS`, which is to cast to ``fixed``, or to the level's dtype.
+
+    Args:
+        cast_weight: casts parameters where grad is on and no mode is.
+    """
+
+    @functools.wraps(original)
+    def wrapper(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+        dtype = mode.dtype or process.dtype
+        if (
+            kwargs
+            or dtype is OFF
+            or type(input) is not Tensor
+            or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
+            or type(weight) not in _WEIGHTS
+            or not is_grad_enabled()
+            or _count_dispatch_modes()
+            or below_autograd(AUTOGRAD)
+            or _is_tracing()
+        ):
+            return general(input, weight, bias, *args, **kwargs)
+        dtype = fixed or dtype
+        if input.dtype is not dtype:
+            cast = last_cast(input, dtype)
+            input = to_dtype(input, dtype, None, new_cast) if cast is None else cast
+        if type(weight) is Parameter:
+            weight = cast_weight(weight, dtype)
+        elif weight.dtype is not dtype:  # no parameter: computed by a weight norm, say
+            weight = to_dtype(weight, dtype, None, shared_cast)
+        if type(bias) is Parameter:
+            bias = cast_weight(bias, dtype)
+        elif bias is not None:
+            bias = to_dtype(bias, dtype)
+        return original(input, weight, bias, *args)
+
+    return wrapper
+
+
+def product(fixed: torch.dtype | None, original: Function, general: Function) -> Function:
+    """Wrap one of `PRODUCTS`: two activations, each of which no other function takes in half.
+
+    So their casts are not noted for others, which would take longer than to cast.
+    """
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 2:
+            return general(*args, **kwargs)
+        left, right = args
+        if (
+            type(left) is not Tensor
+            or type(right) is not Tensor
+            or left.layout is not torch.strided
+            or right.layout is not torch.strided
+            or is_dynamo_compiling()
+        ):
+            return general(left, right)
+        dtype = mode.dtype or process.dtype
+        if dtype is not OFF:
+            dtype = fixed or dtype
+            is_right = left.dtype is dtype and right.dtype is dtype
+            if not is_right and not below_autograd(AUTOGRAD):
+                return original(to_dtype(left, dtype), to_dtype(right, dtype))
+        return original(left, right)
+
+    return wrapper
+
+
+def norm(original: Function, general: Function) -> Function:
+    """Wrap one of `NORMS`, which compute in float32: most often all is in it already."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs and len(args) > 3 and type(args[0]) is Tensor:
+            input, _, weight, bias = args[:4]
+            in_float = input.dtype is _FLOAT and getattr(weight, "dtype", _FLOAT) is _FLOAT
+            if in_float and getattr(bias, "dtype", _FLOAT) is _FLOAT:  # or an eps
+                return original(*args)
+        return general(*args, **kwargs)
+
+    return wrapper
+
+
+_FLOAT = torch.float32
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
+below_autograd = torch._C._dispatch_tls_is_dispatch_key_excluded
+AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
