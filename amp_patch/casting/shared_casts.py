@@ -79,12 +79,12 @@ def last_cast(source: Tensor, dtype: torch.dtype) -> Tensor | None:
 def new_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     """As `shared_cast`, for a caller whom `last_cast` gave None."""
     cast = CAST[dtype](source)
-    # A transform's tensors end with it, one made in inference mode has no version, and a sparse
-    # one no address.
-    may_share = type(cast) is Tensor and cast.layout is torch.strided
-    if may_share and _inside_of_transform() is None and not source.is_inference():
-        references = weakref.ref(source), weakref.ref(cast)
-        _last.entry = (*references, dtype, source._version, source.data_ptr())
+    if type(cast) is Tensor and _inside_of_transform() is None:  # whose tensors end with it
+        try:
+            state = source._version, source.data_ptr()
+        except RuntimeError:  # made in inference mode, or sparse: it has no version or no address
+            return cast
+        _last.entry = (weakref.ref(source), weakref.ref(cast), dtype, *state)
     return cast
 
 

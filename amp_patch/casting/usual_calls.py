@@ -139,11 +139,15 @@ def norm(original: Function, general: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) > 3 and type(args[0]) is Tensor:
-            input, _, weight, bias = args[:4]
-            in_float = input.dtype is _FLOAT and getattr(weight, "dtype", _FLOAT) is _FLOAT
-            if in_float and getattr(bias, "dtype", _FLOAT) is _FLOAT:  # or an eps
-                return original(*args)
+        if (
+            not kwargs
+            and len(args) > 3
+            and type(args[0]) is Tensor
+            and args[0].dtype is _FLOAT
+            # of which the last may be a number
+            and getattr(args[2], "dtype", _FLOAT) is getattr(args[3], "dtype", _FLOAT) is _FLOAT
+        ):
+            return original(*args)
         return general(*args, **kwargs)
 
     return wrapper
