@@ -31,7 +31,7 @@ from .initialization import initialize_at
 from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session
-from .step.scaled_loss import ScaledLoss
+from .step.scaled_loss import ScaledLoss, UnscaledLoss
 from .user_functions import (
     bfloat16_function,
     float_function,
@@ -264,6 +264,10 @@ def scale_loss(
     if steps is None:
         return contextlib.nullcontext(loss)
     loss = arguments.loss_of(loss)
+    may_be_plain = not delay_unscale and not delay_overflow_check
+    scaling = session.no_scaling(steps, loss_id, loss.device) if may_be_plain else None
+    if scaling is not None:
+        return UnscaledLoss(loss, session.cache, scaling)
     backward_pass = session.backward_pass(steps, loss_id, loss.device, delay_overflow_check)
     return ScaledLoss(loss, backward_pass, delay_unscale, delay_overflow_check)
 

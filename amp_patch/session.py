@@ -41,7 +41,7 @@ from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
 from .step.backward_pass import BackwardPass, Other
 from .step.history import History, Prepared
-from .step.loss_scaling import Found, HostScaling, LossScaling, choose_scaling
+from .step.loss_scaling import Found, HostScaling, LossScaling, NoScaling, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.overflow_log import OverflowLog
@@ -295,6 +295,31 @@ class Session:
                     f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
                 )
         return [steps[optimizer] for optimizer in given]
+
+    def no_scaling(
+        self, steps: Sequence[OptimizerStep], loss_id: Any, device: torch.device
+    ) -> NoScaling | None:
+        """Return what counts a backward pass that needs nothing else; None where one may.
+
+        That is O0 and O4, where nobody looks on. Arguments and errors are `backward_pass`'s.
+        """
+        step, scaler = steps[0], self.scalers[self.optimizers.scaler_of(steps[0], loss_id)]
+        is_alone = len(steps) == len(self.optimizers.steps) == 1
+        guard = self.guard
+        if (
+            not is_alone
+            or scaler.rule.dynamic
+            or scaler.scale != 1.0
+            or not step.backward.takes_grads_as_they_are
+            or step.skip.pending
+            or guard.unprepared
+            or guard.unsynced
+            or self.observers
+            or mode.modules
+            or mode.models
+        ):
+            return None
+        return NoScaling(scaler, device)
 
     def backward_pass(
         self,

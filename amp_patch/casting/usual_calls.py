@@ -20,6 +20,8 @@ from .mode import OFF, mode, process
 from .shared_casts import last_cast, new_cast, shared_cast
 
 Function = Callable[..., Any]
+#: Casts a parameter to a dtype where grad is on and no mode is.
+CastWeight = Callable[[Parameter, torch.dtype], Tensor]
 
 #: Functions that take an activation, a weight and perhaps a bias, then what is no tensor.
 LAYERS = frozenset(
@@ -61,16 +63,9 @@ _WEIGHTS = frozenset({Parameter, Tensor})
 
 
 def layer(
-    cast_weight: Callable[[Parameter, torch.dtype], Tensor],
-    fixed: torch.dtype | None,
-    original: Function,
-    general: Function,
+    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
-    """Wrap one of `LAYERS`, which is to cast to ``fixed``, or to the level's dtype.
-
-    Args:
-        cast_weight: casts parameters where grad is on and no mode is.
-    """
+    """Wrap one of `LAYERS`, which is to cast to ``fixed``, or to the level's dtype."""
 
     @functools.wraps(original)
     def wrapper(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -81,16 +76,11 @@ def layer(
             or type(input) is not Tensor
             or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
             or type(weight) not in _WEIGHTS
-            or not is_grad_enabled()
-            or _count_dispatch_modes()
-            or below_autograd(AUTOGRAD)
-            or _is_tracing()
+            or _may_differ()
         ):
             return general(input, weight, bias, *args, **kwargs)
         dtype = fixed or dtype
-        if input.dtype is not dtype:
-            cast = last_cast(input, dtype)
-            input = to_dtype(input, dtype, None, new_cast) if cast is None else cast
+        input = _shared(input, dtype)
         if type(weight) is Parameter:
             weight = cast_weight(weight, dtype)
         elif weight.dtype is not dtype:  # no parameter: computed by a weight norm, say
@@ -104,10 +94,13 @@ def layer(
     return wrapper
 
 
-def product(fixed: torch.dtype | None, original: Function, general: Function) -> Function:
-    """Wrap one of `PRODUCTS`: two activations, each of which no other function takes in half.
+def product(
+    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+) -> Function:
+    """Wrap one of `PRODUCTS`, which is to cast to ``fixed``, or to the level's dtype.
 
-    So their casts are not noted for others, which would take longer than to cast.
+    Casts of two activations are not noted for others: to note one takes as long as to cast it, and
+    no other function takes what a product of two is made of.
     """
 
     @functools.wraps(original)
@@ -117,19 +110,24 @@ def product(fixed: torch.dtype | None, original: Function, general: Function) ->
         left, right = args
         if (
             type(left) is not Tensor
-            or type(right) is not Tensor
+            or is_dynamo_compiling()
+            or type(right) not in _WEIGHTS
             or left.layout is not torch.strided
             or right.layout is not torch.strided
-            or is_dynamo_compiling()
         ):
             return general(left, right)
         dtype = mode.dtype or process.dtype
-        if dtype is not OFF:
-            dtype = fixed or dtype
-            is_right = left.dtype is dtype and right.dtype is dtype
-            if not is_right and not below_autograd(AUTOGRAD):
-                return original(to_dtype(left, dtype), to_dtype(right, dtype))
-        return original(left, right)
+        if dtype is OFF:
+            return original(left, right)
+        dtype = fixed or dtype
+        if type(right) is Parameter:
+            if _may_differ():
+                return general(left, right)
+            return original(_shared(left, dtype), cast_weight(right, dtype))
+        is_right = left.dtype is dtype and right.dtype is dtype
+        if is_right or below_autograd(AUTOGRAD):
+            return original(left, right)
+        return original(to_dtype(left, dtype), to_dtype(right, dtype))
 
     return wrapper
 
@@ -151,6 +149,25 @@ def norm(original: Function, general: Function) -> Function:
         return general(*args, **kwargs)
 
     return wrapper
+
+
+def _may_differ() -> bool:
+    """Tell whether casts that were made before may not be used, or none may be made, just now."""
+    return bool(
+        not is_grad_enabled()
+        or _count_dispatch_modes()
+        or below_autograd(AUTOGRAD)
+        or _is_tracing()
+    )
+
+
+def _shared(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an activation in a dtype: where it is the last one that was cast, that cast."""
+    if input.dtype is dtype:
+        return input
+    cast = last_cast(input, dtype)
+    found: Tensor = to_dtype(input, dtype, None, new_cast) if cast is None else cast
+    return found
 
 
 _FLOAT = torch.float32

@@ -99,9 +99,10 @@ class Casts:
                 kwargs = {key: to_dtype(value, dtype, *casts) for key, value in kwargs.items()}
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
 
-        if original in LAYERS and _is_torchs_in_c(original):
-            return layer(self._cache.cast_plainly, fixed, original, wrapper)
-        return product(fixed, original, wrapper) if original in PRODUCTS else wrapper
+        usual = layer if original in LAYERS else product if original in PRODUCTS else None
+        if usual is None or not _is_torchs_in_c(original):
+            return wrapper
+        return usual(self._cache.cast_plainly, fixed, original, wrapper)
 
     def _half_out(self, original: Function) -> Function:
         """Wrap a function that computes in fp32, and of which the result is cast to half.

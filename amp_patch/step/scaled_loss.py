@@ -1,4 +1,4 @@
-"""The ``with`` block of `amp.scale_loss`: calls the hooks of a backward pass in their order."""
+"""The ``with`` blocks of `amp.scale_loss`: call the hooks of a backward pass in their order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.casting.weight_cache import WeightCache
 
 from .backward_pass import BackwardPass
+from .loss_scaling import NoScaling
 
 
-class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
+class _Block(contextlib.AbstractContextManager[Tensor]):
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            "amp.scale_loss() returns a block, which yields the scaled loss; got a look-up of "
+            f"{name!r} on the block; write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+            "scaled_loss.backward()`."
+        )
+
+
+class ScaledLoss(_Block):
     """Yields a scaled loss; at its end the gradients of that loss's backward are true.
 
     Args:
@@ -62,9 +74,33 @@ class ScaledLoss(contextlib.AbstractContextManager[Tensor]):
             self._pass.abandon()
             raise
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            "amp.scale_loss() returns a block, which yields the scaled loss; got a look-up of "
-            f"{name!r} on the block; write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
-            "scaled_loss.backward()`."
-        )
+
+class UnscaledLoss(_Block):
+    """Yields a loss whose gradients are true as the backward writes them: no scale, no masters.
+
+    Does what a `ScaledLoss` would do with them, which is next to nothing.
+
+    Args:
+        loss: a tensor of any shape.
+        cache: told when the backward begins, and made stale when it is done.
+        scaling: counts the pass.
+    """
+
+    def __init__(self, loss: Tensor, cache: WeightCache, scaling: NoScaling) -> None:
+        self._loss, self._cache, self._scaling = loss, cache, scaling
+
+    @never_trace
+    def __enter__(self) -> Tensor:
+        self._cache.begin_backward()
+        return self._loss.float() if self._loss.dtype in HALVES else self._loss
+
+    @never_trace
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self._cache.mark_stale()
+        if exc_type is None:
+            self._scaling.update((), ())

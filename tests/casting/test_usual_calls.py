@@ -1,0 +1,200 @@
+"""Products and norms, whose usual calls have wrappers of their own: drawn calls against casts by
+hand, bit for bit, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from cache_programs import shared_fixtures
+from hypothesis import given
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from amp_patch.casting import shared_casts
+from amp_patch.session import session
+
+HALF = torch.float16
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: Looked up when they are called, for they are patched then.
+PRODUCTS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
+    "torch.matmul": (2, lambda a, b: torch.matmul(a, b)),
+    "torch.matmul, batches": (3, lambda a, b: torch.matmul(a, b)),
+    "torch.mm": (2, lambda a, b: torch.mm(a, b)),
+    "torch.mm, by name": (2, lambda a, b: torch.mm(a, mat2=b)),
+    "torch.bmm": (3, lambda a, b: torch.bmm(a, b)),
+    "@": (2, lambda a, b: a @ b),
+    "Tensor.matmul": (3, lambda a, b: a.matmul(b)),
+    "Tensor.mm": (2, lambda a, b: a.mm(b)),
+    "Tensor.bmm": (3, lambda a, b: a.bmm(b)),
+}
+NORMS: dict[str, Callable[..., Any]] = {
+    "F.layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b, 1e-3),
+    "F.layer_norm, by name": lambda x, w, b: F.layer_norm(x, (4,), weight=w, bias=b),
+    "torch.layer_norm": lambda x, w, b: torch.layer_norm(x, (4,), w, b, 1e-3, False),
+    "F.group_norm": lambda x, w, b: F.group_norm(x, 2, w, b, 1e-3),
+    "torch.group_norm": lambda x, w, b: torch.group_norm(x, 2, w, b, 1e-3, False),
+    "F.rms_norm": lambda x, w, _: F.rms_norm(x, (4,), w, 1e-3),
+    "torch.rms_norm": lambda x, w, _: torch.rms_norm(x, (4,), w, 1e-3),
+}
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda tensor: tensor.requires_grad_(),
+    "parameter": nn.Parameter,
+    "frozen": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.mT.contiguous().mT.requires_grad_(),
+}
+operands = st.tuples(st.sampled_from(list(KINDS)), st.sampled_from(FLOATS))
+
+
+class Marked(Tensor):
+    """A user's class of tensors."""
+
+
+def drawn(operand: tuple[str, torch.dtype], *shape: int) -> Tensor:
+    kind, dtype = operand
+    return KINDS[kind](torch.randn(shape).to(dtype))
+
+
+def run(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Any]:
+    """Return a call's result and the gradients of what it was given."""
+    result = call(*tensors)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    grads = torch.autograd.grad(result.square().float().sum(), wanted) if wanted else ()
+    return [result.detach(), *grads]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@shared_fixtures
+@given(left=operands, right=operands, seed=st.integers(0, 99))
+def test_a_product_is_that_of_the_casts(
+    o1: Any, name: str, left: tuple[str, torch.dtype], right: tuple[str, torch.dtype], seed: int
+) -> None:
+    dims, call = PRODUCTS[name]
+    torch.manual_seed(seed)
+    batch = (2,) * (dims - 2)
+    tensors = [drawn(left, *batch, 3, 4), drawn(right, *batch, 4, 3)]
+    with o1.disable_casts():
+        expected = run(lambda a, b: call(a.to(HALF), b.to(HALF)), tensors)
+    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
+    session.cache.add_model(model)
+    for _ in range(2):  # the second time with cached casts of parameters
+        assert_same(run(call, tensors), expected)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@shared_fixtures
+@given(
+    x=operands,
+    weight=st.none() | operands,
+    bias=st.none() | operands,
+    seed=st.integers(0, 99),
+)
+def test_a_norm_is_that_of_float32(
+    o1: Any,
+    name: str,
+    x: tuple[str, torch.dtype],
+    weight: tuple[str, torch.dtype] | None,
+    bias: tuple[str, torch.dtype] | None,
+    seed: int,
+) -> None:
+    call = NORMS[name]
+    torch.manual_seed(seed)
+    given_ = [None if one is None else drawn(one, 4) for one in _plain(weight, bias)]
+    if "rms" in name or weight is None:  # torch's group norm has no backward of a bias alone
+        given_[1] = None
+    tensors = [drawn(x, 2, 4), *(one for one in given_ if one is not None)]
+
+    def called(cast: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        def run_with(x: Tensor, *rest: Tensor) -> Tensor:
+            left = iter(map(cast, rest))
+            return call(cast(x), *[None if one is None else next(left) for one in given_])
+
+        return run_with
+
+    with o1.disable_casts():
+        expected = run(called(Tensor.float), tensors)
+    assert_same(run(called(lambda tensor: tensor), tensors), expected)
+
+
+def _plain(*drawn: Any) -> list[Any]:
+    """Vectors have no transpose."""
+    return [one and (one[0].replace("transposed", "plain"), one[1]) for one in drawn]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("of", ["left", "right"])
+def test_a_sparse_matrix_is_multiplied_in_float32(o1: Any, half: bool, of: str) -> None:
+    dense = torch.eye(3, dtype=HALF if half else torch.float32)
+    other = torch.randn(3, 3, dtype=HALF)
+    pair = (dense.to_sparse(), other) if of == "left" else (other, dense.to_sparse())
+    result = torch.mm(*pair)
+    assert result.dtype is torch.float32
+    assert torch.equal(result.to_dense() if result.is_sparse else result, other.float())
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, nn.Parameter])
+@pytest.mark.parametrize("block", ["disable_casts", None])
+def test_a_block_without_casts_has_none_in_products(o1: Any, block: str | None, kind: Any) -> None:
+    left, right = torch.ones(2, 2), kind(torch.ones(2, 2))
+    with o1.disable_casts() if block else nullcontext():
+        assert torch.matmul(left, right).dtype is (torch.float32 if block else HALF)
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, nn.Parameter])
+def test_an_operators_own_code_is_left_alone(o1: Any, kind: Any) -> None:
+    seen: list[torch.dtype] = []
+
+    @torch.library.custom_op("amp_patch_tests::own_product", mutates_args=())
+    def own_product(a: Tensor, b: Tensor) -> Tensor:
+        seen.append(torch.mm(a, kind(b)).dtype)
+        return a.clone()
+
+    own_product(torch.ones(2, 2), torch.ones(2, 2))
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_tensors_of_a_users_class_are_cast_too(o1: Any, place: int) -> None:
+    pair = [torch.ones(2, 2), torch.ones(2, 2)]
+    pair[place] = pair[place].as_subclass(Marked)
+    result = torch.matmul(*pair)
+    assert (type(result), result.dtype) == (Marked, HALF)
+
+
+def test_what_no_rule_casts_stays(o1: Any) -> None:
+    double, whole = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.int64)
+    assert torch.matmul(double, double).dtype is torch.float64
+    assert torch.matmul(whole, whole).dtype is torch.int64
+    result = torch.empty(2, 2)
+    assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2), out=result) is result
+
+
+def test_products_with_weights_share_the_cast_of_their_input(o1: Any) -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
+    results = [x @ weight for weight in weights]
+    assert len({result.grad_fn.next_functions[0][0] for result in results}) == 1
+
+
+def test_a_product_of_two_activations_notes_no_cast(o1: Any) -> None:
+    query, key = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    result = torch.matmul(query, key)
+    assert result.dtype is HALF  # and its graph holds both casts
+    assert shared_casts.last_cast(query, HALF) is None
+    assert shared_casts.last_cast(key, HALF) is None
+
+
+def test_a_weight_on_the_left_is_cast_once(o1: Any) -> None:
+    model = nn.ParameterList([torch.ones(2, 2)])
+    session.cache.add_model(model)
+    results = [model[0] @ torch.ones(2, 2) for _ in range(2)]
+    assert len({result.grad_fn.next_functions[0][0] for result in results}) == 1
