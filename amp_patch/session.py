@@ -305,15 +305,12 @@ class Session:
         """
         step, scaler = steps[0], self.scalers[self.optimizers.scaler_of(steps[0], loss_id)]
         is_alone = len(steps) == len(self.optimizers.steps) == 1
-        guard = self.guard
         if (
             not is_alone
             or scaler.rule.dynamic
             or scaler.scale != 1.0
             or not step.backward.takes_grads_as_they_are
-            or step.skip.pending
-            or guard.unprepared
-            or guard.unsynced
+            or self.guard.unprepared
             or self.observers
             or mode.modules
             or mode.models
