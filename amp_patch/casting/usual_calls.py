@@ -124,9 +124,10 @@ def product(
             if _may_differ():
                 return general(left, right)
             return original(_shared(left, dtype), cast_weight(right, dtype))
-        is_right = left.dtype is dtype and right.dtype is dtype
-        if is_right or below_autograd(AUTOGRAD):
+        if left.dtype is dtype and right.dtype is dtype:
             return original(left, right)
+        if below_autograd(AUTOGRAD):  # or in inference mode
+            return general(left, right)
         return original(to_dtype(left, dtype), to_dtype(right, dtype))
 
     return wrapper

@@ -162,6 +162,13 @@ def test_an_operators_own_code_is_left_alone(o1: Any, kind: Any) -> None:
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, nn.Parameter])
+@pytest.mark.parametrize("block", [torch.inference_mode, torch.no_grad])
+def test_products_without_grad_are_cast_too(o1: Any, block: Any, kind: Any) -> None:
+    with block():
+        assert torch.mm(torch.ones(2, 2), kind(torch.ones(2, 2))).dtype is HALF
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_tensors_of_a_users_class_are_cast_too(o1: Any, place: int) -> None:
     pair = [torch.ones(2, 2), torch.ones(2, 2)]
