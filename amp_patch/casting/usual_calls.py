@@ -116,17 +116,14 @@ def product(
             or right.layout is not torch.strided
         ):
             return general(left, right)
-        dtype = mode.dtype or process.dtype
-        if dtype is OFF:
+        level = mode.dtype or process.dtype
+        dtype = fixed or level
+        if level is OFF or (left.dtype is dtype and right.dtype is dtype):
             return original(left, right)
-        dtype = fixed or dtype
-        if type(right) is Parameter:
-            if _may_differ():
-                return general(left, right)
+        has_weight = type(right) is Parameter
+        if has_weight and not _may_differ():
             return original(_shared(left, dtype), cast_weight(right, dtype))
-        if left.dtype is dtype and right.dtype is dtype:
-            return original(left, right)
-        if below_autograd(AUTOGRAD):  # or in inference mode
+        if has_weight or below_autograd(AUTOGRAD):  # as it is in inference mode
             return general(left, right)
         return original(to_dtype(left, dtype), to_dtype(right, dtype))
 
