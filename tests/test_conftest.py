@@ -57,7 +57,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
     assert left_patched == [f"the test left torch patched: {name}" for name in LEAKS.values()]
 
 
-@pytest.mark.parametrize(("profile", "number"), [(None, 20), ("nightly", 400)])
+@pytest.mark.parametrize(
+    ("profile", "number"), [(None, 20), pytest.param("nightly", 400, marks=pytest.mark.slow)]
+)
 def test_a_test_that_patches_nothing_passes_and_properties_draw_what_the_profile_says(
     run_tests, monkeypatch: pytest.MonkeyPatch, profile: str | None, number: int
 ) -> None:
