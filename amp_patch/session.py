@@ -303,13 +303,14 @@ class Session:
 
         That is O0 and O4, where nobody looks on. Arguments and errors are `backward_pass`'s.
         """
-        step, scaler = steps[0], self.scalers[self.optimizers.scaler_of(steps[0], loss_id)]
+        if not steps[0].backward.takes_grads_as_they_are:  # at once, where there are masters
+            return None
+        scaler = self.scalers[self.optimizers.scaler_of(steps[0], loss_id)]
         is_alone = len(steps) == len(self.optimizers.steps) == 1
         if (
-            not is_alone
-            or scaler.rule.dynamic
+            scaler.rule.dynamic
             or scaler.scale != 1.0
-            or not step.backward.takes_grads_as_they_are
+            or not is_alone
             or self.guard.unprepared
             or self.observers
             or mode.modules

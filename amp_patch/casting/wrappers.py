@@ -238,7 +238,7 @@ def _setting_dtype(original: Function) -> Function:
         # the usual questions first: torch's softmax of torch.nn calls another with a dtype
         if (kwargs and kwargs.get("dtype")) or (mode.dtype or process.dtype) is OFF:
             return original(*args, **kwargs)
-        if _stay(args, kwargs, HALVES) or _asks_for_dtype(args, kwargs):
+        if _stay(args, kwargs, HALVES) or torch.dtype in map(type, args):
             return original(*args, **kwargs)
         if not holds_half(args) and not holds_half(kwargs.values()):
             return original(*args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from typing import NoReturn
 
 from torch import Tensor
@@ -54,12 +53,7 @@ class ScaledLoss(_Block):
             raise
 
     @never_trace
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if exc_type is not None:
             self._pass.abandon()
             return
@@ -95,12 +89,7 @@ class UnscaledLoss(_Block):
         return self._loss.float() if self._loss.dtype in HALVES else self._loss
 
     @never_trace
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._cache.mark_stale()
         if exc_type is None:
             self._scaling.update((), ())

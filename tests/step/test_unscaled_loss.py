@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -30,28 +31,25 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("level", "options"),
-    [("O0", {}), ("O3", {}), ("O4", {}), ("O1", {"loss_scale": 1.0})],
-    ids=str,
+    ("level", "options", "expected"),
+    [
+        ("O0", {}, UnscaledLoss),
+        ("O3", {}, UnscaledLoss),
+        ("O4", {}, UnscaledLoss),
+        ("O1", {"loss_scale": 1.0}, UnscaledLoss),
+        ("O1", {}, ScaledLoss),
+        ("O2", {}, ScaledLoss),
+        ("O5", {}, ScaledLoss),
+        ("O4", {"loss_scale": 8.0}, ScaledLoss),
+        ("O2", {"loss_scale": 1.0}, ScaledLoss),
+    ],
 )
-def test_where_nothing_is_to_be_done_the_block_does_nothing(
-    amp: ModuleType, level: str, options: dict[str, Any]
+def test_scales_and_masters_alone_need_a_backward_pass(
+    amp: ModuleType, level: str, options: dict[str, Any], expected: type
 ) -> None:
     model, optimizer = prepared(amp, level, **options)
-    assert type(amp.scale_loss(loss_of(model), optimizer)) is UnscaledLoss
-    assert type(amp.scale_loss(loss_of(model), [optimizer])) is UnscaledLoss
-
-
-@pytest.mark.parametrize(
-    ("level", "options"),
-    [("O1", {}), ("O2", {}), ("O5", {}), ("O4", {"loss_scale": 8.0}), ("O2", {"loss_scale": 1.0})],
-    ids=str,
-)
-def test_scales_and_masters_have_a_backward_pass(
-    amp: ModuleType, level: str, options: dict[str, Any]
-) -> None:
-    model, optimizer = prepared(amp, level, **options)
-    assert type(amp.scale_loss(loss_of(model), optimizer)) is ScaledLoss
+    assert type(amp.scale_loss(loss_of(model), optimizer)) is expected
+    assert type(amp.scale_loss(loss_of(model), [optimizer])) is expected
 
 
 def test_a_scale_of_one_that_may_grow_is_a_scale(amp: ModuleType) -> None:
@@ -118,12 +116,10 @@ def test_the_next_forward_sees_what_was_written_and_the_pass_is_counted(
     model, optimizer = prepared(amp, "O4")
     loss = loss_of(model)
     before = session.scalers[0].unskipped
-    try:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            model.weight.data.zero_()  # which moves no version
-            end(scaled_loss)
-    except ArithmeticError:
-        assert end is fails
+    is_raised = pytest.raises(ArithmeticError) if end is fails else nullcontext()
+    with is_raised, amp.scale_loss(loss, optimizer) as scaled_loss:
+        model.weight.data.zero_()  # which moves no version
+        end(scaled_loss)
     assert session.scalers[0].unskipped - before == passes
     assert torch.equal(model(torch.ones(1, 3)), model.bias.to(torch.bfloat16).expand(1, 2))
 
