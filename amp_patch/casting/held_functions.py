@@ -156,7 +156,7 @@ class _Walk:
         own = vars(module)
         for name, value in list(own.items()):
             kind = type(value)
-            if kind is types.FunctionType and value.__globals__ is not own:
+            if kind is types.FunctionType and (value.__globals__ is not own or _is_bare(value)):
                 continue
             # Most globals: asked first, for a process may have a hundred thousand.
             if kind in _HOLDS_NOTHING and id(value) not in self._replacements:
@@ -198,6 +198,10 @@ class _Walk:
         if found is not None and found[0] is value:
             return found[1]
         kind = type(value)
+        if kind is types.FunctionType:  # most of what is looked through is
+            if not _is_bare(value):
+                self._waiting.append(value)
+            return value
         if issubclass(kind, tuple):
             return self._for_tuple(value)
         if issubclass(kind, (staticmethod, classmethod)):
@@ -211,11 +215,18 @@ class _Walk:
         if tuple.__len__(value) > _LONGEST:
             return value
         old = list(tuple.__iter__(value))
+        if self._are_plain(old):
+            return value
         new = [self._for(item) for item in old]
         if all(map(operator.is_, new, old)):
             return value
         made: tuple[Any, ...] = self._remember(value, tuple.__new__(type(value), new))
         return made
+
+    def _are_plain(self, values: list[Any]) -> bool:
+        """Tell whether values neither are replaced nor hold anything; no loop of Python's."""
+        holds_nothing = _HOLDS_NOTHING.issuperset(map(type, values))
+        return holds_nothing and self._replacements.keys().isdisjoint(map(id, values))
 
     def _remember(self, old: Any, new: Any) -> Any:
         self._rebuilt[id(old)] = (old, new)
@@ -235,7 +246,8 @@ class _Walk:
         if isinstance(holder, functools.partial):
             self._waiting.append(holder.keywords)
             return [(holder, "func", holder.func), (holder, "args", holder.args)]
-        return _places_in(holder)
+        places = _places_in(holder)
+        return () if self._are_plain([value for _, _, value in places]) else places
 
     def _places_of_module(self, module: nn.Module) -> Iterable[Place]:
         self._waiting.extend(module._modules.values())
@@ -254,8 +266,10 @@ class _Walk:
             if isinstance(inner, types.FunctionType):
                 self._waiting.append(inner)
             return
-        yield function, "__defaults__", function.__defaults__
-        self._waiting.append(function.__kwdefaults__)
+        if function.__defaults__:
+            yield function, "__defaults__", function.__defaults__
+        if function.__kwdefaults__:
+            self._waiting.append(function.__kwdefaults__)
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
@@ -280,6 +294,11 @@ def _containers_of_torch(_: Imported) -> dict[int, Any]:
     kinds = {found for found in set(map(type, values)) if issubclass(found, _CONTAINERS)}
     tables = itertools.compress(values, map(kinds.__contains__, map(type, values)))
     return {id(table): table for table in tables}
+
+
+def _is_bare(function: types.FunctionType) -> bool:
+    """Tell whether a function holds nothing that it could be given: most of a module's."""
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
 
 
 def _places_in(holder: Any) -> Iterable[Place]:
