@@ -110,7 +110,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """Spare the garbage collector, and who asks it for all objects, the half million imported.
 
-    With them it takes longer than most tests.
+    With them it takes longer than most tests. And put the test files aside: `amp.initialize` looks
+    through every module that uses torch, which took longer than all else that the tests do.
     """
     number = hypothesis.settings.default.max_examples
     if number != hypothesis.settings.get_profile(PROFILE).max_examples:
@@ -121,11 +122,21 @@ def pytest_collection_finish() -> None:
         )
     if libraries := sys.modules.get("graph_libraries"):
         libraries.put_aside()
+    for name in [name for name in sys.modules if name.startswith("test_")]:
+        del sys.modules[name]
     # pytest adds a handler to each logger that does not hand on, six times a test; torch has dozens
     for logger in logging.getLogger().manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
     _spare_collector()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def test_file_imported(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have the test file where an import has it, while its tests run."""
+    sys.modules[request.module.__name__] = request.module
+    yield
+    del sys.modules[request.module.__name__]
 
 
 def _spare_collector() -> None:
