@@ -47,6 +47,8 @@ PRODUCTS = frozenset(
         Tensor.__matmul__,
     }
 )
+#: Functions that take an equation and operands.
+CONTRACTIONS = frozenset({torch.einsum})
 #: Functions that take an activation, what is no tensor, and perhaps a weight and a bias.
 NORMS = frozenset(
     {
@@ -126,6 +128,37 @@ def product(
         if has_weight or below_autograd(AUTOGRAD):  # as it is in inference mode
             return general(left, right)
         return original(to_dtype(left, dtype), to_dtype(right, dtype))
+
+    return wrapper
+
+
+def contraction(
+    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+) -> Function:
+    """Wrap one of `CONTRACTIONS`, which is to cast to ``fixed``, or to the level's dtype.
+
+    With a weight it casts as a layer does, else as a product of activations: of one activation
+    alone the result may be a view of the cast, which somebody may write to.
+    """
+
+    @functools.wraps(original)
+    def wrapper(equation: Any, *operands: Any, **kwargs: Any) -> Any:
+        dtype = mode.dtype or process.dtype
+        kinds = set(map(type, operands))
+        if (
+            kwargs
+            or dtype is OFF
+            or is_dynamo_compiling()
+            or not kinds <= _WEIGHTS
+            or _may_differ()
+        ):
+            return general(equation, *operands, **kwargs)
+        dtype = fixed or dtype
+        cast = _shared if Parameter in kinds else to_dtype
+        casts = [
+            cast_weight(x, dtype) if type(x) is Parameter else cast(x, dtype) for x in operands
+        ]
+        return original(equation, *casts)
 
     return wrapper
 

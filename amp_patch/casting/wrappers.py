@@ -30,7 +30,18 @@ from .argument_casts import (
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
-from .usual_calls import AUTOGRAD, LAYERS, NORMS, PRODUCTS, below_autograd, layer, norm, product
+from .usual_calls import (
+    AUTOGRAD,
+    CONTRACTIONS,
+    LAYERS,
+    NORMS,
+    PRODUCTS,
+    below_autograd,
+    contraction,
+    layer,
+    norm,
+    product,
+)
 from .weight_cache import WeightCache
 
 Function = Callable[..., Any]
@@ -99,8 +110,8 @@ class Casts:
                 kwargs = {key: to_dtype(value, dtype, *casts) for key, value in kwargs.items()}
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
 
-        usual = layer if original in LAYERS else product if original in PRODUCTS else None
-        if usual is None or not _is_torchs_in_c(original):
+        usual = next((make for functions, make in _USUAL if original in functions), None)
+        if usual is None or not _is_torchs(original):
             return wrapper
         return usual(self._cache.cast_plainly, fixed, original, wrapper)
 
@@ -129,6 +140,15 @@ class Casts:
             return cast(result, dtype)
 
         return wrapper
+
+
+_USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction))
+
+
+def _is_torchs(function: Function) -> bool:
+    """Tell torch's own function from one that stood in its place before amp_patch was imported."""
+    in_python = getattr(function, "__globals__", None) is vars(torch.functional)
+    return in_python or _is_torchs_in_c(function)
 
 
 def _is_torchs_in_c(function: Function) -> bool:

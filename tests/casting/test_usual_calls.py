@@ -1,5 +1,5 @@
-"""Products and norms, whose usual calls have wrappers of their own: drawn calls against casts by
-hand, bit for bit, with their gradients."""
+"""Products, contractions and norms, whose usual calls have wrappers of their own: drawn calls
+against casts by hand, bit for bit, with their gradients."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ PRODUCTS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
     "Tensor.mm": (2, lambda a, b: a.mm(b)),
     "Tensor.bmm": (3, lambda a, b: a.bmm(b)),
 }
+CONTRACTIONS: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
+    "a view": ("ij->ji", ((3, 4),)),
+    "a product": ("ij,jk->ik", ((3, 4), (4, 3))),
+    "experts": ("bi,eij->bej", ((3, 4), (2, 4, 3))),
+    "number": ("ij,->ij", ((3, 4), ())),
+    "diagonal": ("ii,i->i", ((3, 3), (3,))),
+    "three": ("bej,eji,be->bi", ((3, 2, 4), (2, 4, 3), (3, 2))),
+}
 NORMS: dict[str, Callable[..., Any]] = {
     "F.layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b, 1e-3),
     "F.layer_norm, by name": lambda x, w, b: F.layer_norm(x, (4,), weight=w, bias=b),
@@ -45,8 +53,14 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda tensor: tensor.requires_grad_(),
     "parameter": nn.Parameter,
     "frozen": lambda tensor: tensor,
-    "transposed": lambda tensor: tensor.mT.contiguous().mT.requires_grad_(),
+    "transposed": lambda tensor: _transposed(tensor).requires_grad_(),
 }
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
 operands = st.tuples(st.sampled_from(list(KINDS)), st.sampled_from(FLOATS))
 
 
@@ -87,6 +101,27 @@ def test_a_product_is_that_of_the_casts(
     model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
     session.cache.add_model(model)
     for _ in range(2):  # the second time with cached casts of parameters
+        assert_same(run(call, tensors), expected)
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+@shared_fixtures
+@given(kinds=st.lists(operands, min_size=3, max_size=3), listed=st.booleans(), seed=st.integers(0))
+def test_a_contraction_is_that_of_the_casts(
+    o1: Any, name: str, kinds: list[tuple[str, torch.dtype]], listed: bool, seed: int
+) -> None:
+    equation, shapes = CONTRACTIONS[name]
+    torch.manual_seed(seed % 2**32)
+    tensors = [drawn(kind, *shape) for kind, shape in zip(kinds, shapes, strict=False)]
+
+    def call(*tensors: Tensor) -> Tensor:
+        return torch.einsum(equation, tensors) if listed else torch.einsum(equation, *tensors)
+
+    with o1.disable_casts():
+        expected = run(lambda *tensors: call(*(one.to(HALF) for one in tensors)), tensors)
+    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
+    session.cache.add_model(model)
+    for _ in range(2):
         assert_same(run(call, tensors), expected)
 
 
@@ -190,6 +225,43 @@ def test_products_with_weights_share_the_cast_of_their_input(o1: Any) -> None:
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
     results = [x @ weight for weight in weights]
     assert len({result.grad_fn.next_functions[0][0] for result in results}) == 1
+
+
+def casts_under(results: list[Tensor]) -> int:
+    """Count the nodes of the results' graphs that cast."""
+    found, open_nodes = set(), [result.grad_fn for result in results]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            open_nodes += [before for before, _ in node.next_functions]
+    return sum("ToCopy" in node.name() for node in found)
+
+
+def test_contractions_with_weights_share_the_casts_of_input_and_weight(o1: Any) -> None:
+    x, model = torch.ones(3, 4, requires_grad=True), nn.ParameterList([torch.ones(2, 4, 3)])
+    session.cache.add_model(model)
+    results = [torch.einsum("bi,eij->bej", x, model[0]) for _ in range(3)]
+    assert casts_under(results) == 2
+    listed = [torch.einsum("bi,eij->bej", [x, model[0]]) for _ in range(3)]
+    assert casts_under(listed) == 4  # the weight's alone is shared
+
+
+def test_a_view_by_an_equation_is_of_a_cast_of_its_own(o1: Any) -> None:
+    x, weight = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
+    product = x @ weight
+    torch.einsum("ij->ji", x).mul_(
+        2
+    )  # may be written to, and the product's backward reads its cast
+    product.sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+
+
+def test_a_contraction_of_activations_alone_notes_no_cast(o1: Any) -> None:
+    query, key = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    assert torch.einsum("ij,kj->ik", query, key).dtype is HALF
+    assert shared_casts.last_cast(query, HALF) is None
+    assert shared_casts.last_cast(key, HALF) is None
 
 
 def test_a_product_of_two_activations_notes_no_cast(o1: Any) -> None:
