@@ -34,6 +34,7 @@ from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluate
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .skip import Skip, must_be_told, step_by_flag
+from .wrapped_optimizers import wrapped_by
 
 
 class OptimizerStep:
@@ -85,7 +86,7 @@ class OptimizerStep:
         self._direct = DirectStep(optimizer) if is_direct else None
         lazy = None if self._fused is None else self._fused.lazy
         moves = not fused and not is_direct
-        wrapped = _wrapped_by(optimizer)
+        wrapped = wrapped_by(optimizer)
         self._wrapped = [weakref.ref(one) for one in wrapped]
         self.masters = (
             None if store is None else MasterWeights(optimizer, store, lazy, moves, wrapped)
@@ -436,18 +437,3 @@ class OptimizerStep:
             except RuntimeError:
                 del optimizer.param_groups[-1]
                 raise
-
-
-def _wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that another holds, or one of those holds, and that step its groups."""
-    found = [optimizer]
-    for holder in found:  # grows
-        for held in vars(holder).values():
-            is_new = isinstance(held, Optimizer) and not any(held is one for one in found)
-            if is_new and _groups(held) == _groups(optimizer):
-                found.append(held)
-    return found[1:]
-
-
-def _groups(optimizer: Optimizer) -> list[int]:
-    return list(map(id, getattr(optimizer, "param_groups", ())))

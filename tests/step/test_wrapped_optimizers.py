@@ -90,6 +90,13 @@ class Training:
             scaled_backward(self.amp, loss * factor, self.optimizer)
         return loss.item()
 
+    def iterate_once(self) -> float:
+        """Make one iteration as any script does; return the loss."""
+        loss = self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
     def iterate(self, factors: tuple[float, float] = (1.0, 1.0)) -> list[float]:
         """Make one iteration of SAM; return the losses of both backwards."""
         first = self.backward(factors[0])
@@ -134,12 +141,8 @@ def test_an_iteration_with_an_overflow_is_left_out(
 def test_a_step_that_steps_the_wrapped_optimizer_is_one(amp: ModuleType, level: str) -> None:
     by_hand, training = Training(Lookahead), Training(Lookahead, amp, level)
     for made in range(1, 8):
-        losses = []
-        for one in (by_hand, training):
-            losses.append(one.backward())
-            one.optimizer.step()
-            one.optimizer.zero_grad()
-        assert losses[1] == pytest.approx(losses[0], rel=tolerance(level))
+        expected = by_hand.iterate_once()
+        assert training.iterate_once() == pytest.approx(expected, rel=tolerance(level))
         assert amp.session.optimizers.steps[training.optimizer].ended == made
 
 
@@ -217,12 +220,8 @@ class Outer(SharpnessAware):
 def test_a_wrapper_may_clear_in_both_ways(amp: ModuleType, level: str) -> None:
     by_hand, training = Training(Forwarding), Training(Forwarding, amp, level)
     for _ in range(4):
-        losses = []
-        for one in (by_hand, training):
-            losses.append(one.backward())
-            one.optimizer.step()
-            one.optimizer.zero_grad()
-        assert losses[1] == pytest.approx(losses[0], rel=tolerance(level))
+        expected = by_hand.iterate_once()
+        assert training.iterate_once() == pytest.approx(expected, rel=tolerance(level))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
