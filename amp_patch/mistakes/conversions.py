@@ -40,38 +40,57 @@ def _checking(
     def convert(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _dtypes(self)
         result = original(self, *args, **kwargs)
-        new = _dtypes(self) - before
-        if new:
+        pairs = zip(before, _dtypes(self), strict=False)  # torch hands on the same parameters
+        if new := {now for was, now in pairs if now is not was}:
             _tell(self, name, new, levels())
         return result
 
     return convert
 
 
-def _dtypes(module: nn.Module) -> set[torch.dtype]:
-    return {param.dtype for param in module.parameters()}
+def _dtypes(module: nn.Module) -> list[torch.dtype]:
+    return [param.dtype for param in module.parameters()]
 
 
 def _tell(
     module: nn.Module, name: str, new: set[torch.dtype], levels: Mapping[nn.Module, OptLevel]
 ) -> None:
-    """Warn if the weights of a prepared model are no longer in the dtype of its level."""
+    """Warn if the weights of a prepared model are no longer in the dtypes of its level."""
     for model, level in list(levels.items()):
         stored = level.cast_model_type or torch.float32
-        if new <= {stored} or not _share(module, model):
+        # with masters every weight is where it should be, a batch norm's in float32
+        if (new <= {stored} and not level.master_weights) or not _share(module, model):
             continue
-        lost = (
-            ""
-            if new.isdisjoint(HALVES) or stored in HALVES
-            else (", where the optimizer's small updates are rounded away")
-        )
         warn_once(
-            f"amp.initialize(..., opt_level={level.name!r}) keeps weights in {stored} and casts by "
-            f"itself; got {type(module).__name__}.{name}() afterwards, which stores them in "
-            f"{', '.join(sorted(map(str, new)))}{lost}. Leave that call out; to store the model in "
-            "half precision call amp.initialize(..., opt_level='O2'), or 'O5' for bfloat16."
+            f"amp.initialize(..., opt_level={level.name!r}) {_rule(new, stored)}; got "
+            f"{type(module).__name__}.{name}() afterwards, which stores them in "
+            f"{', '.join(sorted(map(str, new)))}{_loss(new, stored)}. Leave that call out; "
+            f"{_other_call(new, stored)}."
         )
         return
+
+
+def _rule(new: set[torch.dtype], stored: torch.dtype) -> str:
+    if new <= {stored}:
+        return "keeps some weights in float32, those of batch norms say"
+    return f"keeps weights in {stored}"
+
+
+def _loss(new: set[torch.dtype], stored: torch.dtype) -> str:
+    if new.isdisjoint(HALVES) or (stored in HALVES and stored not in new):
+        return ""
+    return ", where the optimizer's small updates are rounded away"
+
+
+def _other_call(new: set[torch.dtype], stored: torch.dtype) -> str:
+    if new <= {stored}:
+        return "to have batch norms in half call amp.initialize(..., keep_batchnorm_fp32=False)"
+    if new.isdisjoint(HALVES):
+        return "to train in another dtype call amp.deactivate() before it"
+    return (
+        "to store the model in half precision call amp.initialize(..., opt_level='O2'), or 'O5' "
+        "for bfloat16"
+    )
 
 
 def _share(module: nn.Module, model: nn.Module) -> bool:

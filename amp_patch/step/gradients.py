@@ -114,7 +114,9 @@ class Gradients:
         waiting = self._lazy is not None and self._lazy.are_waiting
         used = set(map(id, self._used.alive()))
         left = [grad for param in pairs.model if id(grad := param.grad) in used]
-        if waiting or not left or any(map(_has_grad, pairs.master)):
+        # a float32 parameter is its own master, and keeps its gradient
+        masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
+        if waiting or not left or any(map(_has_grad, masters)):
             return False
         return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
 

@@ -51,6 +51,7 @@ class OptimizerBackward:
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
         passes: how many of these there were.
+        has_scaled: True once the backward of a scaled loss has written gradients.
         is_watched: True in the first of them, in which mistakes of the script are looked for.
         was_cleared: True where the gradients of the last one were cleared before a step.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
@@ -74,6 +75,7 @@ class OptimizerBackward:
         self._foreign = ForeignGradients()
         self.is_open = False
         self.passes = 0
+        self.has_scaled = False
         self.is_watched = True
         self.was_cleared = False
         self.elsewhere: list[Tensor] = []
@@ -184,8 +186,8 @@ class OptimizerBackward:
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
-        if self._had_used:
-            self._tell_of_added(self.pairs())
+        if self._had_used or not self.has_scaled:
+            self._look_at_written(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
 
@@ -193,8 +195,8 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
     ) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
-        if self._had_used:
-            self._tell_of_added(pairs)
+        if self._had_used or not self.has_scaled:
+            self._look_at_written(pairs)
         try:
             return self.gradients.receive(pairs, scale, is_checked)
         finally:
@@ -204,8 +206,8 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
     ) -> tuple[GradCheck, Params]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
-        if self._had_used:
-            self._tell_of_added(pairs)
+        if self._had_used or not self.has_scaled:
+            self._look_at_written(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale, is_checked)
         finally:
@@ -359,11 +361,16 @@ class OptimizerBackward:
         may_be = self.masters is not None and 0 < self.passes == self._passes_stepped
         return may_be and self.gradients.are_used(self.pairs())
 
-    def _tell_of_added(self, pairs: ParamPairs) -> None:
-        """Warn, once, of a backward that plain PyTorch would have added to used gradients."""
-        self._had_used = False
+    def _look_at_written(self, pairs: ParamPairs) -> None:
+        """The backward is over, if there was one; note whether it reached any parameter.
+
+        Warn, once, where plain PyTorch would have added to used gradients.
+        """
+        had_used, self._had_used = self._had_used, False
         if self.gradients.wrote(pairs):
-            _warn_of_used("a scale_loss() block")
+            self.has_scaled = True
+            if had_used:
+                _warn_of_used("a scale_loss() block")
 
     def tell_of_no_gradients(self) -> None:
         """Warn, once, where a step has none, for they were cleared, or a step has used them."""

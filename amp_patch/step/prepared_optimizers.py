@@ -117,7 +117,7 @@ class PreparedOptimizers:
         """Return whether a loss was scaled for an optimizer, or one that shares its parameters."""
         own = set(map(id, step.backward.pairs().model))
         return any(
-            other.backward.passes and not own.isdisjoint(map(id, other.backward.pairs().model))
+            other.backward.has_scaled and not own.isdisjoint(map(id, other.backward.pairs().model))
             for other in list(self.steps.values())
         )
 

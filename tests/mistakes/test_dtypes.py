@@ -298,6 +298,30 @@ def test_at_o2_another_half_dtype_is_told_of(amp: ModuleType) -> None:
         model.bfloat16()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("call", ["all of it", "the norm", "to()"])
+def test_a_batch_norm_in_half_is_told_of(amp: ModuleType, level: str, call: str) -> None:
+    half = torch.float16 if level == "O2" else torch.bfloat16
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model, _ = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+    )
+    calls = {
+        "all of it": model.half if level == "O2" else model.bfloat16,
+        "the norm": model[1].half if level == "O2" else model[1].bfloat16,
+        "to()": lambda: model.to("cpu", half),
+    }
+    with pytest.warns(UserWarning, match=rf"in float32, .* in {half}, where .*=False\)\."):
+        calls[call]()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_float64_after_initialize_is_not_said_to_be_half(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    with pytest.warns(UserWarning, match=r"torch.float64. Leave .* call amp.deactivate\(\)"):
+        model.double()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_conversions_that_change_nothing_are_not_told_of(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)

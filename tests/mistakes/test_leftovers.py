@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from training import LEVELS, batches, loss_of, prepared
 
@@ -43,6 +44,31 @@ def test_gradients_of_the_last_step_are_told_of(amp: ModuleType, level: str, mis
             optimizer.step()
             if mistake == "two steps":
                 optimizer.step()
+
+
+@pytest.mark.parametrize("level", HAS_MASTERS)
+def test_they_are_where_some_parameters_are_float32(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
+    )
+    with telling("got a scale_loss() block", 1):
+        for inputs in torch.randn(3, 6, 4):
+            backward(amp, model, optimizer, inputs)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_block_that_no_backward_runs_in_scales_nothing(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, loss_scale="dynamic")
+    with telling("every loss is to be multiplied by it", 1):
+        for inputs in batches():
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs)
+            with amp.scale_loss(loss, optimizer):
+                pass
+            loss.backward()
+            optimizer.step()
 
 
 CLEARS = {
