@@ -144,6 +144,27 @@ def refuse_uninitialized(models: Iterable[nn.Module]) -> None:
                 )
 
 
+def refuse_compiled(models: Iterable[nn.Module], stores_half: bool) -> None:
+    """Raise for what torch.jit compiled: a model, of which no function is Python's, or a part.
+
+    Args:
+        models: of one call of `amp.initialize`.
+        stores_half: refuse parts as well, for these get hooks, and buffers in another dtype.
+
+    Raises:
+        TypeError: as said.
+    """
+    for model in models:
+        for name, module in model.named_modules() if stores_half else [("", model)]:
+            if isinstance(module, torch.jit.ScriptModule):
+                place = f"at {name!r}" if name else "as the model"
+                raise TypeError(
+                    "models must be in Python for amp.initialize() to cast what they compute; got "
+                    f"a {type(module).__name__} of torch.jit {place}. Call amp.initialize() with "
+                    "the model that it was compiled from, and compile after amp.deactivate()."
+                )
+
+
 def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:
     """Return one optimizer, or a list or tuple of them, as a list without repetition.
 

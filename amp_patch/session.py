@@ -138,6 +138,7 @@ class Session:
         """
         stepping = [local_optimizer(o) if level.master_weights else o for o in optimizers]
         arguments.refuse_twice(stepping, self.optimizers.steps)
+        arguments.refuse_compiled(models, level.cast_model_type in HALVES)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
         self.models.refuse_sharded(models, level)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from amp_patch import arguments
+from amp_patch.levels import OPT_LEVELS
 
 MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)."
 
@@ -160,6 +164,34 @@ def test_a_lazy_model_without_weights_is_refused() -> None:
         arguments.refuse_uninitialized([nn.Linear(1, 1), model])
     model(torch.ones(1, 3))
     arguments.refuse_uninitialized([model])
+
+
+COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "script": torch.jit.script,
+    "trace": lambda model: torch.jit.trace(model, torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("by", COMPILED)
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize("level", OPT_LEVELS)
+def test_what_torch_jit_compiled_is_refused_before_anything_is_changed(
+    amp: ModuleType, by: str, is_part: bool, level: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit's of itself
+        compiled = COMPILED[by](nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = nn.Sequential(nn.ReLU(), compiled) if is_part else compiled
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if is_part and level in ("O0", "O1", "O4"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        return
+    place = r"at '1'\." if is_part else r"as the model\."
+    with pytest.raises(TypeError, match=f"models must be in Python .* of torch.jit {place} Call"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
 
 
 def test_lbfgs_is_refused() -> None:

@@ -35,6 +35,7 @@ from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .skip import Skip, must_be_told, step_by_flag
 from .wrapped_optimizers import wrapped_by
+from .writes_in_step import WritesInStep
 
 
 class OptimizerStep:
@@ -106,6 +107,11 @@ class OptimizerStep:
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
+        self._writes = (
+            None
+            if self.masters is None
+            else WritesInStep(optimizer, self.masters, is_foreign=moves)
+        )
         self._forget_replaced_state(optimizer)
         self._make_masters_before_loads(optimizer)
         self._patch_methods(optimizer, wrapped, steps_halves)
@@ -135,6 +141,8 @@ class OptimizerStep:
             self.masters.release()
         if self._hook is not None:
             self._hook.remove()
+        if self._writes is not None:
+            self._writes.remove()
         self._patches.undo()
         for undo in self._undo:
             undo()
@@ -302,6 +310,8 @@ class OptimizerStep:
             self._is_stepping = False
             if not self._is_published:
                 self._publish()
+            if self._writes is not None:
+                self._writes.end()
         self.skip.note_made(flag)
         self._end()
         return result
@@ -310,6 +320,8 @@ class OptimizerStep:
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         optimizer = self._optimizer()
+        if optimizer is not None and self._writes is not None:
+            self._writes.begin(optimizer)
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
         if optimizer is None:
@@ -376,8 +388,14 @@ class OptimizerStep:
 
     def _publish(self) -> None:
         """Round the masters into the half weights; also called where an earlier try failed."""
-        if self.masters is not None:
-            self.masters.publish(self._fused is not None and self._fused.has_published)
+        masters, writes = self.masters, self._writes
+        # once more in one step: of a subclass, which has published in super().step()
+        is_followed = writes is not None and self._is_published and writes.follow()
+        if masters is not None and writes is not None and not is_followed:
+            if not self._is_published:
+                writes.tell()
+            masters.publish(self._fused is not None and self._fused.has_published)
+            writes.published()
         self._is_published = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -40,6 +40,9 @@ class MasterWeights:
         lazy: what makes the masters' gradients when they are asked for; None: they are there.
         may_move: whether the optimizer may give masters other memory, by ``master.data = t``.
         wrapped: optimizers that step the same groups, and have a state of their own.
+
+    Attributes:
+        agreements: how often parameters and masters were made to agree.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class MasterWeights:
         self._versions: list[int] = []
         self._exposed: list[int] | None = None
         self._is_due = False
+        self.agreements = 0
         self._others: tuple[list[int], torch_kernels.Comparison] | None = None
         self._are_spread = False
         self._masters_at: Sequence[int] = ()
@@ -88,6 +92,10 @@ class MasterWeights:
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the half parameters, each with its master."""
         return zip(self._params, self._masters, strict=True)
+
+    def weight_versions(self) -> list[int]:
+        """Return the versions of the half parameters, which tell of writes to them."""
+        return list(map(_VERSION, self._params))
 
     def follow(self, were_written: bool) -> None:
         """Others had the masters in hand: they may hold their numbers elsewhere now.
@@ -156,7 +164,7 @@ class MasterWeights:
             master.requires_grad_(param.requires_grad)
 
     def _note_exposed(self) -> None:
-        self._exposed = list(map(_VERSION, self._params))
+        self._exposed = self.weight_versions()
         for param in self._params:
             self._values.expose(param)
 
@@ -206,9 +214,10 @@ class MasterWeights:
 
     def reconcile(self) -> None:
         """Make each half parameter agree with its master, by the rule of `FP32Values`."""
+        self.agreements += 1
         self._is_due = False
         comparison = self._compare()
-        if self._exposed is not None and self._exposed != list(map(_VERSION, self._params)):
+        if self._exposed is not None and self._exposed != self.weight_versions():
             # Parameters were written to, and perhaps masters as well: say that the user set p to 0
             # and back. The comparison would take what it saw last for what is there.
             comparison.forget()
@@ -277,6 +286,7 @@ class MasterWeights:
 
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
+        self.agreements += 1
         self.catch_up()
         if not are_written:
             # Masters whose gradients never wait are of torch's own class, at which it asks nothing.

@@ -49,7 +49,8 @@ class Snapshot:
         for model in self._models:
             follow_parameters(model)
         for buffers, before in self._buffers:
-            buffers.update(before)
+            for name, buffer in before.items():  # torch.jit's buffers know no update()
+                buffers[name] = buffer
         for params, before_params in self._groups:
             params[:] = before_params
         for optimizer, state in self._states:

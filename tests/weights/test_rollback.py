@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -70,3 +71,14 @@ def test_what_had_no_gradient_and_no_state_has_none_again() -> None:
     snapshot.restore()
     assert model.weight.grad is None
     assert not optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_buffers_of_what_torch_jit_compiled_are_no_dict_and_are_taken_back() -> None:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
+    snapshot = Snapshot([model], [])
+    before = model[0].running_mean
+    model[0].running_mean = torch.ones(2)
+    snapshot.restore()
+    assert torch.equal(model[0].running_mean, torch.zeros(2))
+    assert model[0].running_mean.data_ptr() == before.data_ptr()

@@ -1,0 +1,93 @@
+"""Half weights that somebody writes to while an optimizer steps their masters (O2, O5).
+
+The end of the step rounds the masters into the half weights, over what was written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
+
+from amp_patch.warn_once import warn_once
+from amp_patch.weights.master_weights import MasterWeights
+
+
+class WritesInStep:
+    """What hooks write before a step goes to the masters; what the step writes itself is told of.
+
+    Args:
+        optimizer: gets a hook.
+        masters: of its half weights.
+        is_foreign: whether its step is not torch's, and may write to whatever it holds.
+    """
+
+    def __init__(self, optimizer: Optimizer, masters: MasterWeights, is_foreign: bool) -> None:
+        self._masters, self._is_foreign = masters, is_foreign
+        self._name = type(optimizer).__name__
+        self._before: list[int] | None = None
+        self._agreements = 0
+        self._hook: RemovableHandle | None = None
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may call no hooks
+            self._hook = optimizer.register_step_pre_hook(self._follow_hooks)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """A step begins, for which masters and half weights agree."""
+        hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", ())
+        has_others = len(hooks) > 1 or len(_global_optimizer_pre_hooks) > 1  # than this package's
+        if self._hook is not None and has_others:
+            hooks.move_to_end(self._hook.id)
+        elif not self._is_foreign:
+            return
+        self._note()
+
+    def tell(self) -> None:
+        """The masters were stepped, and are published now: warn of writes to half weights."""
+        if self._were_made():
+            warn_once(
+                "at a level with fp32 masters a step writes to the masters, and its end rounds "
+                f"them into the half weights; got a {self._name}.step() that wrote to half "
+                "weights itself, which is lost. Let it write to the parameters of "
+                "optimizer.param_groups, or write to the model's behind optimizer.step()."
+            )
+
+    def follow(self) -> bool:
+        """Bring what was written since the masters agreed to them; return whether anything was.
+
+        A step that calls another one, ``super().step()`` say, goes on when the masters are
+        published.
+        """
+        if not self._were_made():
+            return False
+        self._masters.reconcile()
+        self._note()
+        return True
+
+    def published(self) -> None:
+        """Masters and half weights agree again; the step may go on."""
+        if self._before is not None:
+            self._note()
+
+    def end(self) -> None:
+        """The step is over."""
+        self._before = None
+
+    def remove(self) -> None:
+        """Take the hook off again."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _were_made(self) -> bool:
+        # A forward in the step, as of a closure, shows in the half weights what the masters are.
+        is_known = self._before is not None and self._agreements == self._masters.agreements
+        return is_known and self._masters.weight_versions() != self._before
+
+    def _note(self) -> None:
+        self._before = self._masters.weight_versions()
+        self._agreements = self._masters.agreements
+
+    def _follow_hooks(self, *_: object) -> None:
+        """All other hooks were called: what they wrote to the half weights is stepped."""
+        self.follow()

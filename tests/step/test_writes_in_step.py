@@ -1,0 +1,261 @@
+"""Half weights that hooks, or the step itself, write to while an optimizer steps their masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+LEVELS = pytest.mark.parametrize("level", ["O2", "O5"])
+BOUND = 0.2
+
+
+class Training:
+    """A small classifier, stepped by what ``make`` returns; in float32 where no level is given."""
+
+    def __init__(
+        self,
+        make: Callable[[nn.Module], Optimizer],
+        amp: ModuleType | None = None,
+        level: str = "",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.inputs, self.targets = torch.randn(32, 6), torch.randint(3, (32,))
+        self.amp, self.optimizer = amp, make(self.model)
+        if amp is not None:
+            amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0, **options)
+
+    def run(self, steps: int = 12) -> list[Tensor]:
+        """Train; return the float32 values of the weights."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            if self.amp is None:
+                loss.backward()
+            else:
+                with self.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            self.optimizer.step()
+        return list(self.model.state_dict().values())
+
+    def loss(self) -> Tensor:
+        return F.cross_entropy(self.model(self.inputs), self.targets)
+
+
+@torch.no_grad()
+def project(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.clamp_(-BOUND, BOUND)
+
+
+def projecting_before(
+    kind: type[Optimizer], everywhere: bool = False, **options: Any
+) -> Callable[[nn.Module], Optimizer]:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = kind(model.parameters(), lr=0.3, **options)
+
+        def before(stepped: Optimizer, *_: Any) -> None:
+            if stepped is optimizer:
+                project(model)
+
+        if everywhere:
+            register_optimizer_step_pre_hook(before)
+        else:
+            optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    return make
+
+
+@LEVELS
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        projecting_before(SGD),
+        projecting_before(SGD, momentum=0.9),
+        projecting_before(AdamW, fused=True),
+        projecting_before(SGD, everywhere=True),
+    ],
+    ids=["SGD", "momentum", "AdamW", "a hook of all"],
+)
+def test_a_hook_before_the_step_may_write_to_the_weights(
+    amp: ModuleType, level: str, fused_step: bool, make: Any
+) -> None:
+    known = dict(hooks)
+    try:
+        expected = Training(make).run()
+        training = Training(make, amp, level, fused_step=fused_step)
+        found = training.run()
+    finally:
+        amp.deactivate()
+        hooks.clear()
+        hooks.update(known)
+    tolerance = 0.02 if level == "O5" else 0.005
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+    free = Training(lambda model: type(training.optimizer)(model.parameters(), lr=0.3)).run()
+    assert any(float((a - b).abs().max()) > 0.05 for a, b in zip(free, expected, strict=True))
+
+
+def projecting_in(model: nn.Module) -> Optimizer:
+    class Projected(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                param -= 0.3 * param.grad
+            project(model)
+
+    return Projected(model.parameters(), {"lr": 0.3})
+
+
+def projecting_behind(model: nn.Module) -> Optimizer:
+    SGD(model.parameters())  # from now on its step calls hooks, that of a subclass as well
+
+    class Projected(SGD):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            project(model)
+            return result
+
+    return Projected(model.parameters(), lr=0.3)
+
+
+def of_its_own_list(model: nn.Module) -> Optimizer:
+    class Own(Optimizer):
+        def __init__(self, params: Any) -> None:
+            self.own = list(params)
+            super().__init__(self.own, {"lr": 0.3})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.own:
+                param -= 0.3 * param.grad  # type: ignore[operator]  # there is one
+
+    return Own(model.parameters())
+
+
+def writing_to_its_groups(model: nn.Module) -> Optimizer:
+    class Plain(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param -= 0.3 * param.grad
+
+    return Plain(model.parameters(), {"lr": 0.3})
+
+
+def evaluating(model: nn.Module) -> Optimizer:
+    """The step moves the weights, evaluates the model there, and moves them on."""
+
+    class Evaluating(SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            with torch.no_grad():
+                model(torch.zeros(1, 6))
+            super().step()
+
+    return Evaluating(model.parameters(), lr=0.15)
+
+
+def evaluating_by_hand(model: nn.Module) -> Optimizer:
+    """As `evaluating`; nothing publishes the masters but the forward."""
+
+    class Evaluating(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                param -= 0.3 * param.grad
+            model(torch.zeros(1, 6))
+
+    return Evaluating(model.parameters(), {"lr": 0.3})
+
+
+def stepping_twice(model: nn.Module) -> Optimizer:
+    """By a kernel that moves no version."""
+    AdamW(model.parameters(), fused=True)
+
+    class Twice(AdamW):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            return super().step(closure)
+
+    return Twice(model.parameters(), lr=0.02, fused=True)
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (projecting_in, 1),
+        (of_its_own_list, 1),
+        (writing_to_its_groups, 0),
+        (evaluating, 0),
+        (projecting_before(SGD), 0),
+        (projecting_behind, 0),
+        (evaluating_by_hand, 0),
+        (stepping_twice, 0),
+    ],
+    ids=["projects", "own list", "groups", "evaluates", "hook", "behind", "by hand", "twice"],
+)
+def test_what_the_step_writes_to_half_weights_is_told_of(
+    amp: ModuleType, level: str, make: Any, count: int
+) -> None:
+    training = Training(make, amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.run(3)
+    assert ["wrote to half weights itself" in str(one.message) for one in caught] == [True] * count
+    assert [one.filename for one in caught] == [__file__] * count
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    "make", [projecting_behind, evaluating, stepping_twice], ids=["projects", "evaluates", "twice"]
+)
+def test_a_step_may_go_on_behind_another_one(amp: ModuleType, level: str, make: Any) -> None:
+    """Of which the hooks have published the masters."""
+    expected = Training(make).run()
+    found = Training(make, amp, level).run()
+    tolerance = 0.02 if level == "O5" else 0.005
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+@LEVELS
+def test_a_hook_behind_the_step_may_write_to_the_weights(amp: ModuleType, level: str) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = SGD(model.parameters(), lr=0.3)
+        optimizer.register_step_post_hook(lambda *_: project(model))
+        return optimizer
+
+    found = Training(make, amp, level).run()
+    assert max(float(one.abs().max()) for one in found) <= BOUND + 1e-3
+
+
+@LEVELS
+def test_a_hook_that_comes_later_is_followed_too(amp: ModuleType, level: str) -> None:
+    training = Training(lambda model: SGD(model.parameters(), lr=0.3), amp, level)
+    training.optimizer.register_step_pre_hook(lambda *_: project(training.model))
+    by_hand = Training(projecting_before(SGD))
+    for one, other in zip(training.run(), by_hand.run(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02 if level == "O5" else 0.005)
+
+
+def test_deactivate_takes_the_hook_off(amp: ModuleType) -> None:
+    training = Training(lambda model: SGD(model.parameters(), lr=0.3), amp, "O2")
+    assert training.optimizer._optimizer_step_pre_hooks
+    amp.deactivate()
+    assert not training.optimizer._optimizer_step_pre_hooks
