@@ -317,7 +317,7 @@ def clip_grad_norm_(
         ValueError: a negative norm or NaN.
         RuntimeError: the gradients are still scaled (``delay_unscale``).
     """
-    arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()")
+    arguments.optimizer_of(optimizer, "amp.clip_grad_norm_()", ", max_norm")
     optimizer = session.optimizers.originals_of(optimizer)
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
     stages = arguments.process_group_of(process_group, "amp.clip_grad_norm_(optimizer, max_norm")

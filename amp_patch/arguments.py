@@ -222,17 +222,22 @@ def loss_of(loss: Any) -> torch.Tensor:
     return loss
 
 
-def optimizer_of(optimizer: Any, caller: str) -> Any:
+def optimizer_of(optimizer: Any, caller: str, rest: str = "") -> Any:
     """Return one optimizer, of torch or anybody's who keeps ``param_groups`` as torch does.
+
+    Args:
+        optimizer: what the caller was given.
+        caller: how the function is called that takes it, "amp.master_params()".
+        rest: of its arguments, in the message.
 
     Raises:
         TypeError: anything else.
     """
     if not hasattr(optimizer, "param_groups"):
+        call = caller.replace("()", f"(optimizer{rest})", 1)
         raise TypeError(
             f"{caller} takes one optimizer, as amp.initialize() returned it; got "
-            f"{type(optimizer).__name__}; call {caller.replace('()', '(optimizer)', 1)}, once for "
-            "each optimizer."
+            f"{type(optimizer).__name__}; call {call}, once for each optimizer."
         )
     return optimizer
 

@@ -30,7 +30,7 @@ from .casting.patched_functions import PatchedFunctions
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
-from .distributed.engines import local_optimizer, ranks_given
+from .distributed.engines import local_optimizer, ranks_given, refuse_bucket_views
 from .distributed.groups import has_others
 from .levels import OptLevel
 from .living_objects import instances
@@ -141,6 +141,7 @@ class Session:
         arguments.refuse_compiled(models, level.cast_model_type in HALVES)
         if level.cast_model_type in HALVES:
             arguments.refuse_uninitialized(models)
+            refuse_bucket_views(optimizers)
         self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers, level)
         rules_of_modules.leave_all()

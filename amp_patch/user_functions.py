@@ -6,6 +6,7 @@ Users call these as members of `amp`; how arguments are cast is known to `castin
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -131,9 +132,12 @@ def register_library_function(
 def _register(module: Any, name: str, rule: str) -> None:
     if not isinstance(name, str):
         owner = repr(module) if isinstance(module, str) else "module"
+        function = getattr(name, "__name__", "name")
+        if isinstance(module, str) and isinstance(name, types.ModuleType):  # the other way round
+            owner, function = function, module
         raise TypeError(
-            f"a registered function is given by its name, a string; got {name!r}; call "
-            f"amp.register_{rule}_function({owner}, {getattr(name, '__name__', 'name')!r})."
+            f"a registered function is given by its module, then its name, a string; got {name!r} "
+            f"for the name; call amp.register_{rule}_function({owner}, {function!r})."
         )
     if isinstance(module, str):
         when_imported(module, functools.partial(_register, name=name, rule=rule))

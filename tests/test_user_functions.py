@@ -84,6 +84,8 @@ def test_what_cannot_be_registered_is_refused_and_nothing_is_kept(
     library = types.SimpleNamespace(kind=int, number=3)
     with pytest.raises(error, match=message):
         amp.register_half_function(library, name)
+    with pytest.raises(TypeError, match=r"call amp.register_half_function\(types, 'kind'\)"):
+        amp.register_half_function("kind", types)  # the other way round
     model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
     assert vars(library) == {"kind": int, "number": 3}
     del model

@@ -50,7 +50,7 @@ def to_dtype(
             return value
         if type(value) is Tensor:
             return (activation or _cast)(value, dtype)
-        return value.to(dtype)
+        return value if is_made_later(value) else value.to(dtype)
     if isinstance(value, _CONTAINERS):
         return map_tensors(lambda tensor: to_dtype(tensor, dtype, weight, activation), value)
     return value
@@ -58,6 +58,14 @@ def to_dtype(
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return CAST[dtype](value)
+
+
+def is_made_later(value: Tensor) -> bool:
+    """Tell one of ``torch.nn.attention.bias``: it has no numbers, and a cast of it not even a size.
+
+    Attention makes its numbers, in the dtype of the query.
+    """
+    return type(value).__module__ == "torch.nn.attention.bias"
 
 
 def is_on_cast_device(tensor: Tensor) -> bool:

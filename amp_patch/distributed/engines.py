@@ -69,6 +69,22 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return found
 
 
+def refuse_bucket_views(optimizers: Iterable[Optimizer]) -> None:
+    """Raise for a `ZeroRedundancyOptimizer` that sends memory which no half parameter has.
+
+    Raises:
+        TypeError: as said.
+    """
+    for optimizer in optimizers:
+        if is_zero(optimizer) and optimizer.parameters_as_bucket_view:  # type: ignore[attr-defined]  # it is one
+            raise TypeError(
+                "a ZeroRedundancyOptimizer must send the parameters themselves to the other ranks "
+                "where amp.initialize() stores them in half; got one with "
+                "parameters_as_bucket_view=True, whose buckets hold them in float32. Call "
+                "ZeroRedundancyOptimizer(..., parameters_as_bucket_view=False)."
+            )
+
+
 def is_zero(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is a `ZeroRedundancyOptimizer`."""
     kind = _known("torch.distributed.optim", "ZeroRedundancyOptimizer")

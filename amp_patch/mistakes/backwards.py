@@ -42,10 +42,16 @@ class _Block:
 
 
 class Backwards:
-    """The blocks of scaled losses, and the backward calls that are compared with them."""
+    """The blocks of scaled losses, and the backward calls that are compared with them.
+
+    Attributes:
+        last_was_plain: True where the last backward was of no scaled loss; False also before the
+            first block.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[_Block]] = {}
+        self.last_was_plain = False
 
     def open(
         self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
@@ -88,7 +94,9 @@ class Backwards:
             if block.loss() is tensors:
                 if block.node is None:
                     refuse_late_backward()
+                self.last_was_plain = False
                 return
+        self.last_was_plain = True
         nodes = {block.node for block in blocks} - {None}
         reached = {id(leaf) for leaf in _leaves(tensors, inputs, nodes)} if nodes else set()
         for block in blocks:

@@ -95,7 +95,8 @@ def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _P
             names.setdefault(id(module), (name, model, level))
     found = None
     for frame in _frames(error):
-        module = frame.f_locals.get("self")
+        names_of_code = frame.f_code.co_varnames  # the first one is that of "self"
+        module = frame.f_locals.get(names_of_code[0]) if names_of_code else None
         if isinstance(module, nn.Module) and id(module) in names and not _is_calling(frame):
             found = _Place(module, *names[id(module)], frame)
     return found

@@ -19,6 +19,7 @@ from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
+from amp_patch.weights import sent_values
 from amp_patch.weights.exact_copies import ExactCopies
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
@@ -94,6 +95,7 @@ class Guard:
             **split_backward.replacements(),
             **self.backwards.replacements(),
             **ExactCopies(self._store, self._models.in_half).replacements(),
+            **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }
 
@@ -144,7 +146,8 @@ class Guard:
         """
         steps = self._optimizers.steps
         if optimizer not in steps and self._optimizers.originals_of(optimizer) not in steps:
-            self.unprepared.refuse(optimizer, list(self._models.levels), self._optimizers)
+            models, is_plain = list(self._models.levels), self.backwards.last_was_plain
+            self.unprepared.refuse(optimizer, models, self._optimizers, is_plain)
             self._half_steps.refuse(optimizer, self._store, self._optimizers)
         elif self.plain_averages:
             self.plain_averages.look()

@@ -76,9 +76,18 @@ class UnpreparedParams:
                 self._scaled[id(param)] = TensorWeakRef(param), TensorWeakRef(now)
 
     def refuse(
-        self, optimizer: Optimizer, models: Iterable[nn.Module], optimizers: PreparedOptimizers
+        self,
+        optimizer: Optimizer,
+        models: Iterable[nn.Module],
+        optimizers: PreparedOptimizers,
+        is_plain: bool,
     ) -> None:
         """Raise where the next step of an optimizer that is not prepared uses scaled gradients.
+
+        Args:
+            optimizer: about to step.
+            models, optimizers: those that are prepared.
+            is_plain: whether the last backward was of no scaled loss.
 
         Raises:
             RuntimeError: as said.
@@ -86,7 +95,12 @@ class UnpreparedParams:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if optimizer not in self._known:
             self._known.add(optimizer)
-            self._refuse_unwatched(optimizer, params, models, optimizers)
+            count = self._count_unwatched(params, models, optimizers)
+            has_scaled = optimizers.scale_losses and any(
+                step.backward.passes for step in optimizers.steps.values()
+            )
+            if count and has_scaled and not is_plain:
+                raise RuntimeError(_refusal(optimizer, count))
         count = sum(
             _still_there(*self._scaled[id(param)]) is not None
             for param in params
@@ -95,22 +109,20 @@ class UnpreparedParams:
         if count:
             raise RuntimeError(_refusal(optimizer, count))
 
-    def _refuse_unwatched(
-        self,
-        optimizer: Optimizer,
-        params: Sequence[Tensor],
-        models: Iterable[nn.Module],
-        optimizers: PreparedOptimizers,
-    ) -> None:
-        """Raise for parameters that were frozen when `find` looked, once a loss was scaled."""
+    def _count_unwatched(
+        self, params: Sequence[Tensor], models: Iterable[nn.Module], optimizers: PreparedOptimizers
+    ) -> int:
+        """Watch parameters that were frozen, or not there, when `find` looked.
+
+        Returns:
+            How many of them have a gradient, of which nobody knows whether it is scaled.
+        """
         own = {id(param) for model in models for param in model.parameters()}
         own -= _stepped_by(optimizers)
         own -= {id(param) for reference in self._params if (param := reference()) is not None}
         new = [param for param in params if id(param) in own]
         self._params += map(TensorWeakRef, new)
-        count = sum(stored_grad(param) is not None for param in new)
-        if count and any(step.backward.passes for step in optimizers.steps.values()):
-            raise RuntimeError(_refusal(optimizer, count))
+        return sum(stored_grad(param) is not None for param in new)
 
 
 def _refusal(optimizer: Optimizer, count: int) -> str:
@@ -179,7 +191,8 @@ def warn_of_strangers(optimizers: Iterable[Optimizer], models: Collection[nn.Mod
     own = {id(param) for model in models for param in model.parameters()}
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if own and params and own.isdisjoint(map(id, params)):
+        is_strange = own and params and own.isdisjoint(map(id, params))
+        if is_strange and not all(map(_stands_alone, params)):
             warn_once(
                 "the optimizers of amp.initialize() step its models' parameters; got a "
                 f"{type(optimizer).__name__} that holds {len(params)} parameters, of which none is "
@@ -187,3 +200,11 @@ def warn_of_strangers(optimizers: Iterable[Optimizer], models: Collection[nn.Mod
                 "model.parameters(), after the last copy of the model, or pass the model that it "
                 "belongs to: amp.initialize([model, other_model], [optimizer, other_optimizer])."
             )
+
+
+def _stands_alone(param: Tensor) -> bool:
+    """Tell what a script trains beside its models, as SAC does its temperature: no layer's weight.
+
+    ``model.parameters()`` yields parameters, of which hardly one is a single number.
+    """
+    return not isinstance(param, nn.Parameter) or param.numel() == 1

@@ -61,10 +61,11 @@ class ScaleRule:
     def _refuse_outside(self) -> None:
         low, high = self.min_loss_scale, self.max_loss_scale
         if not low <= self.init_scale <= high:
+            nearest = low if self.init_scale < low else high
             raise ValueError(
                 f"init_scale must lie from min_loss_scale to max_loss_scale, {low!r} to {high!r}; "
-                f"got {self.init_scale!r}. Call amp.initialize(..., init_scale={low!r}), or move "
-                "the bounds."
+                f"got {self.init_scale!r}. Call amp.initialize(..., init_scale={nearest!r}), or "
+                "move the bounds."
             )
 
     def _mend_bounds(self) -> str:

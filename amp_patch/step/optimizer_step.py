@@ -23,6 +23,7 @@ from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_step import FusedStep
+from amp_patch.optimizers.half_eps import warn_of_eps
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches, bind
 from amp_patch.warn_once import warn
@@ -57,6 +58,8 @@ class OptimizerStep:
         skip: whether the next step is skipped, and whether the last one was.
         masters: of half parameters; None for levels without.
         backward: what comes before the step.
+        has_own_groups: True for the local optimizer of a `ZeroRedundancyOptimizer`: it has groups
+            of its own, and masters of this rank's share.
         ended: how many steps there were, those skipped included.
         was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
             is no loss scale, and from when that is known.
@@ -80,7 +83,7 @@ class OptimizerStep:
         self._optimizer = weakref.ref(optimizer)
         self._patches = Patches()
         self._undo: list[Callable[[], None]] = []
-        self._has_own_groups = False
+        self.has_own_groups = False
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         is_direct = not fused and DirectStep.suits(optimizer)
@@ -114,6 +117,7 @@ class OptimizerStep:
         )
         self._forget_replaced_state(optimizer)
         self._make_masters_before_loads(optimizer)
+        self._look_at_eps_after_loads(optimizer)
         self._patch_methods(optimizer, wrapped, steps_halves)
 
     def _patch_methods(
@@ -128,6 +132,8 @@ class OptimizerStep:
             self._patch(optimizer, "add_param_group", self._add_param_group)
         elif not steps_halves:
             self._patch(optimizer, "add_param_group", self._add_float_group)
+        else:
+            self._patch(optimizer, "add_param_group", self._add_group)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -154,7 +160,7 @@ class OptimizerStep:
             zero: it; also has the parameters that other ranks step.
             store: of fp32 values, which this rank keeps of its own share alone.
         """
-        self._has_own_groups = True
+        self.has_own_groups = True
         self.save_masters(zero)
         if self.masters is not None:
             params = {p for group in zero.param_groups for p in group["params"]}
@@ -375,6 +381,11 @@ class OptimizerStep:
 
             self._undo.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
 
+    def _look_at_eps_after_loads(self, optimizer: Optimizer) -> None:
+        """Where no master is, a state that was saved by another one may bring another eps."""
+        if self.masters is None and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
+
     def _make_masters_before_loads(self, optimizer: Optimizer) -> None:
         """Parameters that were unfrozen have masters, for torch loads state in their dtype."""
         if self.masters is not None and hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
@@ -431,7 +442,7 @@ class OptimizerStep:
             with self._in_original():
                 original(param_group)
             return
-        if self._has_own_groups:
+        if self.has_own_groups:
             param_group = dict(param_group)
         given = [params] if isinstance(params, Tensor) else list(params)
         count = len(self.masters)
@@ -443,6 +454,13 @@ class OptimizerStep:
             self.masters.drop_after(count)
             param_group["params"] = given
             raise
+
+    def _add_group(self, original: Callable[..., Any], param_group: Any) -> None:
+        """Add a group of parameters that are stepped as they are, in half or not."""
+        with self._in_original():
+            original(param_group)
+        if (optimizer := self._optimizer()) is not None:
+            warn_of_eps(optimizer)
 
     def _add_float_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group of parameters that are stepped as they are, none of them trained in half."""

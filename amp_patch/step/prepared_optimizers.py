@@ -126,6 +126,11 @@ class PreparedOptimizers:
         """True where a loss may be multiplied by another number than 1."""
         return any(one.rule.dynamic or one.scale != 1.0 for one in self._scalers)
 
+    @property
+    def have_shares(self) -> bool:
+        """True where an optimizer has masters of this rank's share alone."""
+        return any(step.has_own_groups for step in self.steps.values())
+
     def originals_of(self, optimizers: Any) -> Any:
         """Return the optimizers that are set up in the place of what wraps or copies them.
 

@@ -114,6 +114,10 @@ class FP32Values:
         """Return whether there is an fp32 value of a parameter."""
         return param in self._values
 
+    def are_made_from(self, param: Tensor) -> bool:
+        """Return whether a half parameter is the rounded copy of a value, on every rank alike."""
+        return param in self._values and param not in self._came_in
+
     def is_frozen_half(self, param: Tensor) -> bool:
         """Return whether a parameter came in half and is not trained."""
         return param in self._came_in and not param.requires_grad
@@ -208,6 +212,16 @@ class FP32Values:
             value = entry.value.detach()
         value.grad = entry.value.grad
         return value
+
+    @torch.no_grad()
+    def receive(self, param: Tensor, value: Tensor) -> None:
+        """Enter the fp32 value that another rank has of a parameter."""
+        entry = self._values[param]
+        entry.value.copy_(value)
+        if not same_numbers(value.to(param.dtype), param):
+            param.copy_(value)
+        entry.note_equal()
+        self.loads += 1
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""

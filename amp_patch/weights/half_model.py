@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from amp_patch.casting.argument_casts import is_made_later
 from amp_patch.casting.foreign_objects import cast_object
 from amp_patch.casting.mode import FLOATS, HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
@@ -204,7 +205,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     a graph or a batch of the user's own, are cast as `foreign_objects.cast_object` says.
     """
     if isinstance(value, Tensor):
-        if value.dtype not in CAST:
+        if value.dtype not in CAST or is_made_later(value):
             return value
         cast = CAST.get(dtype)
         return value.to(dtype) if cast is None else cast(value)

@@ -36,6 +36,33 @@ def test_a_wrapper_from_before_is_refused_where_parameters_change() -> None:
             assert "then wrap what it returns" in message
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_ranks_that_begin_apart_have_the_masters_of_the_first(level: str) -> None:
+    started = {}
+    for is_written in (False, True):
+        first, second = ranks.run(wrapping.sent_at_the_start, level, is_written)
+        for one, other in zip(first, second, strict=True):
+            assert all(map(torch.equal, one, other))
+        started[is_written] = first[0]
+    half = torch.float16 if level == "O2" else torch.bfloat16
+    assert any(not torch.equal(value, value.to(half).float()) for value in started[False])
+    # to a half weight by hand, and to a master
+    assert torch.equal(started[True][0].to(half), started[False][0].to(half) * 1.1)
+    torch.testing.assert_close(started[True][1], started[False][1] + 0.01)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_ranks_have_equal_values_after_join(level: str) -> None:
+    first, second = ranks.run(wrapping.sent_at_the_end, level)
+    assert all(map(torch.equal, first, second))
+
+
+def test_zero_that_sends_buckets_is_refused_where_weights_are_in_half() -> None:
+    for level in ("O1", "O2", "O3"):
+        for said in ranks.run(wrapping.zero_with_views, level):
+            assert ("parameters_as_bucket_view=True, whose buckets" in said) == (level != "O1")
+
+
 def trained(amp: ModuleType, level: str, when: str) -> list[torch.Tensor]:
     """Return the parameters of a model that `nn.DataParallel` wraps "before", "after" or "never".
 

@@ -43,3 +43,75 @@ def all_that_is_said(levels: tuple[str, ...]) -> list[str]:
     for level in levels:
         said += [said_of(level, True), said_of(level, False), of_a_part(level)]
     return said
+
+
+def sent_at_the_start(level: str, is_written: bool) -> list[list[torch.Tensor]]:
+    """Return a model's fp32 values, the masters and the weights after training that began apart.
+
+    Each rank has weights of its own until the wrapper sends those of rank 0.
+
+    Args:
+        level: of `amp.initialize`.
+        is_written: whether the first rank writes to its weights, or masters, before that.
+    """
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    model = training.make_model()
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if is_written and rank == 0:
+        with torch.no_grad():
+            model[0].weight.mul_(1.1)
+            list(amp.master_params(optimizer))[1].add_(0.01)
+    wrapper = DistributedDataParallel(model)
+    started = [value.clone() for value in model.state_dict().values()]
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs, targets = training.rows(step, rank, 2)
+        loss = (wrapper(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    found = [
+        started,
+        [master.detach().clone() for master in amp.master_params(optimizer)],
+        [param.detach().clone() for param in model.parameters()],
+    ]
+    amp.deactivate()
+    return found
+
+
+def sent_at_the_end(level: str) -> list[torch.Tensor]:
+    """Return a model's fp32 values after ``join``, in which one rank has more batches."""
+    rank = torch.distributed.get_rank()
+    model = training.make_model()
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapper = DistributedDataParallel(model)
+    with wrapper.join():
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            inputs, targets = training.rows(step, 0, 1)
+            loss = (wrapper(inputs).float() - targets).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+    found = [value.clone() for value in model.state_dict().values()]
+    amp.deactivate()
+    return found
+
+
+def zero_with_views(level: str) -> str:
+    """Return what is said of ZeRO that sends buckets in which the parameters lay."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
+
+    model = training.make_model()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1
+    )
+    try:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    except TypeError as error:
+        return str(error)
+    amp.deactivate()
+    return "nothing"

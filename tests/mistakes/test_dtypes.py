@@ -127,6 +127,19 @@ def test_forward_called_directly(amp: ModuleType, level: str, make_model: Any) -
         assert "call model(x)" in note
 
 
+def test_a_module_whose_methods_call_it_otherwise_than_self(amp: ModuleType) -> None:
+    class Other(nn.Module):
+        def __init__(this) -> None:
+            super().__init__()
+            this.fc = nn.Linear(4, 4)
+
+        def forward(this, x: torch.Tensor) -> torch.Tensor:
+            return x.float() @ this.fc.weight
+
+    model = amp.initialize(nn.Sequential(Other()), opt_level="O2", verbosity=0)
+    assert "module '0' (Other)" in fail(lambda: model(X))
+
+
 @pytest.mark.parametrize("level", HALF)
 def test_a_layer_called_by_itself(amp: ModuleType, level: str) -> None:
     model = amp.initialize(Outer("mask"), opt_level=level, verbosity=0)

@@ -144,3 +144,43 @@ def test_groups_that_a_script_fills_with_the_models_parameters(
             scaled_loss.backward()
         optimizer.step()
     assert_equal(weights(model), expected)
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "O5"])
+@pytest.mark.parametrize("trained", ["a new parameter", "an unfrozen layer"])
+def test_a_plain_backward_behind_the_training_steps_what_it_reaches(
+    amp: ModuleType, level: str, trained: str
+) -> None:
+    """As an explainer of a graph network's predictions does, or a second stage."""
+    model, _ = make()
+    model.last.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    if trained == "a new parameter":
+        model.first.mask = nn.Parameter(torch.ones(4))
+        params = [model.first.mask]
+    else:
+        params = list(model.last.requires_grad_().parameters())
+    other = torch.optim.SGD(params, lr=0.05)
+    inputs = next(batches())
+    loss_of(model, inputs * model.first.mask if len(params) == 1 else inputs).backward()
+    before = [param.detach().clone() for param in params]
+    with warnings.catch_warnings():
+        # that it steps half weights without masters is told of, rightly
+        warnings.filterwarnings("ignore", "This SGD steps 2 parameters")
+        other.step()
+    assert not any(map(torch.equal, before, params))
+
+
+@pytest.mark.parametrize(
+    "alone", [torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(1))], ids=["leaf", "one"]
+)
+def test_what_is_trained_beside_the_model_is_not_told_of(
+    amp: ModuleType, alone: torch.Tensor
+) -> None:
+    model, optimizer = make()
+    temperature = torch.optim.Adam([alone])
+    amp.initialize(model, [optimizer, temperature], opt_level="O1", verbosity=0)

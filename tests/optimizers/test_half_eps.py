@@ -66,3 +66,17 @@ def test_it_names_the_optimizer_and_what_mends_it(amp: ModuleType) -> None:
     message = r"got RMSprop with eps=1e-08, which is 0 there.*optim\.RMSprop\(\.\.\., eps=1e-4\)"
     with pytest.warns(UserWarning, match=message):
         amp.initialize(model, RMSprop(model.parameters()), opt_level="O3", verbosity=0)
+
+
+@pytest.mark.parametrize("by", ["load_state_dict", "add_param_group"])
+def test_it_warns_of_an_eps_that_comes_later(amp: ModuleType, by: str) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = Adam(model.parameters(), eps=1e-4)
+    amp.initialize([model, other], optimizer, opt_level="O3", verbosity=0)
+    state = Adam(nn.Linear(2, 2).parameters()).state_dict()
+    group = {"params": list(other.parameters()), "eps": 1e-8}
+    with pytest.warns(UserWarning, match=r"got Adam with eps=1e-08, which is 0 there"):
+        optimizer.load_state_dict(state) if by == "load_state_dict" else (
+            optimizer.add_param_group(group)
+        )
+    assert len(optimizer.param_groups) == (1 if by == "load_state_dict" else 2)

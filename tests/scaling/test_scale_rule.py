@@ -49,8 +49,8 @@ def test_dynamic_scale_starts_within_its_bounds(keywords: dict[str, float], init
 def test_dynamic_scale_starts_where_it_is_told() -> None:
     assert ScaleRule.resolve("dynamic", init_scale=3000).init_scale == 3000.0
     assert ScaleRule.resolve(128.0, init_scale=3000.0) == ScaleRule.resolve(128.0)
-    for outside in ({"max_loss_scale": 2048.0}, {"min_loss_scale": 4096.0}):
-        with pytest.raises(ValueError, match="init_scale must lie from"):
+    for outside, mend in (({"max_loss_scale": 2048.0}, 2048), ({"min_loss_scale": 4096.0}, 4096)):
+        with pytest.raises(ValueError, match=rf"init_scale must lie from.*init_scale={mend}\.0\)"):
             ScaleRule.resolve("dynamic", init_scale=3000.0, **outside)
     with pytest.raises(ValueError, match="init_scale must be a number from"):
         ScaleRule.resolve("dynamic", init_scale=float("nan"))
