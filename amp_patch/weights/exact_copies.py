@@ -44,29 +44,50 @@ class ExactCopies:
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def deepcopy(tensor: Tensor, memo: dict[Any, Any]) -> Any:
-            copied = original(tensor, memo)
-            if tensor.dtype in HALVES:
-                self._note(tensor, copied, memo)
+            if tensor.dtype not in HALVES:
+                return original(tensor, memo)
+            if _COPYING not in memo:
+                memo[_COPYING] = _Copying(self._owners())
+            copying = memo[_COPYING]
+            copied = self._copied_master(tensor, copying, memo)
+            if copied is None:
+                copied = original(tensor, memo)
+                self._note(tensor, copied, copying, memo)
             return copied
 
         return deepcopy
 
-    def _note(self, tensor: Tensor, copied: Tensor, memo: dict[Any, Any]) -> None:
+    def _copied_master(
+        self, tensor: Tensor, copying: _Copying, memo: dict[Any, Any]
+    ) -> Tensor | None:
+        """Return the copy that an optimizer, which was copied before the model, has of a master."""
+        master = self._store.value_of(tensor)
+        if master is None or not copying.has_owner_of(tensor, memo):
+            return None
+        copied: Tensor | None = memo.get(id(master))
+        if copied is not None:
+            set_data(copied, self._store.exact(tensor).to(torch.float32, copy=True))
+        return copied
+
+    def _note(
+        self, tensor: Tensor, copied: Tensor, copying: _Copying, memo: dict[Any, Any]
+    ) -> None:
         """Let the copies of a model's weights and buffers be exact, if the model is copied, too.
 
         Copied without it they stay as they are: a graph, say, is made for the dtype. A list of
         weights may be copied before their model; then they are made exact with the model's others.
+        An optimizer that is copied along steps the copy where it has stepped the master.
         """
-        copying = memo.get(_COPYING)
-        if copying is None:
-            memo[_COPYING] = copying = _Copying(self._owners())
         if id(tensor) not in copying.owners:
             return
         copying.waiting.append((tensor, copied))
         waiting, copying.waiting = copying.waiting, []
         for one, its_copy in waiting:
-            if any(id(module) in memo for module in copying.owners[id(one)]):
+            if copying.has_owner_of(one, memo):
                 set_data(its_copy, self._store.exact(one).to(torch.float32, copy=True))
+                master = self._store.value_of(one)
+                if master is not None:
+                    memo.setdefault(id(master), its_copy)
             else:
                 copying.waiting.append((one, its_copy))
 
@@ -91,3 +112,7 @@ class _Copying:
     def __init__(self, owners: dict[int, list[nn.Module]]) -> None:
         self.owners = owners
         self.waiting: list[tuple[Tensor, Tensor]] = []
+
+    def has_owner_of(self, tensor: Tensor, memo: dict[Any, Any]) -> bool:
+        """Return whether a module that has a weight or buffer is copied."""
+        return any(id(module) in memo for module in self.owners.get(id(tensor), ()))

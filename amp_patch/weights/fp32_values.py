@@ -114,6 +114,11 @@ class FP32Values:
         """Return whether there is an fp32 value of a parameter."""
         return param in self._values
 
+    def value_of(self, param: Tensor) -> Tensor | None:
+        """Return the very tensor that holds a parameter's value, a master say; None without."""
+        entry = self._values.get(param)
+        return None if entry is None else entry.value
+
     def are_made_from(self, param: Tensor) -> bool:
         """Return whether a half parameter is the rounded copy of a value, on every rank alike."""
         return param in self._values and param not in self._came_in

@@ -180,3 +180,36 @@ def test_what_is_not_stored_by_the_level_is_copied_as_it_is(amp: ModuleType, lev
     if level == "O1":
         model.register_buffer("mask", torch.ones(4, dtype=torch.float16))
         assert copy.deepcopy(model).mask.dtype is torch.float16
+
+
+@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("order", ["model, optimizer", "optimizer, model", "checkpoint"])
+def test_an_optimizer_that_is_copied_along_steps_the_copy(
+    amp: ModuleType, level: str, order: str
+) -> None:
+    model, optimizer = trained(amp, level)
+    with torch.no_grad():
+        model.first.weight.mul_(1.5)  # by hand: the step that follows takes it over
+    if order == "optimizer, model":
+        own, twin = copy.deepcopy((optimizer, model))
+    elif order == "checkpoint":
+        kept = copy.deepcopy({"epoch": 3, "best": [model], "state": {"optimizer": optimizer}})
+        twin, own = kept["best"][0], kept["state"]["optimizer"]
+    else:
+        twin, own = copy.deepcopy((model, optimizer))
+    plain, by_hand = made()
+    plain.load_state_dict(model.state_dict())
+    by_hand.load_state_dict(optimizer.state_dict())
+    before = [value.clone() for value in model.state_dict().values()]
+    amp.deactivate()
+    for number in range(3):
+        for one, stepping in ((twin, own), (plain, by_hand)):
+            stepping.zero_grad()
+            one(batch(number)).square().mean().backward()
+            stepping.step()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], value), name
+    assert all(map(torch.equal, model.state_dict().values(), before))
+    stepped = [param for group in own.param_groups for param in group["params"]]
+    own_params = [param for param in twin.parameters() if param.requires_grad]
+    assert list(map(id, stepped)) == list(map(id, own_params))
