@@ -136,8 +136,8 @@ def _register(module: Any, name: str, rule: str) -> None:
         if isinstance(module, str) and isinstance(name, types.ModuleType):  # the other way round
             owner, function = function, module
         raise TypeError(
-            f"a registered function is given by its module, then its name, a string; got {name!r} "
-            f"for the name; call amp.register_{rule}_function({owner}, {function!r})."
+            f"a registered function is given by its name, a string; got {name!r}; call "
+            f"amp.register_{rule}_function({owner}, {function!r})."
         )
     if isinstance(module, str):
         when_imported(module, functools.partial(_register, name=name, rule=rule))

@@ -364,6 +364,7 @@ def scaler_ids(optimizer: Optimizer, num_losses: int) -> list[int]:
 
 
 def overflow(amp: ModuleType, run: tuple[nn.Module, Optimizer], loss_id: int = 0) -> None:
+    run[1].zero_grad()
     loss = run[0](torch.randn(4, 4)).sum() * float("inf")
     with amp.scale_loss(loss, run[1], loss_id=loss_id) as scaled_loss:
         scaled_loss.backward()
@@ -395,6 +396,7 @@ def test_another_rule_gets_scalers_of_its_own_found_by_its_own_loss_ids(amp: Mod
     overflow(amp, third, loss_id=1)
     overflow(amp, second, loss_id=1)
     assert scales() == [2.0**16, 8.0, 8.0, 2.0**15]
+    second[1].zero_grad()
     loss = second[0](torch.randn(4, 4)).sum()
     with amp.scale_loss(loss, second[1]) as scaled_loss:
         assert torch.equal(scaled_loss, loss * 8.0)

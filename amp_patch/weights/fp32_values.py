@@ -119,6 +119,12 @@ class FP32Values:
         entry = self._values.get(param)
         return None if entry is None else entry.value
 
+    def trained_halves(self) -> list[Tensor]:
+        """Return the living half parameters of which there is a value, but frozen ones."""
+        return [
+            param for param in self._values if param.dtype in HALVES and self.are_made_from(param)
+        ]
+
     def are_made_from(self, param: Tensor) -> bool:
         """Return whether a half parameter is the rounded copy of a value, on every rank alike."""
         return param in self._values and param not in self._came_in

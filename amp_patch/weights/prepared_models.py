@@ -22,6 +22,7 @@ from amp_patch.distributed.fully_sharded import (
     refuse_other_dtypes,
     reshard,
 )
+from amp_patch.distributed.shards import set_data
 from amp_patch.levels import OptLevel
 
 from . import half_model, module_rules, parametrizations
@@ -153,7 +154,11 @@ class PreparedModels:
                 half_model.restore(model, level.cast_model_type, self._store.exact, buffers)
                 follow_parameters(model)
             self._detach(model)
-        return any(level.cast_model_type in HALVES for _, level in models)
+        left = self._store.trained_halves()  # of models that were dropped, as a shared layer is
+        for param in left:
+            param.grad = None
+            set_data(param, self._store.exact(param))
+        return bool(left) or any(level.cast_model_type in HALVES for _, level in models)
 
     def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
         """Raise for models that are sharded in a way that does not go with a level.

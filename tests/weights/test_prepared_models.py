@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -132,3 +133,24 @@ def test_dropped_models_are_gone(prepared: Prepared) -> None:
     gc.collect()
     assert len(prepared.models.levels) == 0
     assert prepared.models.casting_dtypes() == set()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_layer_that_outlives_its_models_is_float32_again(amp: ModuleType, level: str) -> None:
+    """As an encoder that one model after the other is built around."""
+    shared = nn.Linear(4, 4)
+    for _ in range(2):
+        model = nn.Sequential(shared, nn.Linear(4, 2))
+        optimizer = torch.optim.SGD([*shared.parameters(), *model[1].parameters()], lr=0.5)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with amp.scale_loss(model(torch.ones(2, 4)).square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        values = [value.clone() for name, value in model.state_dict().items() if name[0] == "0"]
+        del model, optimizer, scaled_loss
+        gc.collect()
+        assert shared.weight.dtype in (torch.float16, torch.bfloat16)
+        amp.deactivate()
+        assert [param.dtype for param in shared.parameters()] == [torch.float32] * 2
+        assert all(map(torch.equal, shared.parameters(), values))
+    shared(torch.ones(1, 4)).sum().backward()
