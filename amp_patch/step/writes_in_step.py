@@ -45,7 +45,7 @@ class WritesInStep:
 
     def tell(self) -> None:
         """The masters were stepped, and are published now: warn of writes to half weights."""
-        if self._were_made():
+        if self._is_foreign and self._were_made():  # a kernel may write both
             warn_once(
                 "at a level with fp32 masters a step writes to the masters, and its end rounds "
                 f"them into the half weights; got a {self._name}.step() that wrote to half "

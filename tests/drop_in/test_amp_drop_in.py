@@ -221,6 +221,7 @@ def test_a_script_takes_the_overflow_check_over(amp) -> None:
     for found, scale in ((0, 2.0**10), (1, 2.0**9)):
         scaler._loss_scale = 2.0**10
         before = model[0].weight.detach().clone()
+        optimizer.zero_grad()
         backward(amp, model, optimizer, delay_overflow_check=True)
         assert scaler._unskipped == 0  # the check is left to the script
         overflow_buf = torch.full((1,), found, dtype=torch.int32)
@@ -853,6 +854,7 @@ def test_messages_are_printed_by_verbosity_alone(amp, capsys: pytest.CaptureFixt
         "not finite: 0.weight (NaN), 0.bias (NaN), 1.weight (NaN) and 3 more\n"
     )
     amp._amp_state.verbosity = 0
+    optimizer.zero_grad()
     backward(amp, model, optimizer, value=float("inf"))
     optimizer.step()
     assert capsys.readouterr().out == ""

@@ -24,6 +24,11 @@ from amp_patch.optimizers import FusedLAMB, reference_step
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.weights.lazy_gradients import stored_grad
 
+# The trainings here clear no gradients between steps, which is told of.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:at a level with fp32 masters the gradients of a step"
+)
+
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: AdamW(p, lr=0.05, eps=EPS),
     "adamw fused": lambda p: AdamW(p, lr=0.05, eps=EPS, fused=True),
@@ -99,7 +104,6 @@ def test_any_training_is_the_same_with_large_gradients_in_half(
     del kept
 
 
-@pytest.mark.filterwarnings("ignore:at a level with fp32 masters the gradients of a step")
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_used_gradients_that_a_backward_passes_over_stay_used(
@@ -257,7 +261,6 @@ def test_an_optimizer_is_copied_while_gradients_wait(amp: ModuleType, copied: An
     assert not amp.step_was_skipped(run.optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 def test_a_sparse_gradient_is_stepped_as_ever(amp: ModuleType, plain_steps: list[str]) -> None:
     weights = []
     for fused in (True, False):
@@ -323,7 +326,6 @@ def test_hooks_see_gradients_before_and_weights_after(amp: ModuleType) -> None:
     assert not torch.equal(published, old)
 
 
-@pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("built", ["before", "after"])
 def test_a_scheduler_counts_the_steps(amp: ModuleType, built: str) -> None:
     model = nn.Linear(4, 4)
