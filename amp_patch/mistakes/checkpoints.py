@@ -25,6 +25,8 @@ from amp_patch.step.prepared_optimizers import PreparedOptimizers
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _READ = ("get_state_dict", "get_optimizer_state_dict")
 _WRITE = ("set_state_dict", "set_optimizer_state_dict")
+_FSDP1 = "torch.distributed.fsdp.FullyShardedDataParallel"
+_OF_FSDP1 = ("optim_state_dict", "optim_state_dict_to_load")
 
 
 def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
@@ -32,21 +34,48 @@ def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], An
     if _MODULE not in sys.modules and not is_on():
         return {}
     importlib.import_module(_MODULE)
-    return {
-        f"{_MODULE}.{name}": functools.partial(_with_masters, optimizers, name in _WRITE)
+    lending: list[nn.Module] = []
+    made: dict[str, Callable[[Any], Any]] = {
+        f"{_MODULE}.{name}": functools.partial(_with_masters, optimizers, lending, name in _WRITE)
         for name in (*_READ, *_WRITE)
     }
+    for name in _OF_FSDP1:
+        make = functools.partial(_with_masters, optimizers, lending, False)
+        made[f"{_FSDP1}.{name}"] = functools.partial(_static, make)
+    return made
+
+
+def _static(make: Callable[[Any], Any], original: Callable[..., Any]) -> Any:
+    return staticmethod(make(original))
 
 
 def _with_masters(
-    optimizers: PreparedOptimizers, writes: bool, original: Callable[..., Any]
+    optimizers: PreparedOptimizers,
+    lending: list[nn.Module],
+    writes: bool,
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
+    """Call a function that takes a model first while its parameters are those that are stepped.
+
+    Args:
+        optimizers: those that are prepared.
+        lending: the models for which one of these functions runs, for one calls another.
+        writes: whether it may write to the parameters.
+        original: the function.
+    """
+
     @functools.wraps(original)
     def with_masters(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if lending:
+            return original(model, *args, **kwargs)
         steps = list(optimizers.steps.values())
         masters_in = _fp32_in if flat_modules(model) else _masters_in
-        with _plain_steps(steps), masters_in(model, steps, writes):
-            return original(model, *args, **kwargs)
+        lending.append(model)
+        try:
+            with _plain_steps(steps), masters_in(model, steps, writes):
+                return original(model, *args, **kwargs)
+        finally:
+            lending.clear()
 
     return with_masters
 

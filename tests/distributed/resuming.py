@@ -162,3 +162,41 @@ def resume_from_states(engine: str, level: str) -> bool:
         load(state)
     run(model, optimizer, 4, 7)
     return all(map(torch.equal, numbers(model, optimizer), went_on))
+
+
+def by_fsdp1(level: str) -> float:
+    """Return the largest difference of a parameter after training that went on from FSDP1's state.
+
+    That of the optimizer is from its own ``optim_state_dict``.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.05)
+        return amp.initialize(wrapped, optimizer, opt_level=level, verbosity=0)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8, generator=generator)).float().square().sum()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    model, optimizer = made()
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    weights = copy.deepcopy(model.state_dict())
+    assert {state["exp_avg"].dtype for state in saved["state"].values()} == {torch.float32}
+    train(model, optimizer, 2)
+    resumed, resumed_optimizer = made()
+    resumed.load_state_dict(weights)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(resumed, resumed_optimizer, saved)
+    resumed_optimizer.load_state_dict(loaded)
+    train(resumed, resumed_optimizer, 2)
+    pairs = zip(model.state_dict().values(), resumed.state_dict().values(), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)

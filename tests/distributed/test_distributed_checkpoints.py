@@ -50,3 +50,11 @@ SAVED = [(engine, level) for engine in ("zero", "fsdp1") for level in ("O1", "O2
 @pytest.mark.parametrize("case", nightly_but([("zero", "O2"), ("fsdp1", "O2")], SAVED))
 def test_masters_that_no_model_has_are_saved_with_the_optimizer(case: tuple[str, str]) -> None:
     assert ranks.run(resuming.resume_from_states, *case) == [True, True]
+
+
+@pytest.mark.parametrize(("level", "rounding"), [("O1", 0.0), ("O2", 2**-11), ("O5", 2**-8)])
+def test_fsdp1_saves_and_loads_the_state_of_an_optimizer_itself(
+    level: str, rounding: float
+) -> None:
+    (largest,) = ranks.run(resuming.by_fsdp1, level, size=1)
+    assert largest <= rounding  # the weights are saved as they are stored
