@@ -13,28 +13,49 @@ _RANK = r"^(?:\[[^\]]*\]:?\s*)?"
 _ERROR = re.compile(_RANK + r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 #: What amp_patch adds to errors of torch's (`dtype_notes`): where it was, and the mend.
 _NOTE = re.compile(_RANK + r"(amp_patch: .*)")
+_TRACEBACK = "Traceback (most recent call last):"
+_PREFIX = re.compile(r"^\[[^\]]*\]:? ?")
+#: What Python ends with for an exception that nobody caught, and argparse and click for arguments.
+_OF_EXCEPTIONS, _OF_ARGUMENTS = 1, 2
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 #: An error of amp_patch ends with the call that mends it, which must not be cut off.
 _MOST = 600
 
 
 def crash_reason(code: int, log: Path) -> str:
-    """Return the error that a script ended with, in one line."""
-    lines = [plain(line) for line in log.read_text("utf-8", "replace").splitlines()]
-    lines = [line for line in lines if line]
-    own = [error for error in _errors(lines) if not any(name in error for name in _OF_LAUNCHERS)]
+    """Return the error that a script ended with, in one line; else its exit code and last line."""
     if code < 0:
         return f"ended by {_signal(-code)}"
-    if own:
-        return shortened(own[-1])
-    return shortened(lines[-1]) if lines else f"exit code {code}, and nothing was printed"
+    raw = log.read_text("utf-8", "replace").splitlines()
+    lines = [line for line in map(plain, raw) if line]
+    if not lines:
+        return f"exit code {code}, and nothing was printed"
+    if code == _OF_EXCEPTIONS:
+        own = [error for error in _errors(raw) if not any(one in error for one in _OF_LAUNCHERS)]
+        return shortened(own[-1] if own else lines[-1])
+    if code == _OF_ARGUMENTS:
+        return shortened(lines[-1])
+    return shortened(f"exit code {code}, and the last line was: {lines[-1]}")
 
 
-def _errors(lines: Sequence[str]) -> list[str]:
-    """Return the errors that were printed, each with amp_patch's note to it."""
+def _errors(raw: Sequence[str]) -> list[str]:
+    """Return the errors that were printed, each with amp_patch's note to it.
+
+    Where there are tracebacks, these are what stands below them: a script may print other errors,
+    which it caught, and its own may have any name.
+    """
+    has_tracebacks = any(_TRACEBACK in line for line in raw)
     found: list[str] = []
-    for line in lines:
-        if match := _ERROR.match(line):
+    is_in_frames = False
+    for one in raw:
+        line = plain(one)
+        if _TRACEBACK in line:
+            is_in_frames = True
+        elif is_in_frames:
+            if _PREFIX.sub("", _ESCAPES.sub("", one))[:1].strip():  # frames are indented
+                is_in_frames = False
+                found.append(_PREFIX.sub("", line))
+        elif not has_tracebacks and (match := _ERROR.match(line)):
             found.append(match[1])
         elif found and (match := _NOTE.match(line)) and match[1] not in found[-1]:
             found[-1] += f"; {match[1]}"

@@ -231,6 +231,13 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"\x1b[31mRuntimeError: red\x1b[0m\n", 1, "RuntimeError: red"),
         (b"\xff\xfe\x00\x01\n\n", 1, "exit code 1, and nothing was printed"),
         (b"", 3, "exit code 3, and nothing was printed"),
+        (b"FileNotFoundError: no cache, made anew\nquality not met\n", 3,
+         "exit code 3, and the last line was: quality not met"),
+        (b"ValueError: caught\nTraceback (most recent call last):\n  File 'x'\n    raise it\n"
+         b"QuotaHit: first\nsecond line: of it\n", 1, "QuotaHit: first"),
+        (b"[rank1]: Traceback (most recent call last):\n[rank1]:   File 'x'\n"
+         b"[rank1]: x.Full: no\nTraceback (most recent call last):\n  File 'run'\n"
+         b"torch.ChildFailedError: \n", 1, "x.Full: no"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
         (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
