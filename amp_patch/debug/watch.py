@@ -205,7 +205,7 @@ class Watch(TorchDispatchMode):
         before: tuple[Range, ...] | None,
     ) -> None:
         kinds = kinds_of(output)
-        self._count(place, output)
+        self._count(place, output, is_view=getattr(func, "is_view", False))
         if not kinds:
             if all(_storage(output) != _storage(one) for one in inputs):
                 self._origins.pop(_storage(output), None)
@@ -254,7 +254,7 @@ class Watch(TorchDispatchMode):
             weights_of(module),
         )
 
-    def _count(self, place: Place, output: Tensor) -> None:
+    def _count(self, place: Place, output: Tensor, is_view: bool) -> None:
         if output.dtype is not torch.float16:
             return
         counts = self._watched.counts.setdefault(place.module, Counts())
@@ -267,7 +267,8 @@ class Watch(TorchDispatchMode):
             finite = magnitudes[is_finite]
             counts.grads += output.numel()
             counts.subnormal += int(((finite > 0) & (finite < SMALLEST_NORMAL)).sum())
-            if len(finite):
+            # a view may be of what the forward has saved, which no scale multiplies
+            if len(finite) and not is_view:
                 self._watched.peak = max(self._watched.peak, finite.max().item())
         else:
             counts.beyond += int((~is_finite & (output.detach() != -math.inf)).sum())

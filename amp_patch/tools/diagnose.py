@@ -15,7 +15,7 @@ from .observed import observe
 
 
 @options.script_command()
-@options.steps("End the script after N optimizer steps.", default=50)
+@options.steps("End the script when every optimizer has made N steps.", default=50)
 @options.opt_level()
 @click.option(
     "--out",

@@ -17,7 +17,9 @@ from .observed import observe
 
 
 @options.script_command()
-@options.steps("End the script after N optimizer steps; without it, it runs to its end.")
+@options.steps(
+    "End the script when every optimizer has made N steps; without it, it runs to its end."
+)
 @options.opt_level()
 @click.option(
     "--json",

@@ -108,10 +108,18 @@ def test_what_float32_does_not_mend_is_told_apart(amp, level: str) -> None:
     assert "float32 does not help" in cause.advice()
 
 
+class Amplifying(nn.Module):
+    """Saves activations that are far larger than any gradient, and that no scale multiplies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.exp(torch.tanh(x).to(x.dtype)) * 4000.0).relu() / 4000.0
+
+
+@pytest.mark.parametrize("plant", [nn.Tanh, Amplifying])
 @pytest.mark.parametrize("level", HALF_LEVELS)
-def test_the_loss_scale_is_told_from_the_model(amp, level: str) -> None:
+def test_the_loss_scale_is_told_from_the_model(amp, level: str, plant: Any) -> None:
     scale = {"loss_scale": "dynamic" if level != "O3" else 65536.0}
-    model, optimizer = prepared(amp, around(nn.Tanh()), level, **scale)
+    model, optimizer = prepared(amp, around(plant()), level, **scale)
     train(amp, model, optimizer, lambda outputs: square(outputs + 30.0) * 100.0)
     cause = the_cause(amp)
     assert cause.is_loss_scale
@@ -123,7 +131,7 @@ def test_the_loss_scale_is_told_from_the_model(amp, level: str) -> None:
     for factor, overflows in ((1.0, False), (2.0, True)):
         torch.manual_seed(0)
         options = {"loss_scale": cause.fits * factor}
-        model, optimizer = prepared(amp, around(nn.Tanh()), level, **options)
+        model, optimizer = prepared(amp, around(plant()), level, **options)
         train(amp, model, optimizer, lambda outputs: square(outputs + 30.0) * 100.0)
         assert bool(amp.overflow_report()) == overflows
         amp.deactivate()

@@ -353,6 +353,16 @@ def test_a_script_is_compared(script, tmp_path: Path, amp: str, level: str) -> N
     assert {one["noise"] for one in healthy} == {0}
 
 
+def test_a_script_that_fails_later_is_compared_to_there_and_ends_with_1(
+    script,
+) -> None:
+    path = Path(script())
+    path.write_text(path.read_text() + "\nraise SystemExit(3)\n")
+    result = CliRunner().invoke(main, ["compare", "--steps", "1000", "--", str(path)])
+    assert "O1 was not compared to its end: it ended early: exit code 3" in result.output
+    assert result.exit_code == 1
+
+
 def test_a_script_without_a_model_says_so(script, tmp_path: Path) -> None:
     path = tmp_path / "empty.py"
     path.write_text("from amp_patch import amp\nprint('nothing')\n1 / 0")

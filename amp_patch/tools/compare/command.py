@@ -60,7 +60,7 @@ def command(
         (folder / "compare.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     if found.code:
         click.echo("Interrupted: this is what was compared until then.", err=True)
-    if found.code or not found.comparisons:
+    if found.code or found.failures or not found.comparisons:
         raise click.exceptions.Exit(found.code or 1)
 
 

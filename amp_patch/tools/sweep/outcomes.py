@@ -78,6 +78,15 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """The mean loss of the last tenth of the steps, one at least; None without a loss."""
-        last = final_window(self.losses) if self.losses else []
+        """The mean loss of the last tenth of the steps, one at least; None without a loss.
+
+        A loss that is inf or NaN does not count where its step was skipped: nothing learned of it.
+        """
+        finite = [
+            step.loss
+            for step in self.steps
+            if step.loss is not None and (step.is_finite or not step.skipped)
+        ]
+        counted = finite or self.losses
+        last = final_window(counted) if counted else []
         return sum(last) / len(last) if last else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from amp_patch.tools.sweep.outcomes import Outcome, Run
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.runs import Runner
 from amp_patch.tools.sweep.settings import Settings
-from amp_patch.tools.sweep.steps import Folder, Recording
+from amp_patch.tools.sweep.steps import Folder, Recording, Step
 
 # stands for a training script with a recorder in it
 PRELUDE = """
@@ -90,6 +91,23 @@ def test_rounds_run_over_all_levels_each_with_its_seed(tmp_path: Path) -> None:
     ]
     assert {run.outcome.kind for run in found} == {"finished"}
     assert found[0].about == {"device": "none"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "skipped", "final"),
+    [
+        ([3.0, 2.0, 1.0], (), 1.0),
+        ([3.0, 2.0, math.nan], (2,), 2.0),
+        ([3.0, 2.0, math.inf], (), math.inf),
+        ([3.0, 2.0, 1.0], (2,), 1.0),
+        ([math.inf, math.inf], (0, 1), math.inf),
+    ],
+)
+def test_a_loss_of_a_skipped_step_counts_where_it_is_finite(
+    losses: list[float], skipped: tuple[int, ...], final: float
+) -> None:
+    steps = [Step(losses=[loss], skipped=i in skipped) for i, loss in enumerate(losses)]
+    assert Run("O1", 1, steps=steps).final_loss == final
 
 
 def test_a_run_that_takes_too_long_is_ended_and_keeps_its_steps(tmp_path: Path) -> None:
