@@ -129,6 +129,11 @@ def share(context: click.Context, param: click.Parameter, value: str) -> float:
         number = -1.0
     if not 0 <= number < math.inf:
         raise click.BadParameter(f"{value!r} is neither a share like 0.05 nor one like 5%.")
+    if number >= 1 and not value.endswith("%"):
+        raise click.BadParameter(
+            f"{value!r} is {number:.0%}, for a share of 1 is all of it; write {value}% if that is "
+            "meant."
+        )
     return number
 
 

@@ -128,6 +128,7 @@ def test_a_script_is_swept_in_processes_of_its_own(folder: Path) -> None:
         (["--tolerance", "much", "--", __file__], "neither a share like 0.05 nor one like 5%"),
         (["--tolerance", "nan", "--", __file__], "neither a share"),
         (["--tolerance", "-1%", "--", __file__], "neither a share"),
+        (["--tolerance", "5", "--", __file__], "'5' is 500%, for a share of 1 is all of it"),
         (["--timeout", "-1", "--", __file__], "--timeout"),
         (["--timeout", "nan", "--", __file__], "--timeout"),
         (["--timeout", "inf", "--", __file__], "--timeout"),
