@@ -90,14 +90,20 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
 
 def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.dtype in _HALVES and (tensor.requires_grad or id(tensor) in stored):
-            why = "amp.initialize() has cast" if id(tensor) in stored else "requires a gradient"
+        if tensor.dtype not in _HALVES:
+            continue
+        found = f"models must come in float32, amp.initialize() casts them; got {name!r} in "
+        if id(tensor) in stored:
             raise RuntimeError(
-                f"models must come in float32, amp.initialize() casts them; got {name!r} in "
-                f"{tensor.dtype}, which {why}. Leave out your own .half() or .bfloat16(), call "
-                ".float() on its module, or freeze it by requires_grad_(False). Of a model that "
-                "amp.initialize() cast, call amp.deactivate() first; of one from a file, call "
-                "model.float() first."
+                f"{found}{tensor.dtype}, which amp.initialize() has cast. Use what the first call "
+                "returned, or call amp.deactivate() before you initialize the model anew."
+            )
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"{found}{tensor.dtype}, which requires a gradient. Leave out your own .half() or "
+                ".bfloat16(), call .float() on its module, or freeze it by requires_grad_(False). "
+                "Of a model that amp.initialize() cast, call amp.deactivate() first; of one from "
+                "a file, call model.float() first."
             )
 
 

@@ -131,6 +131,17 @@ def test_a_model_in_half_is_refused_by_the_name_of_the_tensor(
         arguments.models_of([nn.Linear(1, 1), model_of(dtype)])
 
 
+def test_a_model_that_was_cast_is_refused_with_what_to_call() -> None:
+    model = nn.Linear(1, 1).half()
+    message = (
+        "models must come in float32, amp.initialize() casts them; got 'weight' in torch.float16, "
+        "which amp.initialize() has cast. Use what the first call returned, or call "
+        "amp.deactivate() before you initialize the model anew."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.models_of(model, stored={id(model.weight)})
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.float16])
 def test_buffers_of_other_dtypes_are_taken(dtype: torch.dtype) -> None:
     model = with_buffer(dtype)
