@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import scaled_backward
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 LEVELS = ("O1", "O2", "O5")
 INPUTS = torch.randn(4, 16, 4, generator=torch.Generator().manual_seed(0))
@@ -165,3 +166,48 @@ def test_clearing_by_data_clears_the_masters(amp: ModuleType, level: str) -> Non
     pair.optimizer.step()
     for param, old in zip(pair.model.parameters(), before, strict=True):
         assert torch.equal(param, old)
+
+
+class Wrapped(torch.Tensor):
+    """A user's tensor around another one, of whose numbers torch knows nothing."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def inner(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        def wrapped(value: Any) -> Any:
+            return Wrapped(value) if isinstance(value, torch.Tensor) else value
+
+        result = func(*tree_map(inner, args), **tree_map(inner, kwargs or {}))
+        return tree_map(wrapped, result)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_of_a_users_class_are_stepped(amp: ModuleType, level: str) -> None:
+    trained = []
+    for make in (lambda inputs: inputs, Wrapped):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(make(torch.ones(2, 4))).float().sum(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+        trained.append(list(model.state_dict().values()))
+        amp.deactivate()
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other)
