@@ -95,11 +95,20 @@ def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _P
             names.setdefault(id(module), (name, model, level))
     found = None
     for frame in _frames(error):
-        names_of_code = frame.f_code.co_varnames  # the first one is that of "self"
-        module = frame.f_locals.get(names_of_code[0]) if names_of_code else None
+        module = _owner_of(frame)
         if isinstance(module, nn.Module) and id(module) in names and not _is_calling(frame):
             found = _Place(module, *names[id(module)], frame)
     return found
+
+
+def _owner_of(frame: types.FrameType) -> Any:
+    """Return the object whose method runs in a frame; None where it is no method."""
+    code = frame.f_code
+    if "self" in frame.f_locals or not code.co_argcount:
+        return frame.f_locals.get("self")
+    first = frame.f_locals.get(code.co_varnames[0])  # a method's own name for it, or an argument
+    method = getattr(type(first), code.co_name, None)
+    return first if getattr(method, "__code__", None) is code else None
 
 
 def _frames(error: BaseException) -> Iterator[types.FrameType]:

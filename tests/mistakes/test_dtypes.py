@@ -19,6 +19,7 @@ from training import Net, make, prepared
 from amp_patch import amp as core
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.mistakes import dtype_notes
+from amp_patch.session import session
 
 HALF = ("O2", "O3", "O5")
 DTYPES = {"O2": "torch.float16", "O3": "torch.float16", "O5": "torch.bfloat16"}
@@ -138,6 +139,17 @@ def test_a_module_whose_methods_call_it_otherwise_than_self(amp: ModuleType) -> 
 
     model = amp.initialize(nn.Sequential(Other()), opt_level="O2", verbosity=0)
     assert "module '0' (Other)" in fail(lambda: model(X))
+
+
+def test_a_function_that_takes_the_model_is_no_method_of_it(amp: ModuleType) -> None:
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level="O2", verbosity=0)
+
+    def outside(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return net(x) @ net[0].weight  # float32 and half: no module's affair
+
+    with pytest.raises(RuntimeError) as error:
+        outside(model, X)
+    assert dtype_notes._innermost(error.value, session.models.levels) is None
 
 
 @pytest.mark.parametrize("level", HALF)
