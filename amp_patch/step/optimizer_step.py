@@ -316,8 +316,6 @@ class OptimizerStep:
             self._is_stepping = False
             if not self._is_published:
                 self._publish()
-            if self._writes is not None:
-                self._writes.end()
         self.skip.note_made(flag)
         self._end()
         return result

@@ -35,6 +35,7 @@ class WritesInStep:
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins, for which masters and half weights agree."""
+        self._before = None  # versions cost a look at each weight: only where somebody may write
         hooks: Any = getattr(optimizer, "_optimizer_step_pre_hooks", ())
         has_others = len(hooks) > 1 or len(_global_optimizer_pre_hooks) > 1  # than this package's
         if self._hook is not None and has_others:
@@ -69,10 +70,6 @@ class WritesInStep:
         """Masters and half weights agree again; the step may go on."""
         if self._before is not None:
             self._note()
-
-    def end(self) -> None:
-        """The step is over."""
-        self._before = None
 
     def remove(self) -> None:
         """Take the hook off again."""

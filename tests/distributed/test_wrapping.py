@@ -73,13 +73,7 @@ def trained(amp: ModuleType, level: str, when: str) -> list[torch.Tensor]:
     model = nn.DataParallel(model) if when == "before" else model
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     model = nn.DataParallel(model) if when == "after" else model
-    for step in range(4):
-        optimizer.zero_grad()
-        inputs, targets = training.rows(step, 0, 1)
-        loss = (model(inputs).float() - targets).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    wrapping.train(model, optimizer, steps=4)
     found = [param.detach().clone() for param in model.parameters()]
     amp.deactivate()
     return found

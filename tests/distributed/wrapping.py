@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import rank_training as training
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
@@ -45,6 +46,19 @@ def all_that_is_said(levels: tuple[str, ...]) -> list[str]:
     return said
 
 
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rank: int = 0, size: int = 1
+) -> None:
+    """Train a model, in a wrapper perhaps, on one rank's share of each batch."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = training.rows(step, rank, size)
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
 def sent_at_the_start(level: str, is_written: bool) -> list[list[torch.Tensor]]:
     """Return a model's fp32 values, the masters and the weights after training that began apart.
 
@@ -65,13 +79,7 @@ def sent_at_the_start(level: str, is_written: bool) -> list[list[torch.Tensor]]:
             list(amp.master_params(optimizer))[1].add_(0.01)
     wrapper = DistributedDataParallel(model)
     started = [value.clone() for value in model.state_dict().values()]
-    for step in range(3):
-        optimizer.zero_grad()
-        inputs, targets = training.rows(step, rank, 2)
-        loss = (wrapper(inputs).float() - targets).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    train(wrapper, optimizer, steps=3, rank=rank, size=2)
     found = [
         started,
         [master.detach().clone() for master in amp.master_params(optimizer)],
@@ -89,13 +97,7 @@ def sent_at_the_end(level: str) -> list[torch.Tensor]:
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     wrapper = DistributedDataParallel(model)
     with wrapper.join():
-        for step in range(3 + 2 * rank):
-            optimizer.zero_grad()
-            inputs, targets = training.rows(step, 0, 1)
-            loss = (wrapper(inputs).float() - targets).square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+        train(wrapper, optimizer, steps=3 + 2 * rank)
     found = [value.clone() for value in model.state_dict().values()]
     amp.deactivate()
     return found

@@ -183,4 +183,7 @@ def test_what_is_trained_beside_the_model_is_not_told_of(
 ) -> None:
     model, optimizer = make()
     temperature = torch.optim.Adam([alone])
-    amp.initialize(model, [optimizer, temperature], opt_level="O1", verbosity=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp.initialize(model, [optimizer, temperature], opt_level="O1", verbosity=0)
+    assert not caught
