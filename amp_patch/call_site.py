@@ -6,16 +6,18 @@ Knows frames and tracebacks; no level, and of models only what one is.
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import opcode
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from .did_you_mean import meant
 from .warn_once import users_frame
 
 _P = ParamSpec("_P")
@@ -31,11 +33,14 @@ def errors_at_the_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     What users pass is checked some frames deep, and those frames say nothing that the message does
     not. An error that no ``raise`` of ours made, torch's or a defect of ours, keeps its traceback.
+    An argument of a name that the function does not have raises `TypeError`.
     """
+    names = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
+            _refuse_unknown(function.__name__, kwargs, names)
             return function(*args, **kwargs)
         except Exception as error:
             if not _is_raised_by_us(error.__traceback__):
@@ -43,6 +48,18 @@ def errors_at_the_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise error.with_traceback(None)  # noqa: B904  # it is the very same error
 
     return call
+
+
+def _refuse_unknown(function: str, given: Iterable[str], names: Collection[str]) -> None:
+    """Raise for a keyword that is no name of an argument; Python itself does not say which it is."""
+    for name in given:
+        if name not in names:
+            word = meant(name, names)
+            mend = f"amp.{function}({word}=...)" if word else f"help(amp.{function})"
+            raise TypeError(
+                f"amp.{function}() takes the arguments that its signature names; got {name!r}, "
+                f"which is none of them; call {mend}."
+            )
 
 
 def _is_raised_by_us(traceback: TracebackType | None) -> bool:

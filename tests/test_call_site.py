@@ -39,6 +39,26 @@ def test_an_error_shows_the_users_line_and_one_of_ours(
     assert "amp.initialize(" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("optlevel", r"call amp.initialize\(opt_level=\.\.\.\)"),
+        ("optimizer", r"call amp.initialize\(optimizers=\.\.\.\)"),
+        ("keep_batchnorm_float32", r"call amp.initialize\(keep_batchnorm_fp32=\.\.\.\)"),
+        ("dtype", r"call help\(amp.initialize\)"),
+    ],
+)
+def test_an_argument_of_another_name_is_told_with_the_one_that_was_meant(
+    amp: ModuleType, name: str, mend: str
+) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=rf"got {name!r}, .*{mend}") as caught:
+        amp.initialize(model, **{name: "O1"})
+    assert frames(caught.value) == [__file__, call_site.__file__]
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_so_it_does_for_apex(amp: ModuleType) -> None:
     with amp_patch.apex.install(force=True):
         from apex import amp as apex_amp

@@ -158,8 +158,8 @@ def _of_loss_scale(cause: Cause) -> str:
     count = round(math.log2(cause.scale / fits))
     steps = f"{count} step{'s' * (count != 1)}"
     return (
-        f"{fact} A dynamic scale comes there by itself, with {steps} skipped at the start. "
-        f"To start lower, call amp.initialize(..., max_loss_scale={fits:g})."
+        f"{fact} A dynamic scale comes there by itself, with {steps} skipped. "
+        f"To skip none, call amp.initialize(..., max_loss_scale={fits:g})."
     )
 
 

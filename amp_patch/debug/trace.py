@@ -83,6 +83,7 @@ class Tracer(StepObserver):
         self.causes: dict[tuple[str, ...], tuple[Cause, int]] = {}
         self.overflows = 0
         self.passes: list[tuple[int, float, LossWatch]] = []
+        self._looked_at = 0  # the number of the last pass whose cause was searched
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -132,6 +133,7 @@ class Tracer(StepObserver):
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
         """See `StepObserver`."""
         self.overflows += 1
+        self._looked_at = self.recorded.passes
         try:
             cause = replace(self._find(), is_static=not session.scalers[scaler_id].rule.dynamic)
         except Exception as error:
@@ -198,10 +200,11 @@ class Tracer(StepObserver):
             self.recorded.is_off, self.is_looking = was_off, False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Where there is no loss scale, nobody looks at the gradients: look at the loss."""
-        if all(scale == 1.0 for _, scale, _ in self.passes) and any(
-            watch.found is not None or any(one.kinds for one in watch.loss)
-            for _, _, watch in self.passes
+        """Look at losses: one that is NaN may have finite gradients, and unscaled ones go unseen."""
+        if any(
+            any(one.kinds for one in watch.loss) or (scale == 1.0 and watch.found is not None)
+            for number, scale, watch in self.passes
+            if number > self._looked_at
         ):
             self.overflowed(0, [])
 

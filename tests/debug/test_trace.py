@@ -124,7 +124,7 @@ def test_the_loss_scale_is_told_from_the_model(amp, level: str, plant: Any) -> N
     cause = the_cause(amp)
     assert cause.is_loss_scale
     assert "only the loss scale" in cause.advice()
-    own_way = "skipped at the start" if level != "O3" else f"loss_scale={cause.fits:g}), or give"
+    own_way = "comes there by itself, with" if level != "O3" else f"loss_scale={cause.fits:g}), or give"
     assert own_way in cause.advice()
     # the scale that is said to fit fits, and twice that does not, from the same weights
     amp.deactivate()
@@ -517,6 +517,26 @@ def test_without_a_loss_scale_a_loss_that_is_not_finite_is_traced(amp, level: st
     model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=1.0)
     train(amp, model, optimizer, lambda outputs: square(outputs) * torch.inf)
     assert the_cause(amp).where == "loss"
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_a_loss_of_nan_whose_gradients_are_finite_is_traced_once(amp, level: str) -> None:
+    def nothing_counts(outputs: Tensor) -> Tensor:
+        ignored = torch.full((len(outputs),), -100)
+        return nn.functional.cross_entropy(outputs.float(), ignored)
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), level)
+    train(amp, model, optimizer, nothing_counts)
+    assert not amp.step_was_skipped(optimizer)
+    assert the_cause(amp).where == "loss"
+    assert tracer.overflows == 1
+
+
+def test_an_overflow_with_a_loss_of_nan_is_told_once(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O2")
+    train(amp, model, optimizer, lambda outputs: square(outputs) * torch.nan)
+    assert amp.step_was_skipped(optimizer)
+    assert tracer.overflows == 1
 
 
 class Surveying(StepObserver):

@@ -57,10 +57,12 @@ class Settings:
             if name in given and given[name] != getattr(self, name):
                 raise BadArguments(
                     f"a sweep that goes on must keep its {name}, {_shown(getattr(self, name))}; "
-                    f"got {_shown(given[name])}; leave it out, or begin another with --out"
+                    f"got {_shown(given[name])}; leave it out, or begin another sweep"
                 )
         return replace(self, **given)
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "all that there are"
     return " ".join(value) if isinstance(value, (list, tuple)) else str(value)
