@@ -265,10 +265,10 @@ def scale_loss(
         return contextlib.nullcontext(loss)
     loss = arguments.loss_of(loss)
     may_be_plain = not delay_unscale and not delay_overflow_check
-    scaling = session.no_scaling(steps, loss_id, loss.device) if may_be_plain else None
+    scaling = session.passes.no_scaling(steps, loss_id, loss.device) if may_be_plain else None
     if scaling is not None:
         return UnscaledLoss(loss, session.cache, scaling)
-    backward_pass = session.backward_pass(steps, loss_id, loss.device, delay_overflow_check)
+    backward_pass = session.passes.of_loss(steps, loss_id, loss.device, delay_overflow_check)
     return ScaledLoss(loss, backward_pass, delay_unscale, delay_overflow_check)
 
 

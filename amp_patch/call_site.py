@@ -51,7 +51,7 @@ def errors_at_the_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _refuse_unknown(function: str, given: Iterable[str], names: Collection[str]) -> None:
-    """Raise for a keyword that is no name of an argument; Python itself does not say which it is."""
+    """Raise for a keyword that no argument is called by; Python does not say which is meant."""
     for name in given:
         if name not in names:
             word = meant(name, names)

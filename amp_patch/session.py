@@ -23,15 +23,14 @@ from torch.optim.optimizer import (
 )
 
 from . import arguments, kernels
+from .backward_passes import BackwardPasses
 from .casting import torch_compile, torch_sites
 from .casting.library_functions import LibraryFunctions
 from .casting.mode import ALL_DEVICES, HALVES, mode, process
 from .casting.patched_functions import PatchedFunctions
-from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .distributed.engines import local_optimizer, ranks_given, refuse_bucket_views
-from .distributed.groups import has_others
 from .levels import OptLevel
 from .living_objects import instances
 from .mistakes.guard import Guard
@@ -39,12 +38,9 @@ from .optimizers.half_eps import warn_of_eps
 from .patching import Patches
 from .scaling.loss_scaler import LossScaler
 from .scaling.scale_rule import ScaleRule
-from .step.backward_pass import BackwardPass, Other
 from .step.history import History, Prepared
-from .step.loss_scaling import Found, HostScaling, LossScaling, NoScaling, choose_scaling
 from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
-from .step.overflow_log import OverflowLog
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
@@ -68,7 +64,7 @@ class Session:
         libraries: the functions of other libraries; their rules outlive the session.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed; "skips": those of skipped steps only.
-        overflows: the last one of each scaler.
+        passes: makes what stands around each backward.
         history: what was initialized, and how many steps came of it.
         guard: looks out for mistakes.
         observers: told of each training step; they stay when the session ends.
@@ -87,8 +83,6 @@ class Session:
 
     def _reset(self) -> None:
         self.scalers: list[LossScaler] = []
-        self._host_scalings: dict[int, HostScaling] = {}
-        self.overflows = OverflowLog()
         self.history = History()
         self.verbosity: int | str = 1
         self.initialized = False
@@ -101,8 +95,17 @@ class Session:
             self.optimizers,
             self.store,
             lambda: self.scalers[0],
-            lambda steps, device: self._scaling(steps, 0, device, may_be_delayed=True),
-            lambda steps, scaling: self._pass(steps, 0, scaling),
+            lambda steps, device: self.passes.scaling(steps, 0, device, may_be_delayed=True),
+            lambda steps, scaling: self.passes.under(steps, 0, scaling),
+        )
+        self.passes = BackwardPasses(
+            self.scalers,
+            self.models,
+            self.optimizers,
+            self.cache,
+            self.guard,
+            self.observers,
+            lambda: self._prints,
         )
         self._untouched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_model: set[torch.dtype] = set()
@@ -297,102 +300,6 @@ class Session:
                     f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
                 )
         return [steps[optimizer] for optimizer in given]
-
-    def no_scaling(
-        self, steps: Sequence[OptimizerStep], loss_id: Any, device: torch.device
-    ) -> NoScaling | None:
-        """Return what counts a backward pass that needs nothing else; None where one may.
-
-        That is O0 and O4, where nobody looks on. Arguments and errors are `backward_pass`'s.
-        """
-        if not steps[0].backward.takes_grads_as_they_are:  # at once, where there are masters
-            return None
-        scaler = self.scalers[self.optimizers.scaler_of(steps[0], loss_id)]
-        is_alone = len(steps) == len(self.optimizers.steps) == 1
-        if (
-            scaler.rule.dynamic
-            or scaler.scale != 1.0
-            or not is_alone
-            or self.guard.unprepared
-            or self.observers
-            or mode.modules
-            or mode.models
-        ):
-            return None
-        return NoScaling(scaler, device)
-
-    def backward_pass(
-        self,
-        steps: Sequence[OptimizerStep],
-        loss_id: Any,
-        device: torch.device,
-        may_be_delayed: bool = False,
-    ) -> BackwardPass:
-        """Return the hooks of one backward pass, see `BackwardPass`.
-
-        Args:
-            steps: of the optimizers whose gradients the backward writes.
-            loss_id: which of their losses it is.
-            device: the loss's.
-            may_be_delayed: whether the check may wait until the step.
-
-        Raises:
-            TypeError, IndexError: no such loss.
-        """
-        if mode.modules or mode.models:  # an interrupt ended a forward, and training goes on
-            running = running_modules()
-            rules_of_modules.leave_but(running)
-            mode.leave_models_but(running)
-        scaler_id = self.optimizers.scaler_of(steps[0], loss_id)
-        is_moved = self.scalers[scaler_id].rule.dynamic
-        if is_moved and steps[0].backward.is_watched and has_others():
-            self.guard.scale_users.note(steps, scaler_id)
-        return self._pass(steps, scaler_id, self._scaling(steps, scaler_id, device, may_be_delayed))
-
-    def _scaling(
-        self,
-        steps: Sequence[OptimizerStep],
-        scaler_id: int,
-        device: torch.device,
-        may_be_delayed: bool,
-    ) -> LossScaling:
-        """Return who scales a loss of these optimizers on a device."""
-        for step in steps:
-            if step.skip.pending:
-                step.skip.settle()
-        scaler, on_host = self.scalers[scaler_id], self._host_scalings.get(scaler_id)
-        if on_host is None or on_host.scaler is not scaler:
-            name_of, on_overflow = self.models.name_of, self._note_overflow
-            on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, lambda: self._prints)
-            self._host_scalings[scaler_id] = on_host
-        return choose_scaling(
-            on_host,
-            device,
-            may_be_delayed or self.observers.wait_for_overflows,
-            can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
-        )
-
-    def _pass(
-        self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
-    ) -> BackwardPass:
-        others: list[Other] = [*self.optimizers.others(steps)]
-        if self.guard.unprepared:
-            others.append(self.guard.unprepared)
-        on_scaled = None
-        if self.observers:
-            stepped = [one for step in steps if (one := step.optimizer) is not None]
-            on_scaled = functools.partial(self.observers.scaled, scaler_id, stepped)
-        optimizers = [step.backward for step in steps]
-        unsynced, open_block = self.guard.unsynced or None, self.guard.backwards.open
-        return BackwardPass(
-            optimizers, others, scaling, self.cache, on_scaled, unsynced, open_block
-        )
-
-    def _note_overflow(
-        self, scaler_id: int, found: Sequence[Found], scale: float, step: int
-    ) -> None:
-        self.overflows.note(scaler_id, scale, step, found, self.models.places())
-        self.observers.overflowed(scaler_id, found)
 
     def _is_disabled(self, optimizers: Any) -> bool:
         if not self.initialized:

@@ -33,6 +33,7 @@ FLOORS = (
     {"amp"},
     {"user_functions", "cuda_graph", "debug", "initialization"},
     {"session"},
+    {"backward_passes"},
     {"mistakes"},
     {"step"},
     {"optimizers", "scaling", "half_model"},

@@ -73,7 +73,7 @@ def overflow_report() -> OverflowReport:
         return OverflowReport([])
     session.optimizers.settle()
     session.settle()
-    return OverflowReport(session.overflows.last(), list(tracer.causes.values()))
+    return OverflowReport(session.passes.overflows.last(), list(tracer.causes.values()))
 
 
 def _lines(overflow: Overflow) -> list[str]:

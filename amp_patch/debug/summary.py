@@ -130,7 +130,10 @@ def summary() -> Summary:
         ),
         tuple(
             LossSummary(
-                number, scaler.loss_scale(), scaler.rule.dynamic, session.overflows.count(number)
+                number,
+                scaler.loss_scale(),
+                scaler.rule.dynamic,
+                session.passes.overflows.count(number),
             )
             for number, scaler in enumerate(session.scalers)
         ),

@@ -200,7 +200,7 @@ class Tracer(StepObserver):
             self.recorded.is_off, self.is_looking = was_off, False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Look at losses: one that is NaN may have finite gradients, and unscaled ones go unseen."""
+        """Look at losses: one of NaN may have finite gradients, and unscaled ones nobody checks."""
         if any(
             any(one.kinds for one in watch.loss) or (scale == 1.0 and watch.found is not None)
             for number, scale, watch in self.passes

@@ -124,8 +124,8 @@ def test_the_loss_scale_is_told_from_the_model(amp, level: str, plant: Any) -> N
     cause = the_cause(amp)
     assert cause.is_loss_scale
     assert "only the loss scale" in cause.advice()
-    own_way = "comes there by itself, with" if level != "O3" else f"loss_scale={cause.fits:g}), or give"
-    assert own_way in cause.advice()
+    told = f"loss_scale={cause.fits:g}), or give" if level == "O3" else "comes there by itself"
+    assert told in cause.advice()
     # the scale that is said to fit fits, and twice that does not, from the same weights
     amp.deactivate()
     for factor, overflows in ((1.0, False), (2.0, True)):

@@ -40,7 +40,7 @@ def update_last(amp: ModuleType, loss: Tensor, optimizer: Any) -> None:
 
 
 def begun(loss: Tensor, optimizer: Any) -> Any:
-    one = session.backward_pass([session.optimizers.steps[optimizer]], 0, loss.device)
+    one = session.passes.of_loss([session.optimizers.steps[optimizer]], 0, loss.device)
     one.scale(loss).backward()
     return one
 

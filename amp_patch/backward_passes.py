@@ -1,0 +1,155 @@
+"""What stands around each backward of a session: who scales its loss, checks it, and looks on.
+
+Knows what was prepared and who looks out for mistakes; `BackwardPass` does the work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .casting.mode import mode
+from .casting.running_modules import running_modules
+from .casting.weight_cache import WeightCache
+from .distributed.groups import has_others
+from .mistakes.guard import Guard
+from .scaling.loss_scaler import LossScaler
+from .step.backward_pass import BackwardPass, Other
+from .step.loss_scaling import Found, HostScaling, LossScaling, NoScaling, choose_scaling
+from .step.observers import Observers
+from .step.optimizer_step import OptimizerStep
+from .step.overflow_log import OverflowLog
+from .step.prepared_optimizers import PreparedOptimizers
+from .weights import module_rules as rules_of_modules
+from .weights.prepared_models import PreparedModels
+
+
+class BackwardPasses:
+    """Makes the `BackwardPass` of each scaled loss.
+
+    Args:
+        scalers: one list per process; a loss_id of an optimizer points into it.
+        models, optimizers, cache: of the session.
+        guard: looks out for mistakes.
+        observers: told of each pass and each overflow.
+        prints: whether skipped steps are told.
+
+    Attributes:
+        overflows: the last one of each scaler.
+    """
+
+    def __init__(
+        self,
+        scalers: Sequence[LossScaler],
+        models: PreparedModels,
+        optimizers: PreparedOptimizers,
+        cache: WeightCache,
+        guard: Guard,
+        observers: Observers,
+        prints: Callable[[], bool],
+    ) -> None:
+        self._scalers, self._models, self._optimizers = scalers, models, optimizers
+        self._cache, self._guard, self._observers = cache, guard, observers
+        self._prints = prints
+        self._host_scalings: dict[int, HostScaling] = {}
+        self.overflows = OverflowLog()
+
+    def no_scaling(
+        self, steps: Sequence[OptimizerStep], loss_id: Any, device: torch.device
+    ) -> NoScaling | None:
+        """Return what counts a backward pass that needs nothing else; None where one may.
+
+        That is O0 and O4, where nobody looks on. Arguments and errors are `of_loss`'s.
+        """
+        if not steps[0].backward.takes_grads_as_they_are:  # at once, where there are masters
+            return None
+        scaler = self._scalers[self._optimizers.scaler_of(steps[0], loss_id)]
+        is_alone = len(steps) == len(self._optimizers.steps) == 1
+        if (
+            scaler.rule.dynamic
+            or scaler.scale != 1.0
+            or not is_alone
+            or self._guard.unprepared
+            or self._observers
+            or mode.modules
+            or mode.models
+        ):
+            return None
+        return NoScaling(scaler, device)
+
+    def of_loss(
+        self,
+        steps: Sequence[OptimizerStep],
+        loss_id: Any,
+        device: torch.device,
+        may_be_delayed: bool = False,
+    ) -> BackwardPass:
+        """Return the hooks of one backward pass, see `BackwardPass`.
+
+        Args:
+            steps: of the optimizers whose gradients the backward writes.
+            loss_id: which of their losses it is.
+            device: the loss's.
+            may_be_delayed: whether the check may wait until the step.
+
+        Raises:
+            TypeError, IndexError: no such loss.
+        """
+        if mode.modules or mode.models:  # an interrupt ended a forward, and training goes on
+            running = running_modules()
+            rules_of_modules.leave_but(running)
+            mode.leave_models_but(running)
+        scaler_id = self._optimizers.scaler_of(steps[0], loss_id)
+        is_moved = self._scalers[scaler_id].rule.dynamic
+        if is_moved and steps[0].backward.is_watched and has_others():
+            self._guard.scale_users.note(steps, scaler_id)
+        return self.under(steps, scaler_id, self.scaling(steps, scaler_id, device, may_be_delayed))
+
+    def scaling(
+        self,
+        steps: Sequence[OptimizerStep],
+        scaler_id: int,
+        device: torch.device,
+        may_be_delayed: bool,
+    ) -> LossScaling:
+        """Return who scales a loss of these optimizers on a device."""
+        for step in steps:
+            if step.skip.pending:
+                step.skip.settle()
+        scaler, on_host = self._scalers[scaler_id], self._host_scalings.get(scaler_id)
+        if on_host is None or on_host.scaler is not scaler:
+            name_of, on_overflow = self._models.name_of, self._note_overflow
+            on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, self._prints)
+            self._host_scalings[scaler_id] = on_host
+        return choose_scaling(
+            on_host,
+            device,
+            may_be_delayed or self._observers.wait_for_overflows,
+            can_skip=lambda: all(step.backward.skips_by_flag for step in steps),
+        )
+
+    def under(
+        self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
+    ) -> BackwardPass:
+        """Return the hooks of a backward pass whose loss is scaled so; arguments as `scaling`'s."""
+        others: list[Other] = [*self._optimizers.others(steps)]
+        if self._guard.unprepared:
+            others.append(self._guard.unprepared)
+        on_scaled = None
+        if self._observers:
+            stepped = [one for step in steps if (one := step.optimizer) is not None]
+            on_scaled = functools.partial(self._observers.scaled, scaler_id, stepped)
+        optimizers = [step.backward for step in steps]
+        unsynced, open_block = self._guard.unsynced or None, self._guard.backwards.open
+        return BackwardPass(
+            optimizers, others, scaling, self._cache, on_scaled, unsynced, open_block
+        )
+
+    def _note_overflow(
+        self, scaler_id: int, found: Sequence[Found], scale: float, step: int
+    ) -> None:
+        self.overflows.note(scaler_id, scale, step, found, self._models.places())
+        self._observers.overflowed(scaler_id, found)
