@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,12 +30,20 @@ _FSDP1 = "torch.distributed.fsdp.FullyShardedDataParallel"
 _OF_FSDP1 = ("optim_state_dict", "optim_state_dict_to_load")
 
 
+class _Lending:
+    """Whether one of the functions runs; a second thread waits until it has ended."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_on = False
+
+
 def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
     """Return what makes the replacements of its functions, where processes may call them."""
     if _MODULE not in sys.modules and not is_on():
         return {}
     importlib.import_module(_MODULE)
-    lending: list[nn.Module] = []
+    lending = _Lending()
     made: dict[str, Callable[[Any], Any]] = {
         f"{_MODULE}.{name}": functools.partial(_with_masters, optimizers, lending, name in _WRITE)
         for name in (*_READ, *_WRITE)
@@ -51,7 +60,7 @@ def _static(make: Callable[[Any], Any], original: Callable[..., Any]) -> Any:
 
 def _with_masters(
     optimizers: PreparedOptimizers,
-    lending: list[nn.Module],
+    lending: _Lending,
     writes: bool,
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -59,23 +68,24 @@ def _with_masters(
 
     Args:
         optimizers: those that are prepared.
-        lending: the models for which one of these functions runs, for one calls another.
+        lending: whether one of these functions runs, for one calls another.
         writes: whether it may write to the parameters.
         original: the function.
     """
 
     @functools.wraps(original)
     def with_masters(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if lending:
-            return original(model, *args, **kwargs)
-        steps = list(optimizers.steps.values())
-        masters_in = _fp32_in if flat_modules(model) else _masters_in
-        lending.append(model)
-        try:
-            with _plain_steps(steps), masters_in(model, steps, writes):
+        with lending.lock:
+            if lending.is_on:  # of this very thread
                 return original(model, *args, **kwargs)
-        finally:
-            lending.clear()
+            steps = list(optimizers.steps.values())
+            masters_in = _fp32_in if flat_modules(model) else _masters_in
+            lending.is_on = True
+            try:
+                with _plain_steps(steps), masters_in(model, steps, writes):
+                    return original(model, *args, **kwargs)
+            finally:
+                lending.is_on = False
 
     return with_masters
 
