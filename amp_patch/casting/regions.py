@@ -76,7 +76,7 @@ class CastContext:
 
         Raises:
             TypeError: what computes after its call returned (a generator function, a coroutine),
-                or is no function.
+                or is no function, as a layer is none.
         """
         _refuse_no_function(function)
 
@@ -168,6 +168,12 @@ def _refuse_no_function(function: Any) -> None:
             "a region decorates a function that computes before it returns, no generator, "
             f"coroutine or class; got {function!r}; write 'with amp.half_region():' (or the like) "
             "inside of it, around what computes there."
+        )
+    if isinstance(function, nn.Module):
+        raise TypeError(
+            "a region decorates a function, for what it returns in a layer's place would have no "
+            f"parameters; got an object of type {type(function).__name__}; decorate its forward, or "
+            "call amp.initialize(..., rules={'modules': {'path.of.the.layer': 'float'}})."
         )
 
 

@@ -458,15 +458,26 @@ def test_a_block_decorates_only_what_computes_before_it_returns(amp, name, late)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_block_decorates_methods_modules_and_partials(level, name):
+def test_a_block_decorates_methods_and_partials(level, name):
     amp, half = level
     observer = Observer(product)
     seen = [
         getattr(amp, name)()(called)(*args)
-        for called, args in ((functools.partial(product), ()), (X.matmul, (W,)), (observer, (X,)))
+        for called, args in (
+            (functools.partial(product), ()),
+            (X.matmul, (W,)),
+            (observer.forward, (X,)),
+        )
     ]
     expected = half if name == "half_region" else torch.float32
     assert seen[0] is seen[1].dtype is observer.seen is expected
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_layer_is_refused_for_its_parameters_would_be_lost(amp, name):
+    words = "would have no parameters; got an object of type Linear; decorate its forward"
+    with pytest.raises(TypeError, match=words):
+        getattr(amp, name)()(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
