@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .continued import continued
 from .outcomes import Run
-from .verdicts import REFERENCE, Verdict, deviations, verdict_of
+from .verdicts import DIVERGED, REFERENCE, Verdict, deviations, verdict_of
 from .warm_up import timed, warm_up_steps
 
 
@@ -81,6 +81,11 @@ class Comparison:
     def reference(self) -> Row | None:
         """The row of O0; None where it was not swept."""
         return next((row for row in self.rows if row.level == REFERENCE), None)
+
+    @property
+    def diverged(self) -> set[str]:
+        """The levels that diverged."""
+        return {row.level for row in self.rows if row.verdict.kind == DIVERGED}
 
 
 def compared(runs: Sequence[Run], tolerance: float) -> Comparison:

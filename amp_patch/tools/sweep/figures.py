@@ -21,7 +21,7 @@ def figures(
     """Return name -> title and figure, in the order in which they are shown."""
     shown = series.shown_runs(runs)
     with_loss = [run for run in shown if run.losses]
-    found = {"loss": ("Loss: running mean; single steps are faint", _loss(with_loss))}
+    found = {"loss": ("Loss: running mean; single steps are faint", _loss(comparison, with_loss))}
     if len(with_loss) > 1 and any(run.level == REFERENCE for run in with_loss):
         title = f"Difference of the loss from {REFERENCE}; the band is the tolerance"
         found["difference"] = title, _difference(with_loss, tolerance)
@@ -31,7 +31,7 @@ def figures(
     return found
 
 
-def _loss(runs: Sequence[Run]) -> Any:
+def _loss(comparison: Comparison, runs: Sequence[Run]) -> Any:
     figure = _figure("step", "loss")
     for run in runs:
         raw = series.losses(run)
@@ -47,6 +47,12 @@ def _loss(runs: Sequence[Run]) -> Any:
             hoverinfo="skip",
         )
         figure.add_scatter(x=mean.steps, y=mean.values, **_line(run.level))
+    diverged = comparison.diverged
+    for run in runs:  # above all lines
+        if run.level in diverged:
+            last = series.last_finite(run)
+            marker = {"symbol": "x", "size": 12, "color": wording.COLORS[run.level]}
+            _add_markers(figure, run.level, last, f"{run.level}, diverged", marker)
     means = [series.smoothed(series.losses(run)) for run in runs]
     is_log = series.falls_far(means)
     # "D2" are ticks at 1, 2 and 5, which lie upon each other where the axis is long
@@ -133,16 +139,8 @@ def _scale(runs: Sequence[Run]) -> Any:
         line["line"] = {**line["line"], "shape": "hv"}
         figure.add_scatter(x=curve.steps, y=curve.values, **line)
     for run in runs:  # above all lines
-        skips = series.skips(run)
-        figure.add_scatter(
-            x=skips.steps,
-            y=skips.values,
-            mode="markers",
-            marker={"symbol": "triangle-down", "size": 11, "color": wording.COLORS[run.level]},
-            name=f"{run.level}, skipped",
-            legendgroup=run.level,
-            showlegend=False,
-        )
+        marker = {"symbol": "triangle-down", "size": 11, "color": wording.COLORS[run.level]}
+        _add_markers(figure, run.level, series.skips(run), f"{run.level}, skipped", marker)
     powers = series.powers_of_two([series.scales(run) for run in runs])
     figure.update_yaxes(
         type="log",
@@ -150,6 +148,20 @@ def _scale(runs: Sequence[Run]) -> Any:
         ticktext=[f"2<sup>{power}</sup>" for power in powers],
     )
     return figure
+
+
+def _add_markers(
+    figure: Any, level: str, curve: series.Curve, name: str, marker: dict[str, Any]
+) -> None:
+    figure.add_scatter(
+        x=curve.steps,
+        y=curve.values,
+        mode="markers",
+        marker=marker,
+        name=name,
+        legendgroup=level,
+        showlegend=False,
+    )
 
 
 def _figure(x: str, y: str | None) -> Any:

@@ -69,13 +69,14 @@ class Lines(Notes):
         """See `runs.View`."""
         if recording is not None and time.monotonic() - self._spoken > SELDOM:
             self._spoken = time.monotonic()
-            self._say(f"  {named(run)}: {progress(recording.steps)}")
+            words = progress(recording.steps, running_loss(recording.steps))
+            self._say(f"  {named(run)}: {words}")
 
     def ended(self, run: Run) -> None:
         """See `runs.View`."""
         self._number += not self._has_begun
         self._has_begun = False
-        words = progress(run.steps)
+        words = progress(run.steps, run.final_loss)
         if run.outcome.kind != FINISHED:
             words = f"{run.outcome.kind}: {run.outcome.reason or words}"
         self._say(f"  {named(run)}: {words}")
@@ -95,6 +96,7 @@ class LiveTable(Notes):
         self._settings = settings
         self._states = dict.fromkeys(settings.levels, "waits")
         self._steps: dict[str, Sequence[Step]] = {level: [] for level in settings.levels}
+        self._losses: dict[str, float | None] = {}
         self._live = Live(self._table(), console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> LiveTable:
@@ -106,21 +108,21 @@ class LiveTable(Notes):
 
     def began(self, run: Run) -> None:
         """See `runs.View`."""
-        self._show(run, "starts", [])
+        self._show(run, "starts", [], None)
 
     def goes_on(self, run: Run, recording: Recording | None) -> None:
         """See `runs.View`."""
         if recording is not None:
-            self._show(run, "runs", recording.steps)
+            self._show(run, "runs", recording.steps, running_loss(recording.steps))
 
     def ended(self, run: Run) -> None:
         """See `runs.View`."""
-        self._show(run, run.outcome.kind, run.steps)
+        self._show(run, run.outcome.kind, run.steps, run.final_loss)
 
-    def _show(self, run: Run, state: str, steps: Sequence[Step]) -> None:
+    def _show(self, run: Run, state: str, steps: Sequence[Step], loss: float | None) -> None:
         rounds = self._settings.repeat
         self._states[run.level] = f"{state} {run.round}/{rounds}" if rounds > 1 else state
-        self._steps[run.level] = steps
+        self._steps[run.level], self._losses[run.level] = steps, loss
         self._live.update(self._table())
 
     def _table(self) -> Table:
@@ -138,17 +140,17 @@ class LiveTable(Notes):
         for name in _FIGURES[:count]:
             table.add_column(name, justify="right", no_wrap=True)
         for level, state in self._states.items():
-            figures = self._figures(self._steps[level])
+            figures = self._figures(self._steps[level], self._losses.get(level))
             table.add_row(level, _coloured(state), *figures[:count])
         return table
 
-    def _figures(self, steps: Sequence[Step]) -> list[str]:
+    def _figures(self, steps: Sequence[Step], loss: float | None) -> list[str]:
         most = self._settings.steps
         if not steps:
             return ["", "", "", "", ""]
         return [
             f"{len(steps)}/{most}" if most else str(len(steps)),
-            wording.loss(running_loss(steps)),
+            wording.loss(loss),
             wording.rate(recent_seconds(steps)),
             wording.scale(steps[-1].scale),
             str(sum(step.skipped for step in steps)),
@@ -160,14 +162,14 @@ def named(run: Run) -> str:
     return run.level if run.round == 1 else f"{run.level}, round {run.round}"
 
 
-def progress(steps: Sequence[Step]) -> str:
-    """Say how far a run has come."""
+def progress(steps: Sequence[Step], loss: float | None) -> str:
+    """Say how far a run has come, and with which loss."""
     if not steps:
         return "no step yet"
     skipped = sum(step.skipped for step in steps)
     parts = [
         f"{len(steps)} steps",
-        f"loss {wording.loss(running_loss(steps))}",
+        f"loss {wording.loss(loss)}",
         f"{wording.rate(recent_seconds(steps))} steps/s",
         f"scale {wording.scale(steps[-1].scale)}",
         f"{skipped} skipped",

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 from . import series, wording
 from .comparison import Comparison, Row, Spread
 from .outcomes import Run
-from .verdicts import DIVERGED, OK, REFERENCE
+from .verdicts import OK, REFERENCE
 
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
@@ -178,19 +178,17 @@ def _draw_loss_of(axes: Axes, run: Run) -> series.Curve | None:
 
 def _mark_divergence(axes: Axes, comparison: Comparison, runs: Sequence[Run]) -> None:
     """Mark the last finite loss of a level that diverged."""
-    diverged = {row.level for row in comparison.rows if row.verdict.kind == DIVERGED}
+    diverged = comparison.diverged
     for run in runs:
-        curve = series.losses(run)
-        known = [i for i, value in enumerate(curve.values) if not math.isnan(value)]
-        if run.level in diverged and known:
-            last = known[-1]
-            color = wording.COLORS[run.level]
+        last = series.last_finite(run)
+        if run.level in diverged:
             axes.plot(
-                curve.steps[last],
-                curve.values[last],
+                last.steps,
+                last.values,
+                linestyle="none",
                 marker="X",
                 markersize=12,
-                color=color,
+                color=wording.COLORS[run.level],
                 markeredgecolor="white",
                 zorder=5,
             )

@@ -52,6 +52,13 @@ def skips(run: Run) -> Curve:
     return thinned(Curve([step for step, _ in pairs], [scale for _, scale in pairs]))
 
 
+def last_finite(run: Run) -> Curve:
+    """Return the last finite loss as a curve of one point; of none where no loss was finite."""
+    curve = losses(run)
+    known = [(i, v) for i, v in zip(curve.steps, curve.values, strict=True) if not math.isnan(v)]
+    return Curve([i for i, _ in known[-1:]], [v for _, v in known[-1:]])
+
+
 def smoothed(curve: Curve) -> Curve:
     """Return running means, over the steps around each."""
     reach = int(len(curve.values) * SMOOTH / 2)

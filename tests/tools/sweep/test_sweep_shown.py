@@ -168,6 +168,19 @@ def test_without_a_terminal_a_run_is_two_lines(
     ]
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_loss_of_a_run_that_has_ended_is_that_of_its_table(is_terminal: bool) -> None:
+    console = console_of(100, is_terminal=is_terminal)
+    run = made_run("O1", FALLING)
+    with live.view_for(console, Settings(["x.py"], ["O1"])) as view:
+        view.began(run)
+        view.ended(run)
+    final, mean = (wording.loss(x) for x in (run.final_loss, live.running_loss(run.steps)))
+    assert final != mean
+    assert final in printed(console)
+    assert mean not in printed(console)
+
+
 @pytest.mark.parametrize("width", [60, 100])
 def test_a_terminal_shows_each_level_with_loss_speed_and_scale(width: int) -> None:
     console = console_of(width, is_terminal=True)
@@ -250,6 +263,25 @@ def test_the_report_says_beside_a_speed_that_the_level_does_not_train() -> None:
     texts = " ".join(str(text) for text in re.findall(r"\d\.\d\dx \(\w+\)", shown.to_json()))
     assert "(diverged)" in texts
     assert "(deviates)" in texts
+
+
+def test_a_loss_that_diverged_is_marked_where_it_was_finite_last(axes) -> None:
+    comparison, shown = eventful_comparison(), series.shown_runs(eventful())
+    (level,) = comparison.diverged
+    last = series.last_finite(next(run for run in shown if run.level == level))
+    assert len(last.steps) == 1
+    figure = figures.figures(comparison, eventful(), 0.05)["loss"][1]
+    marked = [line for line in figure.data if line.mode == "markers"]
+    assert [(line.name, line.x, line.y) for line in marked] == [
+        (f"{level}, diverged", tuple(last.steps), tuple(last.values))
+    ]
+    plots.draw_loss(axes, comparison, shown)
+    crosses = [line for line in axes.lines if line.get_marker() == "X"]
+    assert [tuple(line.get_xydata().ravel()) for line in crosses] == [(*last.steps, *last.values)]
+
+
+def test_a_loss_that_never_was_finite_has_no_mark() -> None:
+    assert series.last_finite(made_run("O3", [math.nan] * 9)) == series.Curve([], [])
 
 
 def test_long_curves_are_thinned_to_what_a_plot_shows() -> None:
