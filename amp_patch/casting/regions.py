@@ -172,8 +172,8 @@ def _refuse_no_function(function: Any) -> None:
     if isinstance(function, nn.Module):
         raise TypeError(
             "a region decorates a function, for what it returns in a layer's place would have no "
-            f"parameters; got an object of type {type(function).__name__}; decorate its "
-            "forward, or call amp.initialize(..., rules={'modules': {'path.of.the.layer': 'float'}})."
+            f"parameters; got an object of type {type(function).__name__}; decorate its forward, "
+            "or call amp.initialize(..., rules={'modules': {'path.of.the.layer': 'float'}})."
         )
 
 
