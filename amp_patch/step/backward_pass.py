@@ -296,7 +296,8 @@ class BackwardPass:
                 "the backward() of a scaled loss must reach parameters of its optimizers; got "
                 "one that wrote none of their gradients, so that they train nothing. Compute "
                 "the loss with the model that amp.initialize() returned, not with a copy of "
-                "it, and pass the optimizer of that model to amp.scale_loss()."
+                "it, and pass the optimizer of that model to amp.scale_loss(). What "
+                "torch.autograd.grad() returned, assign to .grad inside the block."
             )
 
     def _share(self, by: Literal["model", "master"]) -> list[tuple[OptimizerBackward, ParamPairs]]:

@@ -179,6 +179,22 @@ def test_a_finite_loss_after_one_that_overflowed_does_not_save_the_step(amp: Mod
     assert model.weight.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_a_user_makes_of_each_losss_own_are_unscaled(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level, 1024.0)
+    params = list(model.parameters())
+    losses = torch.stack([model.loss(1.5, 0.5), model.loss(-0.25, 3.0)])
+    with amp.scale_loss(losses, optimizer) as scaled:
+        each = [torch.autograd.grad(one, params, retain_graph=True) for one in scaled]
+        for param, one, other in zip(params, *each, strict=True):
+            param.grad = one - 2 * other
+    optimizer.step()
+    assert model.weight.tolist() == [-(1.5 + 2 * 0.25)] * 2
+    assert model.bias.tolist() == [-(0.5 - 2 * 3.0)]
+
+
 def test_an_optimizer_that_was_not_passed_is_left_alone(amp: ModuleType) -> None:
     models = [Weight(), Weight()]
     optimizers = [SGD(model.parameters(), lr=1.0) for model in models]
