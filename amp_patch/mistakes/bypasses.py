@@ -29,7 +29,7 @@ def _handed_on(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
     @functools.wraps(original)
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         step = optimizers.steps.get(optimizers.originals_of(self))
-        replaced = None if step is None or step.is_in_original else step.methods.get(name)
+        replaced = None if step is None else step.methods.in_place_of(name)
         if replaced is None:
             return original(self, *args, **kwargs)
         return replaced(*args, **kwargs)

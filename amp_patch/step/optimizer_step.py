@@ -5,10 +5,8 @@ Knows one optimizer; nothing of models, levels or how scales move.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,14 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import FLOATS, mode
-from amp_patch.casting.torch_compile import never_trace
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.half_eps import warn_of_eps
 from amp_patch.optimizers.registry import refuse_options
-from amp_patch.patching import Patches, bind
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
@@ -34,6 +30,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
+from .replaced_methods import ReplacedMethods
 from .skip import Skip, must_be_told, step_by_flag
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
@@ -63,9 +60,7 @@ class OptimizerStep:
         ended: how many steps there were, those skipped included.
         was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
             is no loss scale, and from when that is known.
-        methods: of the optimizer, by name, that stand in the place of its own.
-        is_in_original: whether a replaced method calls what it replaces, which may be of the class
-            that `bypasses` replaces methods of: that must not hand the call back.
+        methods: that stand in the place of the optimizer's own.
     """
 
     def __init__(
@@ -81,7 +76,7 @@ class OptimizerStep:
     ) -> None:
         self._observers = observers
         self._optimizer = weakref.ref(optimizer)
-        self._patches = Patches()
+        self.methods = ReplacedMethods()
         self._undo: list[Callable[[], None]] = []
         self.has_own_groups = False
         self.scalers = scalers
@@ -104,8 +99,6 @@ class OptimizerStep:
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
-        self.methods: dict[str, Callable[..., Any]] = {}
-        self.is_in_original = False
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -123,17 +116,18 @@ class OptimizerStep:
     def _patch_methods(
         self, optimizer: Optimizer, wrapped: Sequence[Optimizer], steps_halves: bool
     ) -> None:
-        self._patch(optimizer, "step", self._step)
-        self._patch(optimizer, "zero_grad", self._zero_grad)
+        replace = self.methods.replace
+        replace(optimizer, "step", self._step)
+        replace(optimizer, "zero_grad", self._zero_grad)
         for one in wrapped:
-            self._patch(one, "step", self._step_wrapped)
-            self._patch(one, "zero_grad", self._zero_grad)
+            replace(one, "step", self._step_wrapped, is_wrapped=True)
+            replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
         if self.masters is not None:
-            self._patch(optimizer, "add_param_group", self._add_param_group)
+            replace(optimizer, "add_param_group", self._add_param_group)
         elif not steps_halves:
-            self._patch(optimizer, "add_param_group", self._add_float_group)
+            replace(optimizer, "add_param_group", self._add_float_group)
         else:
-            self._patch(optimizer, "add_param_group", self._add_group)
+            replace(optimizer, "add_param_group", self._add_group)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -149,7 +143,7 @@ class OptimizerStep:
             self._hook.remove()
         if self._writes is not None:
             self._writes.remove()
-        self._patches.undo()
+        self.methods.undo()
         for undo in self._undo:
             undo()
 
@@ -188,43 +182,6 @@ class OptimizerStep:
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
                 if key != "step" and isinstance(value, Tensor) and value.dtype in FLOATS:
                     state[key] = value.to(param.dtype)
-
-    def _patch(self, optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of an optimizer by ``method(original, *args)``.
-
-        The replacement does not hold this object, which records it: when the optimizer goes, so
-        does all that belongs to it, without waiting for the garbage collector.
-        """
-        weak = weakref.WeakMethod(method)
-        own = vars(optimizer).get(name)
-        kind, reference = type(optimizer), weakref.ref(optimizer)
-
-        def original(*args: Any, **kwargs: Any) -> Any:
-            if own:
-                return own(*args, **kwargs)
-            return getattr(kind, name)(reference(), *args, **kwargs)  # replaced since, perhaps
-
-        # wraps() also hands on the mark by which LR schedulers know a step they have seen.
-        @functools.wraps(own or getattr(kind, name))
-        @never_trace
-        def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            alive = weak()
-            if alive is None:  # released, but a scheduler built later still calls this
-                return original(*args, **kwargs)
-            return alive(original, *args, **kwargs)
-
-        bound = bind(replacement, optimizer)
-        if optimizer is self._optimizer():
-            self.methods[name] = bound
-        self._patches.replace(optimizer, name, bound)
-
-    @contextlib.contextmanager
-    def _in_original(self) -> Iterator[None]:
-        was_in_original, self.is_in_original = self.is_in_original, True
-        try:
-            yield
-        finally:
-            self.is_in_original = was_in_original
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_published:
@@ -423,7 +380,7 @@ class OptimizerStep:
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
-            with self._in_original():
+            with self.methods.in_original():
                 original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
@@ -437,7 +394,7 @@ class OptimizerStep:
             refuse_options(optimizer, param_group)
         params = param_group.get("params") if isinstance(param_group, dict) else None
         if self.masters is None or params is None or isinstance(params, set):
-            with self._in_original():
+            with self.methods.in_original():
                 original(param_group)
             return
         if self.has_own_groups:
@@ -446,7 +403,7 @@ class OptimizerStep:
         count = len(self.masters)
         param_group["params"] = self.masters.replace(given)
         try:
-            with self._in_original():
+            with self.methods.in_original():
                 original(param_group)
         except BaseException:
             self.masters.drop_after(count)
@@ -455,14 +412,14 @@ class OptimizerStep:
 
     def _add_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group of parameters that are stepped as they are, in half or not."""
-        with self._in_original():
+        with self.methods.in_original():
             original(param_group)
         if (optimizer := self._optimizer()) is not None:
             warn_of_eps(optimizer)
 
     def _add_float_group(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group of parameters that are stepped as they are, none of them trained in half."""
-        with self._in_original():
+        with self.methods.in_original():
             original(param_group)
         optimizer = self._optimizer()
         if optimizer is not None:

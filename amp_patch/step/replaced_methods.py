@@ -1,0 +1,84 @@
+"""Methods of an optimizer that others stand in the place of, until they are undone.
+
+Knows optimizers; nothing of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+from amp_patch.casting.torch_compile import never_trace
+from amp_patch.patching import Patches, bind
+
+
+class ReplacedMethods:
+    """What stands in the place of an optimizer's methods, and of those that it wraps."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._by_name: dict[str, Callable[..., Any]] = {}
+        self._is_in_original = False
+
+    def replace(
+        self, optimizer: Optimizer, name: str, method: Callable[..., Any], is_wrapped: bool = False
+    ) -> None:
+        """Replace a method of an optimizer by ``method(original, *args)``.
+
+        The replacement does not hold the object that ``method`` is bound to: when the optimizer
+        goes, so does all that belongs to it, without waiting for the garbage collector.
+
+        Args:
+            optimizer: whose method is replaced.
+            name: of the method.
+            method: bound to an object.
+            is_wrapped: whether the optimizer is one that another wraps.
+        """
+        weak = weakref.WeakMethod(method)
+        own = vars(optimizer).get(name)
+        kind, reference = type(optimizer), weakref.ref(optimizer)
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            if own:
+                return own(*args, **kwargs)
+            return getattr(kind, name)(reference(), *args, **kwargs)  # replaced since, perhaps
+
+        # wraps() also hands on the mark by which LR schedulers know a step they have seen.
+        @functools.wraps(own or getattr(kind, name))
+        @never_trace
+        def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            alive = weak()
+            if alive is None:  # released, but a scheduler built later still calls this
+                return original(*args, **kwargs)
+            return alive(original, *args, **kwargs)
+
+        bound = bind(replacement, optimizer)
+        if not is_wrapped:
+            self._by_name[name] = bound
+        self._patches.replace(optimizer, name, bound)
+
+    def in_place_of(self, name: str) -> Callable[..., Any] | None:
+        """Return what stands in the place of the optimizer's own method; None while it calls that.
+
+        What it calls may be of the class that `bypasses` replaces methods of: the call must not be
+        handed back.
+        """
+        return None if self._is_in_original else self._by_name.get(name)
+
+    @contextlib.contextmanager
+    def in_original(self) -> Iterator[None]:
+        """Call what was replaced inside."""
+        was_in_original, self._is_in_original = self._is_in_original, True
+        try:
+            yield
+        finally:
+            self._is_in_original = was_in_original
+
+    def undo(self) -> None:
+        """Put the optimizer's own methods back."""
+        self._patches.undo()
