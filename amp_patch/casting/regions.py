@@ -171,9 +171,9 @@ def _refuse_no_function(function: Any) -> None:
         )
     if isinstance(function, nn.Module):
         raise TypeError(
-            "a region decorates a function, for what it returns in a layer's place would have no "
-            f"parameters; got an object of type {type(function).__name__}; decorate its forward, "
-            "or call amp.initialize(..., rules={'modules': {'path.of.the.layer': 'float'}})."
+            "a region decorates functions, and a module would lose its parameters by it; got an "
+            f"object of type {type(function).__name__}; decorate its forward, or call "
+            "amp.initialize(..., rules={'modules': {'path.in.the.model': 'float'}})."
         )
 
 

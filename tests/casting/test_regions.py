@@ -475,7 +475,7 @@ def test_a_block_decorates_methods_and_partials(level, name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_layer_is_refused_for_its_parameters_would_be_lost(amp, name):
-    words = "would have no parameters; got an object of type Linear; decorate its forward"
+    words = "would lose its parameters by it; got an object of type Linear; decorate its forward"
     with pytest.raises(TypeError, match=words):
         getattr(amp, name)()(nn.Linear(2, 2))
 

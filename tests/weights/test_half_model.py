@@ -496,6 +496,10 @@ def test_a_copy_whose_weights_were_quantized_keeps_its_inputs(amp: ModuleType) -
         assert torch.equal(twin(ones()), torch.full((2, 3), 4.0))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch keeps its graph when the weights' dtype changes, without amp too",
+)
 def test_a_copy_that_was_compiled_follows_its_weights(amp: ModuleType) -> None:
     twin = from_a_pickle(prepared(amp, nn.Sequential(nn.Linear(4, 3), nn.Tanh())))
 
