@@ -284,10 +284,9 @@ class CachedGroup:
         is_known = self._seen == self._owner.changes and has_state == bool(self._states)
         if is_known and are_same(params, self._params):
             return
-        state = self._owner.state
         self._seen = self._owner.changes
         self._params, self._weights = list(params), None
-        self._states = [state[param] for param in params] if has_state else []
+        self._states = self._owner.states_of(params) if has_state else []
         kinds = {(param.dtype, param.device) for param in params}
         is_one = len(kinds) == 1 and not any_spread(params)
         self.are_float32_on_one_device = is_one and params[0].dtype is torch.float32
@@ -354,6 +353,14 @@ class CachedGroups:
         states = list(self.state.values())
         if not are_same(states, self._states):
             self.changes, self._states = self.changes + 1, states
+
+    def states_of(self, params: list[Tensor]) -> list[ParamState]:
+        """Return the state of each parameter, as `optimizer.state` makes it where it has none."""
+        count = len(self.state)
+        states = [self.state[param] for param in params]
+        if len(self.state) > count:  # known from now on, so that the next look sees it taken away
+            self._states = list(self.state.values())
+        return states
 
 
 def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:

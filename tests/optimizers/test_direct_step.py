@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from drawn_trainings import ACTIONS, EPS, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support import profiled
+from support import profiled, scaled_backward
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -487,6 +488,49 @@ class Wrapper:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         return self.function(*args, **kwargs)
+
+
+def _take_away(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            optimizer.state.pop(param, None)
+
+
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "pop": _take_away,
+    "another": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "setstate": lambda optimizer: optimizer.__setstate__({"state": defaultdict(dict)}),
+}
+
+
+@pytest.mark.parametrize("steps", [(1,), (3,), (2, 3), (1, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_was_taken_away_begins_anew(
+    amp: ModuleType, name: str, reset: str, steps: tuple[int, ...]
+) -> None:
+    def train(level: str | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if level is not None:
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for number in range(6):
+            if number in steps:
+                RESETS[reset](optimizer)
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 3)).square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                scaled_backward(amp, loss, optimizer)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()], len(optimizer.state)
+
+    (expected, count), (found, found_count) = train(None), train("O0")
+    assert all(map(torch.equal, found, expected))
+    assert found_count == count
 
 
 @pytest.mark.parametrize("shows", [False, True])

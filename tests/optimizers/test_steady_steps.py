@@ -136,6 +136,12 @@ class Training:
         for state, name, value in list(self.states())[-1:]:
             state[name] = value * 0.5
 
+    def clear_states(self) -> None:
+        self.optimizer.state.clear()
+
+    def take_a_state_away(self) -> None:
+        self.optimizer.state.pop(next(iter(self.stepped())), None)
+
     def count_steps_in_another_dtype(self) -> None:
         for state in self.optimizer.state.values():
             if "step" in state:
