@@ -1,6 +1,6 @@
 """One cast of an activation for functions that take it one after the other, as q, k and v do.
 
-Knows tensors; nothing of functions, rules or weights.
+Knows tensors and the forward that runs; nothing of functions, rules or weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .mode import mode
 
 #: How to cast to the usual dtypes: Tensor.to(dtype) costs the host twice as much.
 CAST: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -30,13 +32,16 @@ class _LastCast(threading.local):
 
     Both tensors are held weakly: a cast lives as long as the graph of a function that took it.
 
+    What no operator has made, an input, say, may lie in memory that NumPy writes to, which no
+    version tells of: its cast serves within one forward of a model.
+
     Attributes:
-        entry: references to the source and to the cast, the cast's dtype, and the version and the
-            address that the source had.
+        entry: references to the source and to the cast, the cast's dtype, the version and the
+            address that the source had, and the forwards that ran, or None where that is all one.
     """
 
     def __init__(self) -> None:
-        self.entry: tuple[Any, ...] = (_nothing, _nothing, None, 0, 0)
+        self.entry: tuple[Any, ...] = (_nothing, _nothing, None, 0, 0, None)
 
 
 _last = _LastCast()
@@ -65,8 +70,10 @@ def last_cast(source: Tensor, dtype: torch.dtype) -> Tensor | None:
 
     For a caller who has seen that grad is on and nothing recorded.
     """
-    known, known_cast, known_dtype, version, address = _last.entry
+    known, known_cast, known_dtype, version, address, forwards = _last.entry
     if known() is not source or known_dtype is not dtype:
+        return None
+    if forwards is not None and not (forwards and forwards is mode.models):
         return None
     cast: Any = known_cast()
     if cast is None or source._version != version or source.data_ptr() != address:
@@ -84,7 +91,8 @@ def new_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
             state = source._version, source.data_ptr()
         except RuntimeError:  # made in inference mode, or sparse: it has no version or no address
             return cast
-        _last.entry = (weakref.ref(source), weakref.ref(cast), dtype, *state)
+        forwards = mode.models if source.grad_fn is None else None  # each makes a tuple anew
+        _last.entry = (weakref.ref(source), weakref.ref(cast), dtype, *state, forwards)
     return cast
 
 

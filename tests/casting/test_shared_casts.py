@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_patch.casting import shared_casts
+from amp_patch.casting.mode import mode
 from amp_patch.casting.shared_casts import CAST, shared_cast
 
 HALF = torch.float16
@@ -123,15 +124,20 @@ def use(cast: Tensor) -> Tensor:
     return cast @ torch.ones(2, 2, dtype=HALF, requires_grad=True)
 
 
+def made() -> Tensor:
+    """Return what an operator has made, as most activations are."""
+    return torch.ones(2, 2, requires_grad=True) * 1
+
+
 def test_uses_in_a_row_share_one_cast() -> None:
-    activation = torch.ones(2, 2, requires_grad=True)
+    activation = made()
     with CastCounter() as counter:
         outputs = [use(shared_cast(activation, HALF)) for _ in range(3)]
     assert (len(outputs), counter.casts) == (3, 1)
 
 
 def test_a_cast_goes_with_the_graphs_that_hold_it() -> None:
-    activation = torch.ones(2, 2, requires_grad=True)
+    activation = made()
     cast = shared_cast(activation, HALF)
     held = weakref.ref(cast)
     output = use(cast)
@@ -143,7 +149,7 @@ def test_a_cast_goes_with_the_graphs_that_hold_it() -> None:
 
 
 def test_an_activation_is_not_kept_alive() -> None:
-    activation = torch.ones(2, 2, requires_grad=True)
+    activation = made()
     output = use(shared_cast(activation, HALF))
     held = weakref.ref(activation)
     del activation
@@ -153,14 +159,14 @@ def test_an_activation_is_not_kept_alive() -> None:
 
 
 def test_a_write_to_the_cast_itself_is_not_shared() -> None:
-    activation = torch.ones(2, 2)
+    activation = made()
     cast = shared_cast(activation, HALF)
     cast.add_(1)
     assert shared_cast(activation, HALF).eq(1).all()
 
 
 def test_a_cast_of_inference_mode_is_not_shared() -> None:
-    activation = torch.ones(2, 2)
+    activation = made()
     with torch.inference_mode():
         held = shared_cast(activation, HALF)
     assert held.is_inference()
@@ -168,12 +174,20 @@ def test_a_cast_of_inference_mode_is_not_shared() -> None:
 
 
 def test_a_cast_made_before_is_no_constant_of_a_recorded_graph() -> None:
-    activation = torch.ones(2, 2)
+    activation = made()
     output = use(shared_cast(activation, HALF))
     recorded = make_fx(lambda tensor: use(shared_cast(tensor, HALF)))(activation)
     assert torch.equal(recorded(activation * 2), output * 2)
 
 
+@pytest.fixture
+def in_a_forward() -> Iterator[None]:
+    mode.enter_model(0, HALF, HALF)
+    yield
+    mode.leave_model(0)
+
+
+@pytest.mark.usefixtures("in_a_forward")
 def test_a_cast_of_a_transform_does_not_outlive_it() -> None:
     activation = torch.ones(2, 2)
     kept: list[Tensor] = []
@@ -210,6 +224,47 @@ def test_query_key_and_value_share_a_cast_and_its_gradient(amp: ModuleType, opt_
     with CastCounter() as counter:
         output.backward(torch.ones_like(output))
     assert counter.casts == 1 + 6  # of the activation's gradient, and of those of the weights
+
+
+def write_by_numpy(inputs: Tensor, value: float) -> None:
+    inputs.detach().numpy()[:] = value
+
+
+WRITES: dict[str, Callable[[Tensor, float], Any]] = {
+    "NumPy": write_by_numpy,
+    "data": lambda inputs, value: inputs.data.fill_(value),
+    "dlpack": lambda inputs, value: torch.from_dlpack(inputs.detach()).fill_(value),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("differentiated", [True, False])
+@pytest.mark.parametrize("opt_level", ["O1", "O4"])
+def test_an_input_that_others_write_to_is_cast_in_each_forward(
+    amp: ModuleType, opt_level: str, differentiated: bool, write: str
+) -> None:
+    """As an environment writes its observations, while the graphs of earlier forwards live."""
+    model = amp.initialize(nn.Linear(2, 2), opt_level=opt_level, verbosity=0)
+    inputs = torch.zeros(1, 2, requires_grad=differentiated)
+    outputs = []
+    for value in range(1, 4):
+        WRITES[write](inputs, value)
+        outputs.append(model(inputs))
+    for value, output in enumerate(outputs, 1):
+        assert torch.equal(output, model(torch.full((1, 2), float(value))))
+
+
+def test_nor_does_a_function_outside_of_a_forward_share_the_cast_of_an_input(
+    amp: ModuleType,
+) -> None:
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(2))
+    inputs, results = torch.zeros(2, 2), []
+    for value in range(1, 4):
+        write_by_numpy(inputs, value)
+        results.append(nn.functional.linear(inputs, model.weight))
+    assert [result[0, 0].item() for result in results] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

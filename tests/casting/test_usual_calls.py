@@ -221,7 +221,7 @@ def test_what_no_rule_casts_stays(o1: Any) -> None:
 
 
 def test_products_with_weights_share_the_cast_of_their_input(o1: Any) -> None:
-    x = torch.ones(2, 2, requires_grad=True)
+    x = torch.ones(2, 2, requires_grad=True) * 1
     weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(3)]
     results = [x @ weight for weight in weights]
     assert len({result.grad_fn.next_functions[0][0] for result in results}) == 1
@@ -239,7 +239,7 @@ def casts_under(results: list[Tensor]) -> int:
 
 
 def test_contractions_with_weights_share_the_casts_of_input_and_weight(o1: Any) -> None:
-    x, model = torch.ones(3, 4, requires_grad=True), nn.ParameterList([torch.ones(2, 4, 3)])
+    x, model = torch.ones(3, 4, requires_grad=True) * 1, nn.ParameterList([torch.ones(2, 4, 3)])
     session.cache.add_model(model)
     results = [torch.einsum("bi,eij->bej", x, model[0]) for _ in range(3)]
     assert casts_under(results) == 2
@@ -248,7 +248,7 @@ def test_contractions_with_weights_share_the_casts_of_input_and_weight(o1: Any) 
 
 
 def test_a_view_by_an_equation_is_of_a_cast_of_its_own(o1: Any) -> None:
-    x, weight = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2))
+    x, weight = torch.ones(2, 2, requires_grad=True) * 1, nn.Parameter(torch.ones(2, 2))
     product = x @ weight
     torch.einsum("ij->ji", x).mul_(
         2
@@ -258,7 +258,7 @@ def test_a_view_by_an_equation_is_of_a_cast_of_its_own(o1: Any) -> None:
 
 
 def test_a_contraction_of_activations_alone_notes_no_cast(o1: Any) -> None:
-    query, key = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    query, key = (torch.ones(2, 2, requires_grad=True) * 1 for _ in range(2))
     assert torch.einsum("ij,kj->ik", query, key).dtype is HALF
     assert shared_casts.last_cast(query, HALF) is None
     assert shared_casts.last_cast(key, HALF) is None
