@@ -151,11 +151,11 @@ class GradientBuffers:
         return [entry for entry, has in zip(column, self._has_master, strict=True) if not has]
 
     def references(self, grads: list[Tensor]) -> Sequence[Tensor | weakref.ref[Tensor]]:
-        """Return what tells these half gradients from later ones, and keeps no large one alive."""
+        """Return for each what tells it from later ones, and keeps no large one alive."""
         if self._have_all_buffers:
             return grads
-        small = list(compress(grads, self._have_buffer))
-        return [*small, *map(weakref.ref, map(grads.__getitem__, self._large))]
+        pairs = zip(grads, self._have_buffer, strict=True)
+        return [grad if has_buffer else weakref.ref(grad) for grad, has_buffer in pairs]
 
     def _local(self, column: list[Tensor]) -> list[Tensor]:
         return list(map(local, column)) if self.is_spread else column

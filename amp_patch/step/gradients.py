@@ -38,7 +38,7 @@ from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
 from .scaled_gradients import ScaledGradients
 from .shown_gradients import WatchedBits, show
-from .used_gradients import UsedGradients
+from .used_gradients import Reference, UsedGradients, is_of
 
 
 class Gradients:
@@ -61,8 +61,9 @@ class Gradients:
         self.scaled = ScaledGradients()
         # (parameter, its gradient before the pass)
         self._aside: list[tuple[Tensor, Tensor]] = []
-        # for each pass: half parameters, and the versions of the gradients that masters were given
-        self._received: list[tuple[list[Tensor], list[int]]] = []
+        # for each pass: half parameters, and the versions of the gradients that masters were given,
+        # and what tells these from others
+        self._received: list[tuple[list[Tensor], list[int], Sequence[Reference]]] = []
         self._watched = WatchedBits()
         # of the last pass, until `show` and `finish`
         self._written: ParamPairs | None = None
@@ -84,8 +85,10 @@ class Gradients:
         if self.scaled.scale is not None:
             return True
         watched = self._watched
-        for params, versions in self._received:
-            if not _untouched(params, versions) or (watched.sums and watched.written(params)):
+        for params, versions, references in self._received:
+            if not _untouched(params, versions, references):
+                return True
+            if watched.sums and watched.written(params):
                 return True
         return False
 
@@ -286,7 +289,7 @@ class Gradients:
         else:
             lazy.hold(buffers.masters, Made(check.grads))
         self._used.begin(grads)
-        self._note(pairs.model, grads)
+        self._note(pairs.model, grads, grads)
         return check
 
     def show(self, scale: float | Tensor) -> None:
@@ -311,30 +314,33 @@ class Gradients:
         """The masters' gradients were clipped."""
         if self._received and self._lazy is None:
             self._used.add(map(weakref.ref, show(pairs)))
-            received = [param for params, _ in self._received for param in params]
+            received = [param for params, _, _ in self._received for param in params]
             self._received.clear()
             params = [param for param in received if _has_grad(param)]
-            self._note(params, list(map(_GRAD, params)))
+            grads = list(map(_GRAD, params))
+            self._note(params, grads, list(map(weakref.ref, grads)))
 
     def finish(self) -> None:
         """End a pass: half gradients are as the script gets them, and those set aside are back."""
         written, self._written = self._written, None
         halves, self._halves = self._halves, []
         if written is not None:
-            self._note(written.model, halves)
+            self._note(written.model, halves, self._buffers.references(halves))
         for param, grad in self._aside:
             if param.grad is None:
                 param.grad = grad
         self._aside.clear()
 
-    def _note(self, params: list[Tensor], grads: list[Tensor]) -> None:
+    def _note(
+        self, params: list[Tensor], grads: list[Tensor], references: Sequence[Reference]
+    ) -> None:
         """Note the gradients of these parameters, to tell what is written to them later."""
         source = None if self._lazy is None else self._lazy.source
         if isinstance(source, HalfGradients) and same(source.grads, grads):
             versions = source.versions  # it has asked these very gradients
         else:
             versions = list(map(_VERSION, grads))
-        self._received.append((params, versions))
+        self._received.append((params, versions, references))
         is_read = self._lazy is None or isinstance(source, LargeInHalf)
         if is_read and self._watched.passes_left:
             self._watched.note(params)
@@ -414,33 +420,44 @@ class Gradients:
         """Where the user cleared a half gradient, drop what its master was given of it, too."""
         if self.are_delayed(pairs):
             return
-        versions: dict[int, int] = {}
+        noted = {
+            id(param): (version, reference)
+            for row in self._received
+            for param, version, reference in zip(*row, strict=True)
+        }
         cleared: list[Tensor] = []
-        written = {key for params, _ in self._received for key in self._watched.written(params)}
-        for params, noted in self._received:
-            versions.update(zip(map(id, params), noted, strict=True))
+        written = {key for params, _, _ in self._received for key in self._watched.written(params)}
         for param, master in zip(*pairs, strict=True):
-            version, grad = versions.get(id(param)), param.grad
+            if param is master or id(param) not in noted:
+                continue
+            (version, reference), grad = noted[id(param)], param.grad
+            is_noted = is_of(reference, grad)
             if (
-                param is master
-                or version is None
-                or (grad is not None and grad._version == version and id(param) not in written)
+                grad is not None
+                and is_noted
+                and grad._version == version
+                and id(param) not in written
             ):
                 continue
             if grad is None or not kernels.values(grad).any():
                 cleared.append(master)
-                del versions[id(param)]
+                del noted[id(param)]
             else:
-                self._tell_of_write(grad)
+                self._tell_of_write(grad, is_another=not is_noted)
         if cleared and self._lazy is not None and self._lazy.are_waiting:
             self._lazy.discard(cleared)
         for master in cleared:
             master.grad = None
-        left = [param for param in pairs.model if id(param) in versions]
-        self._received = [(left, [versions[id(param)] for param in left])]
+        left = [param for param in pairs.model if id(param) in noted]
+        versions = [noted[id(param)][0] for param in left]
+        self._received = [(left, versions, [noted[id(param)][1] for param in left])]
 
-    def _tell_of_write(self, grad: Tensor) -> None:
+    def _tell_of_write(self, grad: Tensor, is_another: bool) -> None:
         """Warn of a write to a half gradient that no step reads; to one that waits it is refused.
+
+        Args:
+            grad: of the parameter, as it is.
+            is_another: it took the place of the one that the backward wrote.
 
         Raises:
             RuntimeError: see `UnscaledLater.refuse_written`.
@@ -449,7 +466,7 @@ class Gradients:
         if isinstance(source, LargeInHalf):
             source.refuse_write_to(grad)
         # kernels refuse to step with one that was written to
-        if not self._has_warned and not isinstance(source, HalfGradients):
+        if not self._has_warned and (is_another or not isinstance(source, HalfGradients)):
             self._has_warned = True
             warn(
                 "What is written to the gradients of half parameters after scale_loss() has no "
@@ -460,11 +477,15 @@ class Gradients:
             )
 
 
-def _untouched(params: list[Tensor], versions: list[int]) -> bool:
+def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:
+    """Return whether the gradients are those that were noted, and as they were."""
+    grads: list[Any] = look_up(_GRAD, params)
     try:
-        return look_up(_GRAD_VERSION, params) == versions
+        if list(map(_VERSION, grads)) != versions:
+            return False
     except AttributeError:  # None has no version
         return False
+    return same(grads, references) or all(map(is_of, references, grads))
 
 
 def _has_grad(param: Tensor) -> bool:
@@ -472,6 +493,5 @@ def _has_grad(param: Tensor) -> bool:
 
 
 _GRAD = operator.attrgetter("grad")
-_GRAD_VERSION = operator.attrgetter("grad._version")
 _IS_SPARSE = operator.attrgetter("is_sparse")
 _VERSION = operator.attrgetter("_version")

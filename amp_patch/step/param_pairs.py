@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import compress
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -41,6 +42,6 @@ class ParamPairs(NamedTuple):
         return ParamPairs(*(list(compress(column, chosen)) for column in self))
 
 
-def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+def same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether two lists hold the same objects."""
     return len(ones) == len(others) and all(map(operator.is_, ones, others))

@@ -14,6 +14,12 @@ from torch import Tensor
 Reference = Tensor | weakref.ref[Tensor]
 
 
+def is_of(reference: Reference, grad: Tensor | None) -> bool:
+    """Return whether a gradient is that which was noted by a reference."""
+    known = reference if isinstance(reference, Tensor) else reference()
+    return known is not None and known is grad
+
+
 class UsedGradients:
     """The half gradients that a step has used, or will; weakly held where they are large."""
 

@@ -153,6 +153,40 @@ def test_a_write_to_half_gradients_that_masters_have_received_is_told_once(amp, 
     assert "amp.clip_grad_norm_(optimizer, max_norm)" in str(caught[0].message)
 
 
+def freshly(grad, factor):
+    """Return other numbers in a tensor of the version that a backward leaves at a scale of 128."""
+    return torch.empty_like(grad).copy_(grad * factor)
+
+
+@pytest.mark.parametrize("anew", [lambda grad, factor: grad * factor, freshly], ids=["new", "1"])
+@pytest.mark.parametrize("options", [{}, {"fused_step": True}], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_another_gradient_in_the_place_of_one_that_a_master_has_received_is_told(
+    amp, opt_level, scale, options, anew
+):
+    """Also behind the first steps, in which more is looked at."""
+    model, optimizer = start(amp, opt_level, loss_scale=scale, **options)
+
+    def train(factor):
+        before = values(amp.master_params(optimizer))
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        if factor is not None:
+            for param in model.parameters():
+                param.grad = anew(param.grad, factor)
+        optimizer.step()
+        after = values(amp.master_params(optimizer))
+        return [new - old for new, old in zip(after, before, strict=True)]
+
+    for _ in range(40):
+        assert any(moved.any() for moved in train(None))
+    assert not any(moved.any() for moved in train(0.0))  # as where it is cleared
+    with pytest.warns(UserWarning, match="has no effect"):
+        assert any(moved.any() for moved in train(-3.0))
+
+
 @pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_part_that_was_cleared_makes_the_rest_no_new_gradients(amp, opt_level):
