@@ -365,7 +365,8 @@ class OptimizerStep:
         self._is_published = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if not self._is_published:
+        # A closure of the step may clear between its forward, which saved weights, and its backward.
+        if not self._is_published and not self._is_stepping:
             self._publish()
         if self.skip.pending:
             self.skip.settle()

@@ -100,6 +100,37 @@ def test_a_closure_steps_as_in_fp32(amp: ModuleType, level: str, make: str, by_n
     assert not amp.step_was_skipped(optimizer)
 
 
+@pytest.mark.parametrize("make", [SGD, TwoEvaluations])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_closure_may_clear_between_its_forward_and_its_backward(
+    amp: ModuleType, level: str, make: Callable[..., Optimizer]
+) -> None:
+    """As Lightning's does; the backward needs the weights that the forward has saved."""
+
+    def train(level: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        optimizer = make(model.parameters())
+        optimizer.param_groups[0]["lr"] = 0.125
+        if level is not None:
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, loss_scale=16.0, verbosity=0
+            )
+
+        def closure() -> Tensor:
+            loss = model(torch.ones(2, 4)).float().square().mean()
+            optimizer.zero_grad()
+            if level is None:
+                loss.backward()
+            else:
+                scaled_backward(amp, loss, optimizer)
+            return loss
+
+        return [optimizer.step(closure).detach() for _ in range(3)]
+
+    torch.testing.assert_close(train(level), train(None), rtol=0.05, atol=0.01)
+
+
 def test_masters_are_published_before_each_evaluation(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, make=TwoEvaluations)
     seen = []
