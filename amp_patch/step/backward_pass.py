@@ -6,6 +6,7 @@ Knows optimizers and the scaling it is given; no model, level or session.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Literal, NoReturn, Protocol
@@ -91,6 +92,7 @@ class BackwardPass:
         self._watched: _WatchedBackward | None = None
         self._open_block = open_block
         self._close_block: Callable[[], None] | None = None
+        self._block: weakref.ref[object] | None = None
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32 (float64 stays) times the scale, and make room for gradients.
@@ -109,6 +111,18 @@ class BackwardPass:
         elif self._scaling.is_on:
             self._warn_of_stages()
         return scaled_loss
+
+    def is_ended_by(self, block: object) -> None:
+        """Be abandoned when this is gone and another pass of an optimizer begins.
+
+        Python calls no ``__exit__`` where Ctrl-C comes right behind ``__enter__``.
+        """
+        self._block = weakref.ref(block)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the pass was of a block that is gone."""
+        return self._block is not None and self._block() is None
 
     def begin(self) -> None:
         """Make room for the gradients of a loss that `multiply` returns.
@@ -129,7 +143,7 @@ class BackwardPass:
                 one.drop_cleared()
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))
-            one.begin(pairs, self._scale, self.unscale_, is_on)
+            one.begin(pairs, self._scale, self, is_on)
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32 (float64 stays) times the scale."""

@@ -9,8 +9,9 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,20 @@ from .gradients import Gradients
 from .param_pairs import ParamPairs, Params
 from .shown_gradients import WATCHED_PASSES
 from .skip import Skip, skips_by_flag
+
+
+class OpenPass(Protocol):
+    """What `OptimizerBackward` asks of the pass that it is in."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the pass was of a block that is gone, and was not ended."""
+
+    def unscale_(self) -> None:
+        """See `BackwardPass`."""
+
+    def abandon(self) -> None:
+        """See `BackwardPass`."""
 
 
 class OptimizerBackward:
@@ -87,7 +102,7 @@ class OptimizerBackward:
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
         self._thread: int | None = None
-        self._unscale: Callable[[], None] | None = None
+        self._pass: OpenPass | None = None
         self._is_scaled = True
 
     def pairs(self) -> ParamPairs:
@@ -161,7 +176,7 @@ class OptimizerBackward:
         self,
         pairs: ParamPairs,
         scale: float | Tensor,
-        unscale: Callable[[], None] | None = None,
+        backward_pass: OpenPass | None = None,
         is_scaled: bool = True,
     ) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``.
@@ -169,14 +184,14 @@ class OptimizerBackward:
         Args:
             pairs: whose gradients these are.
             scale: factor of the loss.
-            unscale: ends the pass where unscaled gradients are asked for before.
+            backward_pass: is ended where unscaled gradients are asked for before its end.
             is_scaled: False where the scale is 1, and hooks of the backward may step.
         """
         if self._foreign.found:
             self._foreign.drop_cleared()
         self._had_used = self.is_watched and self._has_used
         self.gradients.set_aside(pairs, scale, self.elsewhere)
-        self.is_open, self._unscale, self._is_scaled = True, unscale, is_scaled
+        self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self.was_cleared = False
         self.passes += 1
         self.is_watched = self.passes <= WATCHED_PASSES
@@ -229,14 +244,16 @@ class OptimizerBackward:
         self._close()
 
     def _close(self) -> None:
-        self.is_open, self._unscale = False, None
+        self.is_open, self._pass = False, None
 
     def refuse_nested(self) -> None:
-        """Raise inside a ``scale_loss`` of the same optimizer.
+        """Raise inside a ``scale_loss`` of the same optimizer; abandon one that nobody can end.
 
         Raises:
             RuntimeError: as said.
         """
+        if self._pass is not None and self._pass.is_left:
+            self._pass.abandon()
         if self.is_open:
             raise RuntimeError(
                 "scale_loss() blocks of one optimizer must follow each other, for both would "
@@ -331,8 +348,8 @@ class OptimizerBackward:
         is_over = torch._C._current_graph_task_id() == -1
         if steps and not (is_over or self._is_scaled):
             self._close()
-        elif is_over and self._unscale is not None and self.gradients.wrote(self.pairs()):
-            self._unscale()
+        elif is_over and self._pass is not None and self.gradients.wrote(self.pairs()):
+            self._pass.unscale_()
             self.skip.settle()
 
     def receive_unscaled(self) -> None:

@@ -365,7 +365,7 @@ class OptimizerStep:
         self._is_published = True
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        # A closure of the step may clear between its forward, which saved weights, and its backward.
+        # A closure may clear between its forward, which saved the weights, and its backward.
         if not self._is_published and not self._is_stepping:
             self._publish()
         if self.skip.pending:

@@ -42,6 +42,7 @@ class ScaledLoss(_Block):
         delay_overflow_check: bool,
     ) -> None:
         self._loss, self._pass = loss, backward_pass
+        backward_pass.is_ended_by(self)
         self._delay_unscale, self._delay_overflow_check = delay_unscale, delay_overflow_check
 
     @never_trace

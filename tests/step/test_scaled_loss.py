@@ -223,6 +223,26 @@ def test_blocks_of_one_optimizer_inside_each_other_are_refused(amp: ModuleType, 
     assert model.weight.tolist() == [-1.0, -1.0]
 
 
+@pytest.mark.parametrize("wrote", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_block_that_an_interrupt_kept_from_its_body_is_as_if_it_had_not_been(
+    amp: ModuleType, level: str, wrote: bool
+) -> None:
+    """Python calls no ``__exit__`` where Ctrl-C comes right behind ``__enter__``."""
+    values = []
+    for is_interrupted in (False, True):
+        model, optimizer = prepared(amp, level, 1024.0)
+        train_step(amp, model, optimizer, 0.5)
+        if is_interrupted:
+            scaled = amp.scale_loss(model.loss(3.0), optimizer).__enter__()
+            if wrote:
+                scaled.backward()
+        for _ in range(2):
+            train_step(amp, model, optimizer, 0.25)
+        values.append((model.weight.tolist(), model.bias.tolist()))
+    assert values[0] == values[1]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_blocks_of_different_optimizers_may_be_nested(amp: ModuleType, level: str) -> None:
     models = [Weight(), Weight()]
