@@ -9,10 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +53,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+#: Held by the thread that patches or restores: of another's half-done work it would make originals.
+_patching = threading.RLock()
+
+
+def _one_at_a_time(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a second thread wait until the first one has patched, or restored, everything."""
+
+    @functools.wraps(method)
+    def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _patching:
+            return method(*args, **kwargs)
+
+    return alone
 
 
 class Session:
@@ -116,6 +134,7 @@ class Session:
         warn_once.reset()
         kernels.reset()
 
+    @_one_at_a_time
     def initialize(
         self,
         models: Sequence[nn.Module],
@@ -177,6 +196,7 @@ class Session:
         if self.observers:
             self.observers.prepared(models)
 
+    @_one_at_a_time
     def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:
         """Cast in every function from now on, whatever model calls it, on every device.
 
@@ -222,6 +242,7 @@ class Session:
         ]
         self.initialized = True
 
+    @_one_at_a_time
     def deactivate(self) -> None:
         """Restore everything patched; parameters hold their fp32 values again."""
         self.settle()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_patch.casting import torch_sites, wrappers
 from amp_patch.casting.mode import OFF, process
+from amp_patch.casting.patched_functions import PatchedFunctions
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.session import session
 from amp_patch.step import optimizer_step, prepared_optimizers
@@ -209,6 +212,31 @@ def wrapped_depth(function: Any) -> int:
     while hasattr(function, "__wrapped__"):
         function, depth = function.__wrapped__, depth + 1
     return depth
+
+
+def test_threads_initialize_one_after_the_other(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one would take the other's half-done patches for torch's own functions."""
+    before = torch_snapshot.take()
+    inside: list[bool] = []
+    original = PatchedFunctions.set_up
+
+    def slow(*args: Any) -> None:
+        inside.append(True)
+        time.sleep(0.05)
+        assert len(inside) == 1
+        original(*args)
+        inside.pop()
+
+    monkeypatch.setattr(PatchedFunctions, "set_up", slow)
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(amp.initialize, m, opt_level="O1", verbosity=0) for m in models]:
+            done.result()
+    assert all(model(torch.ones(1, 2)).dtype is torch.float16 for model in models)
+    amp.deactivate()
+    assert torch_snapshot.differences(before) == []
 
 
 def test_patches_do_not_stack(amp: ModuleType) -> None:

@@ -5,6 +5,7 @@ Knows one optimizer; nothing of models, levels or how scales move.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -92,6 +93,7 @@ class OptimizerStep:
         )
         if self._fused is not None and self.masters is not None:
             self._fused.masters = self.masters
+        self._lock = threading.RLock() if self.masters is None else self.masters.lock
         self.skip = Skip(announce)
         self.backward = OptimizerBackward(
             optimizer, self.masters, self._fused, self.skip, ranks, steps_halves
@@ -264,6 +266,15 @@ class OptimizerStep:
         self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Make the step, which changes nothing where a device's flag is not 0."""
+        with self._lock:
+            result = self._run_alone(flag, original, *args, **kwargs)
+        self.skip.note_made(flag)
+        self._end()
+        return result
+
+    def _run_alone(
+        self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         saved = mode.switch_off()
         self._is_published, self._is_stepping = False, True
         try:
@@ -273,8 +284,6 @@ class OptimizerStep:
             self._is_stepping = False
             if not self._is_published:
                 self._publish()
-        self.skip.note_made(flag)
-        self._end()
         return result
 
     def _call(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ class MasterWeights:
         wrapped: optimizers that step the same groups, and have a state of their own.
 
     Attributes:
+        lock: held by the thread whose step writes to the masters, until their parameters follow.
         agreements: how often parameters and masters were made to agree.
     """
 
@@ -63,6 +65,7 @@ class MasterWeights:
         self._versions: list[int] = []
         self._exposed: list[int] | None = None
         self._is_due = False
+        self.lock = threading.RLock()
         self.agreements = 0
         self._others: tuple[list[int], torch_kernels.Comparison] | None = None
         self._are_spread = False
@@ -169,17 +172,25 @@ class MasterWeights:
             self._values.expose(param)
 
     def show_writes(self) -> None:
-        """A forward reads the parameters next: what the user wrote to the masters goes there."""
-        is_exposed = self._exposed is not None
-        if not is_exposed and not self._is_written():
-            return
+        """A forward reads the parameters next: what the user wrote to the masters goes there.
+
+        What another thread's step has written does not: its step publishes it.
+        """
+        if self.lock.acquire(blocking=False):
+            try:
+                if self._exposed is not None or self._is_written():
+                    self._show_written()
+            finally:
+                self.lock.release()
+
+    def _show_written(self) -> None:
         # What is kept for later steps must be no inference tensors, nor what torch.func wraps.
         with torch.inference_mode(False), torch._C._DisableFuncTorch():
             self._note_moved()
             self._compare().forget()
             self.reconcile()
             self._note_equal()
-            if is_exposed:
+            if self._exposed is not None:
                 self._note_exposed()
 
     def _is_written(self) -> bool:

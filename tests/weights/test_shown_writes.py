@@ -1,6 +1,7 @@
 """Writes to the masters, and the forward that comes next: it reads the rounded masters."""
 
 import copy
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -152,6 +153,43 @@ def test_a_transformed_forward_reads_them(amp: ModuleType) -> None:
     write_shown(training)
     assert torch.func.vmap(training.model)(training.inputs).count_nonzero() == 0
     training.step()
+
+
+class HalfWay(SGD):
+    """Stops between the two halves of its step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.5)
+        self.half_way, self.go_on = threading.Event(), threading.Event()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        self.half_way.set()
+        assert self.go_on.wait(timeout=20)
+        super().step()
+
+
+@LEVELS
+def test_a_forward_of_another_thread_leaves_a_step_alone(amp: ModuleType, level: str) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = HalfWay(model.parameters())
+    (model, other), optimizer = amp.initialize(
+        [model, other], optimizer, opt_level=level, loss_scale=1.0, verbosity=0
+    )
+    scaled_backward(amp, model(torch.ones(1, 2)).sum(), optimizer)
+    before = model.weight.detach().clone()
+    (master, _) = amp.master_params(optimizer)
+    stepped = (master.detach() - 0.5 - 0.5).to(before.dtype)
+    step = threading.Thread(target=optimizer.step)
+    step.start()
+    assert optimizer.half_way.wait(timeout=20)
+    other(torch.ones(1, 2))
+    seen = model.weight.detach().clone()
+    optimizer.go_on.set()
+    step.join()
+    assert torch.equal(seen, before)
+    assert torch.equal(model.weight, stepped)
 
 
 def test_another_model_reads_what_was_written_to_it(amp: ModuleType) -> None:
