@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import numbers_like, scaled_backward
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, Optimizer
 
 HALVES = {"O2": torch.float16, "O5": torch.bfloat16}
 LEVELS = pytest.mark.parametrize("level", HALVES)
@@ -155,19 +155,20 @@ def test_a_transformed_forward_reads_them(amp: ModuleType) -> None:
     training.step()
 
 
-class HalfWay(SGD):
+class HalfWay(Optimizer):
     """Stops between the two halves of its step."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.5)
+        super().__init__(params, {})
         self.half_way, self.go_on = threading.Event(), threading.Event()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        super().step()
+        params = [param for group in self.param_groups for param in group["params"]]
+        torch._foreach_sub_(params, 0.5)
         self.half_way.set()
         assert self.go_on.wait(timeout=20)
-        super().step()
+        torch._foreach_sub_(params, 0.5)
 
 
 @LEVELS
