@@ -229,7 +229,7 @@ class OptimizerBackward:
             self._end_pass()
 
     def abandon(self, pairs: ParamPairs) -> None:
-        """End the pass as if there had been none: the gradients are as before it."""
+        """End the pass as if there had been none: gradients are as before, see `put_back`."""
         self._close()
         self._passes_stepped = self.passes
         self.gradients.put_back(pairs)
