@@ -267,23 +267,17 @@ class OptimizerStep:
     ) -> Any:
         """Make the step, which changes nothing where a device's flag is not 0."""
         with self._lock:
-            result = self._run_alone(flag, original, *args, **kwargs)
+            saved = mode.switch_off()
+            self._is_published, self._is_stepping = False, True
+            try:
+                result = self._call(flag, original, *args, **kwargs)
+            finally:
+                mode.restore(saved)
+                self._is_stepping = False
+                if not self._is_published:
+                    self._publish()
         self.skip.note_made(flag)
         self._end()
-        return result
-
-    def _run_alone(
-        self, flag: Tensor | None, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        saved = mode.switch_off()
-        self._is_published, self._is_stepping = False, True
-        try:
-            result = self._call(flag, original, *args, **kwargs)
-        finally:
-            mode.restore(saved)
-            self._is_stepping = False
-            if not self._is_published:
-                self._publish()
         return result
 
     def _call(

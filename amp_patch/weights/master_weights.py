@@ -176,9 +176,9 @@ class MasterWeights:
 
         What another thread's step has written does not: its step publishes it.
         """
-        if self.lock.acquire(blocking=False):
+        if (self._exposed is not None or self._is_written()) and self.lock.acquire(blocking=False):
             try:
-                if self._exposed is not None or self._is_written():
+                if self._exposed is not None or self._is_written():  # still
                     self._show_written()
             finally:
                 self.lock.release()
