@@ -27,6 +27,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_step import OptimizerStep
+from .skip import Pending
 
 
 class PreparedOptimizers:
@@ -177,9 +178,14 @@ class PreparedOptimizers:
         Returns:
             Whether one of them found an overflow.
         """
-        checks = [check for step in list(self.steps.values()) for check in step.skip.pending]
-        found = [check.take_over(scaler) for check in checks]
-        return any(found)
+        return any([check.take_over(scaler) for check in self._pending()])  # noqa: C419
+
+    def has_found(self, scaler: LossScaler) -> bool:
+        """Return whether a check of a scaler that was left open found an overflow."""
+        return any(check.has_found(scaler) for check in self._pending())
+
+    def _pending(self) -> list[Pending]:
+        return [check for step in list(self.steps.values()) for check in step.skip.pending]
 
     def put_scalers_first(
         self,
