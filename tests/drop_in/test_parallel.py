@@ -101,6 +101,41 @@ def assert_trained(results: list[Any], level: str) -> None:
         )
 
 
+def skipped_steps(rank: int, level: str) -> tuple[list[bool], float]:
+    """Train a part of a model that is on two ranks, of which rank 1 overflows in the third step."""
+    amp = importlib.import_module("apex.amp")
+    model = seeded_network(rank)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    own = scaler.update_scale
+
+    def update_scale() -> bool:
+        dist.all_reduce(scaler._overflow_buf, op=dist.ReduceOp.MAX)
+        return own()
+
+    scaler.update_scale = update_scale
+    skipped = []
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(batch()[0]).float().square().mean()
+            factor = float("inf") if (step, rank) == (2, 1) else 2.0**-8
+            with amp.scale_loss(loss * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            before = [param.detach().clone() for param in amp.master_params(optimizer)]
+            optimizer.step()
+            skipped.append(all(map(torch.equal, before, amp.master_params(optimizer))))
+        return skipped, scaler.loss_scale()
+    finally:
+        importlib.import_module("amp_patch.amp").deactivate()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ranks_skip_together_where_a_script_shares_their_overflows(pair: Pair, level: str) -> None:
+    assert pair.run(skipped_steps, level) == [([False, False, True, False], 2.0**15)] * 2
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_processes_train_as_one_with_the_whole_batch(pair: Pair, level: str) -> None:
     assert_trained(pair.run(train, level, {}), level)

@@ -16,7 +16,7 @@ from amp_patch.session import session
 from amp_patch.step.optimizer_step import OptimizerStep
 
 from ._amp_state import _amp_state
-from .scaler import LossScaler
+from .scaler import LossScaler, view_of
 
 __all__ = ["AmpOptimizerState", "attach", "renew_scalers"]
 
@@ -161,6 +161,8 @@ def renew_scalers(optimizer: Optimizer) -> None:
     session.settle()
     latest = session.optimizers.steps[optimizer].scalers
     fresh = [CoreScaler(session.scalers[latest[loss_id]].rule) for loss_id in sorted(latest)]
+    for scaler in fresh:
+        view_of(scaler)  # whose class a script may have changed
 
     def instead(loss_id: int, index: int, scaler: CoreScaler) -> CoreScaler:
         is_shared = loss_id < len(fresh) and fresh[loss_id].rule == scaler.rule
