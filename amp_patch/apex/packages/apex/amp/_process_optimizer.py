@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +35,7 @@ class AmpOptimizerState:
         self.dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
 
     def _step(self) -> OptimizerStep:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        step: OptimizerStep = session.optimizers.steps[optimizer]
-        return step
+        return step_of(self._optimizer())
 
     @property
     def already_patched(self) -> bool:
@@ -102,9 +100,8 @@ class AmpOptimizerState:
         return [None] * len(self.all_fp32_from_fp32_params)
 
     def _groups(self, pick: Callable[[Tensor, Tensor], Tensor | None]) -> list[list[Tensor]]:
-        optimizer = self._optimizer()
-        masters = self._step().masters
-        result = []
+        step, result = self._step(), []
+        masters, optimizer = step.masters, step.optimizer
         for group in [] if optimizer is None else optimizer.param_groups:
             stepped = group["params"]
             params = stepped if masters is None else [masters.param_of(one) for one in stepped]
@@ -135,6 +132,12 @@ class AmpOptimizerState:
         loss_scaler.note(check)
 
 
+def step_of(optimizer: Any) -> OptimizerStep:
+    """Return what was set up for an optimizer; of a sharded one, for this rank's share."""
+    step: OptimizerStep = session.optimizers.steps[session.optimizers.originals_of(optimizer)]
+    return step
+
+
 def attach(optimizer: Optimizer) -> None:
     """Put on an optimizer what scripts find on apex's, until `amp.deactivate`."""
     stash = AmpOptimizerState(optimizer)
@@ -159,7 +162,7 @@ def renew_scalers(optimizer: Optimizer) -> None:
     scale of theirs they keep their own.
     """
     session.settle()
-    latest = session.optimizers.steps[optimizer].scalers
+    latest = step_of(optimizer).scalers
     fresh = [CoreScaler(session.scalers[latest[loss_id]].rule) for loss_id in sorted(latest)]
     for scaler in fresh:
         view_of(scaler)  # whose class a script may have changed
