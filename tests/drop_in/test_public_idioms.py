@@ -147,3 +147,40 @@ def test_a_model_is_traced_with_its_casts(apex: types.ModuleType, amp: types.Mod
         model[0].weight.mul_(2)
     assert traced(inputs).dtype is torch.float16
     assert torch.equal(traced(inputs), model(inputs))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mend"),
+    [
+        (
+            nn,
+            "ReLU6",
+            r"Call amp.register_{}_function\(torch.nn.modules.activation.ReLU6, 'forward'",
+        ),
+        (nn, "Parameter", "Leave it out."),
+    ],
+)
+@pytest.mark.parametrize("rule", ["half", "float", "promote", "bfloat16"])
+def test_a_class_that_is_registered_stays_a_class(
+    apex: types.ModuleType, amp: types.ModuleType, rule: str, owner: Any, name: str, mend: str
+) -> None:
+    """Public scripts name layers, which apex took: their arguments are numbers."""
+    kind, inputs = getattr(owner, name), torch.randn(3, 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU6())
+    apex.amp.initialize(model, opt_level="O1", verbosity=0)
+    expected = model(inputs)
+    with pytest.warns(UserWarning, match=mend.format(rule)):
+        getattr(apex.amp, f"register_{rule}_function")(owner, name)
+    assert getattr(owner, name) is kind
+    assert torch.equal(model(inputs), expected)
+    assert model(inputs).dtype is torch.float16
+
+
+def test_the_call_that_is_advised_for_a_class_casts_what_its_layers_get(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU6())
+    apex.amp.register_float_function(torch.nn.modules.activation.ReLU6, "forward")
+    apex.amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(torch.randn(3, 4)).dtype is torch.float32
