@@ -25,6 +25,8 @@ __all__ = ["AmpOptimizerState", "attach", "renew_scalers"]
 class AmpOptimizerState:
     """``optimizer._amp_stash``; lists are made when they are read.
 
+    For scripts with a ``scale_loss`` of their own, two of the properties may be set.
+
     Attributes:
         lazy_init_called: True; masters are made by `initialize`. May be set.
     """
@@ -39,13 +41,34 @@ class AmpOptimizerState:
 
     @property
     def already_patched(self) -> bool:
-        """Whether the next step is to be skipped."""
+        """Whether the next step is to be skipped; what is set here decides about it."""
         return self._step().skip.is_certain
+
+    @already_patched.setter
+    def already_patched(self, value: bool) -> None:
+        skip = self._step().skip
+        skip.forget()
+        skip.is_certain = bool(value)
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether the last ``scale_loss`` had ``delay_unscale``."""
+        """Whether the last ``scale_loss`` had ``delay_unscale``.
+
+        Set to True, the gradients stay scaled for the next backward to add to; set to False, the
+        script has unscaled them.
+        """
         return self._step().backward.gradients.scaled.scale is not None
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        backward = self._step().backward
+        if backward.is_open or (value and not self.params_have_scaled_gradients):
+            backward.leave_scaled(self._scale())
+        if not value:
+            backward.gradients.scaled.forget()
+
+    def _scale(self) -> float:
+        return session.scalers[self._step().scalers[0]].loss_scale()
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
@@ -120,9 +143,8 @@ class AmpOptimizerState:
 
     def prepare_backward(self) -> None:
         """Make room for scaled gradients, where no ``scale_loss`` does it."""
-        step = self._step()
-        scale = session.scalers[step.scalers[0]].loss_scale()
-        step.backward.begin(step.backward.pairs(), scale)
+        backward = self._step().backward
+        backward.begin(backward.pairs(), self._scale())
 
     def post_backward(self, loss_scaler: LossScaler) -> None:
         """Unscale the gradients and tell the scaler of overflows; it does not move yet."""
