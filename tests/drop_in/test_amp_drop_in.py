@@ -413,6 +413,28 @@ def test_what_a_script_says_of_its_gradients_holds(amp) -> None:
     assert torch.equal(model[0].weight, before)
 
 
+@pytest.mark.parametrize("name", ["_prepare_amp_backward", "_post_amp_backward"])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_method_for_gradients_that_a_script_replaced_is_told_of(amp, name, in_list) -> None:
+    """ONNX Runtime's does in fewer kernels what apex did: the gradients are right without it."""
+    weights = []
+    for replaces in (False, True):
+        model, optimizer = trained(amp)
+        given = [optimizer] if in_list else optimizer
+        backward(amp, model, given)  # without a warning
+        optimizer.zero_grad()
+        told = contextlib.nullcontext()
+        if replaces:
+            setattr(optimizer, name, pytest.fail)
+            told = pytest.warns(UserWarning, match=f"SGD with a {name} of the script's own")
+        with told:
+            backward(amp, model, given)
+        optimizer.step()
+        weights.append(model[0].weight.detach().clone())
+        amp_patch.amp.deactivate()
+    assert torch.equal(*weights)
+
+
 def test_what_initialize_returns_may_be_thrown_away(amp) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

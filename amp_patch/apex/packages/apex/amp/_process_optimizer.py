@@ -15,6 +15,7 @@ from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session
 from amp_patch.step.optimizer_step import OptimizerStep
+from amp_patch.warn_once import warn_once
 
 from ._amp_state import _amp_state
 from .scaler import LossScaler, view_of
@@ -174,6 +175,29 @@ def attach(optimizer: Optimizer) -> None:
     }.items():
         patches.replace(optimizer, name, value)
     session.call_at_deactivate(patches.undo)
+
+
+def tell_of_own_methods(optimizers: Any) -> None:
+    """Warn, once, of methods that a script put on an optimizer and `amp.scale_loss` calls not.
+
+    Args:
+        optimizers: one, or a list or tuple of them.
+    """
+    for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,):
+        stash = getattr(optimizer, "_amp_stash", None)
+        if not isinstance(stash, AmpOptimizerState):
+            continue
+        for name, ours in (
+            ("_prepare_amp_backward", stash.prepare_backward),
+            ("_post_amp_backward", stash.post_backward),
+        ):
+            if getattr(optimizer, name, ours) != ours:
+                warn_once(
+                    "scale_loss() unscales gradients itself, and calls no method of an optimizer for "
+                    f"it; got a {type(optimizer).__name__} with a {name} of the script's own, "
+                    "which is not called. Leave it out; what it is to change beside that, change "
+                    "at amp.master_params(optimizer) behind the block."
+                )
 
 
 def renew_scalers(optimizer: Optimizer) -> None:

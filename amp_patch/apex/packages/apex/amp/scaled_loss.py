@@ -15,6 +15,7 @@ from amp_patch.session import session
 from amp_patch.step.scaled_loss import ScaledLoss
 
 from ._amp_state import _amp_state
+from ._process_optimizer import tell_of_own_methods
 from .scaler import LossScaler, view_of
 
 __all__ = ["scale_loss"]
@@ -42,6 +43,7 @@ def scale_loss(
     block = amp.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
     if not isinstance(block, ScaledLoss) or delay_unscale:
         return block
+    tell_of_own_methods(optimizers)
     steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)") or []
     scaler = session.scalers[session.optimizers.scaler_of(steps[0], loss_id)]
     return _FollowedLoss(block, view_of(scaler), delay_overflow_check)
