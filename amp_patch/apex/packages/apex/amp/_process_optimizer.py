@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ from amp_patch.warn_once import warn_once
 from ._amp_state import _amp_state
 from .scaler import LossScaler, view_of
 
-__all__ = ["AmpOptimizerState", "attach", "renew_scalers"]
+__all__ = [
+    "AmpOptimizerState",
+    "attach",
+    "post_backward_models_are_masters",
+    "renew_scalers",
+    "step_of",
+    "tell_of_own_methods",
+]
 
 
 class AmpOptimizerState:
@@ -177,6 +184,38 @@ def attach(optimizer: Optimizer) -> None:
     session.call_at_deactivate(patches.undo)
 
 
+def post_backward_models_are_masters(
+    scaler: LossScaler,
+    params: Sequence[Tensor],
+    stashed_grads: list[Tensor | None],
+    scale_override: tuple[float, float, float] | None = None,
+) -> None:
+    """Unscale gradients in place, and add those that were set aside before the backward.
+
+    Args:
+        scaler: whose scale they have; told of overflows.
+        params: fp32, with scaled gradients or none.
+        stashed_grads: what was set aside of each, unscaled; all None in the end.
+        scale_override: the scales that the gradients have, that the stashed ones have, and that
+            the results get.
+    """
+    grads_have, stashed_have, out = scale_override or (scaler.loss_scale(), 1.0, 1.0)
+    new, both, earlier = [], [], []
+    for param, stashed in zip(params, stashed_grads, strict=True):
+        if param.grad is None:
+            param.grad = stashed
+        elif stashed is None:
+            new.append(param.grad)
+        else:
+            both.append(param.grad)
+            earlier.append(stashed)
+    if new:
+        scaler.unscale(new, new, models_are_masters=True, scale_override=grads_have / out)
+    if both:
+        scaler.unscale_with_stashed(both, earlier, both, (grads_have, stashed_have, out))
+    stashed_grads[:] = [None] * len(stashed_grads)
+
+
 def tell_of_own_methods(optimizers: Any) -> None:
     """Warn, once, of methods that a script put on an optimizer and `amp.scale_loss` calls not.
 
@@ -193,8 +232,8 @@ def tell_of_own_methods(optimizers: Any) -> None:
         ):
             if getattr(optimizer, name, ours) != ours:
                 warn_once(
-                    "scale_loss() unscales gradients itself, and calls no method of an optimizer for "
-                    f"it; got a {type(optimizer).__name__} with a {name} of the script's own, "
+                    "scale_loss() unscales gradients itself, and calls no method of an optimizer "
+                    f"for it; got a {type(optimizer).__name__} with a {name} of the script's own, "
                     "which is not called. Leave it out; what it is to change beside that, change "
                     "at amp.master_params(optimizer) behind the block."
                 )

@@ -35,9 +35,8 @@ def scale_loss(
     Arguments and errors are those of `amp_patch.amp.scale_loss`, but for an empty list of
     optimizers: with it the loss is scaled, for the gradient of an input, and no scale moves.
     """
-    properties = vars(_amp_state).get("opt_properties")
-    if not (session.initialized or getattr(properties, "enabled", True)):
-        return contextlib.nullcontext(loss)  # a script has switched it off, without initialize()
+    if _is_switched_off(optimizers):
+        return contextlib.nullcontext(loss)
     if session.initialized and isinstance(optimizers, (list, tuple)) and not optimizers:
         return _LossWithoutOptimizer(loss_of(loss), loss_id)
     block = amp.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
@@ -47,6 +46,16 @@ def scale_loss(
     steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)") or []
     scaler = session.scalers[session.optimizers.scaler_of(steps[0], loss_id)]
     return _FollowedLoss(block, view_of(scaler), delay_overflow_check)
+
+
+def _is_switched_off(optimizers: Any) -> bool:
+    """Return whether a script has set properties that say so, and no `initialize` knows these."""
+    properties = vars(_amp_state).get("opt_properties")
+    if getattr(properties, "enabled", True):
+        return False
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    prepared = session.optimizers.steps
+    return not any(one in prepared for one in session.optimizers.originals_of(given))
 
 
 class _FollowedLoss(contextlib.AbstractContextManager[Tensor]):

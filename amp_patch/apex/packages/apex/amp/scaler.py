@@ -16,6 +16,43 @@ from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
 
 
+def scale_check_overflow_python(
+    model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
+) -> bool:
+    """Write ``model_grad * scale`` to ``master_grad``; return whether the first is not finite.
+
+    Args:
+        model_grad: of any floating dtype.
+        master_grad: of the same shape; may be the same tensor. Not written to after an overflow.
+        scale: a factor.
+        check_overflow: whether to look for inf and NaN.
+    """
+    if check_overflow and not bool(model_grad.isfinite().all()):
+        return True
+    with torch.no_grad():
+        master_grad.copy_(model_grad.to(master_grad.dtype) * scale)
+    return False
+
+
+def axpby_check_overflow_python(
+    model_grad: Tensor,
+    stashed_grad: Tensor,
+    master_grad: Tensor,
+    a: float,
+    b: float,
+    check_overflow: bool = False,
+) -> bool:
+    """Write ``a * model_grad + b * stashed_grad`` to ``master_grad``.
+
+    Shapes, check and result are those of `scale_check_overflow_python`.
+    """
+    if check_overflow and not bool(model_grad.isfinite().all()):
+        return True
+    with torch.no_grad():
+        master_grad.copy_(a * model_grad.to(master_grad.dtype) + b * stashed_grad)
+    return False
+
+
 def _field_of_rule(name: str) -> Any:
     """Return a property that reads and sets a field of the rule by which a scale moves."""
 
