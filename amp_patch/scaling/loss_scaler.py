@@ -81,6 +81,7 @@ class LossScaler:
         device_scaler: moves the scale on a device in the scaler's place; the methods wait for what
             it has not told the scaler yet.
         override: asked by `move`; None where nobody moves the scale but the rule.
+        is_by_hand: True once a script is seen to scale and unscale by it itself.
     """
 
     rule: ScaleRule
@@ -92,6 +93,7 @@ class LossScaler:
     overflows_at_floor: int = field(init=False, default=0)
     device_scaler: OnDevice | None = field(init=False, default=None, repr=False)
     override: Override | None = field(init=False, default=None, repr=False)
+    is_by_hand: bool = field(init=False, default=False, repr=False)
 
     def __post_init__(self) -> None:
         self.scale = float(self.rule.init_scale)

@@ -115,7 +115,12 @@ class PreparedOptimizers:
                 masters.show_writes()
 
     def _was_scaled(self, step: OptimizerStep) -> bool:
-        """Return whether a loss was scaled for an optimizer, or one that shares its parameters."""
+        """Return whether a loss was scaled for an optimizer, or one that shares its parameters.
+
+        A script that scales it by hand is believed.
+        """
+        if any(self._scalers[index].is_by_hand for index in step.scalers.values()):
+            return True
         own = set(map(id, step.backward.pairs().model))
         return any(
             other.backward.has_scaled and not own.isdisjoint(map(id, other.backward.pairs().model))

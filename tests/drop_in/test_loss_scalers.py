@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import pickle
 import types
 from collections.abc import Iterator
@@ -392,6 +394,28 @@ def test_a_static_scale_leaves_the_step_to_a_scripts_method(amp, LossScaler, mon
     backward(amp, optimizer)
     optimizer.step()
     assert not amp_patch.amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_script_that_scales_by_hand_is_not_told_to_scale(amp, apex, by_hand: bool) -> None:
+    """Adasum's optimizer steps in hooks of the backward, and finds overflows by amp_C."""
+    optimizer = prepared(amp)
+    scaler, weight = amp._amp_state.loss_scalers[0], optimizer.model.weight
+    before = weight.detach().clone()
+    loss = optimizer.model(torch.ones(1, 2)).float().sum() * 2.0**-10
+    (loss * scaler.loss_scale()).backward()
+    grads = [param.grad for param in optimizer.model.parameters()]
+    told = pytest.warns(UserWarning, match="every loss is to be multiplied by it")
+    if by_hand:
+        importlib.import_module("amp_C").multi_tensor_scale(
+            65536, scaler._overflow_buf, [grads, grads], 1 / scaler.loss_scale()
+        )
+        told = contextlib.nullcontext()
+    with told:
+        optimizer.step()
+    step = 0.1 * 2.0**-10 * (1 if by_hand else 2.0**16)
+    torch.testing.assert_close(weight.detach(), before - step)
 
 
 # -- no optimizer ----------------------------------------------------------------------------------
