@@ -57,6 +57,76 @@ def test_a_registered_function_is_put_back_by_deactivate(amp: ModuleType) -> Non
     del model
 
 
+class Library:
+    """Functions in a class, of each kind that has one."""
+
+    def method(self, *tensors: Tensor) -> list[torch.dtype]:
+        return dtypes(*tensors)
+
+    @staticmethod
+    def static(*tensors: Tensor) -> list[torch.dtype]:
+        return dtypes(*tensors)
+
+    @classmethod
+    def of_class(cls, *tensors: Tensor) -> list[torch.dtype]:
+        assert issubclass(cls, Library)
+        return dtypes(*tensors)
+
+
+class Heir(Library):
+    pass
+
+
+@pytest.mark.parametrize("owner", [Library, Heir])
+@pytest.mark.parametrize("name", ["method", "static", "of_class"])
+def test_functions_of_a_class_cast_however_they_are_called_and_are_put_back(
+    amp: ModuleType, name: str, owner: type[Library]
+) -> None:
+    before = [dict(vars(kind)) for kind in (Library, Heir)]
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    amp.register_half_function(owner, name)
+    one = torch.ones(1)
+    assert getattr(owner(), name)(one, one) == [F16, F16]
+    assert getattr(Heir(), name)(one) == [F16]
+    if name != "method":
+        assert getattr(owner, name)(one, one) == [F16, F16]
+    amp.deactivate()
+    assert [dict(vars(kind)) for kind in (Library, Heir)] == before
+    assert getattr(owner(), name)(one) == [F32]
+    del model
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), x.t() @ grad
+
+
+def test_apply_of_an_autograd_function_casts_and_gives_gradients(amp: ModuleType) -> None:
+    """NVIDIA's Mask R-CNN registers that of its convolution."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(4, 4, generator=generator, requires_grad=True) for _ in range(2))
+    amp.register_half_function(Product, "apply")
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    found = Product.apply(x, weight)
+    assert found.dtype is F16
+    found.float().sum().backward()
+    exact = torch.ones(4, 4, dtype=torch.float64)
+    expected = [exact @ weight.detach().double().t(), x.detach().double().t() @ exact]
+    for leaf, grad in zip((x, weight), expected, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), grad, rtol=2e-3, atol=2e-3)
+    amp.deactivate()
+    assert "apply" not in vars(Product)
+    assert Product.apply(x, weight).dtype is F32
+    del model
+
+
 @pytest.mark.parametrize(
     ("made", "got"),
     [((), "nothing"), ((nn.ReLU(),), "an object of type ReLU"), ((int,), "an object of type type")]

@@ -106,7 +106,13 @@ class _Installation:
         owner, name, original = target
         if rule == "off" and not alone:
             return original
-        wrapper: Any = self._wrap(original, rule, alone)
+        if isinstance(original, (classmethod, staticmethod)):
+            # What stands in a class is called by way of the function inside.
+            inside = self._wrap(original.__func__, rule, alone)
+            wrapper: Any = type(original)(inside)
+            self._made.add(id(wrapper))
+            return wrapper
+        wrapper = self._wrap(original, rule, alone)
         if isinstance(owner, type):
             # What torch.compile traces for a method: it reaches the original by name only.
             wrapper.traced = self._wrap(_method(name), rule, alone)

@@ -32,6 +32,17 @@ class OnDevice(Protocol):
         """Wait for all that was asked for, and bring the scaler up to date."""
 
 
+class Override(Protocol):
+    """What may move a scale in the rule's place: methods that a script put on its scaler."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are such methods now."""
+
+    def move(self, overflow: bool) -> bool:
+        """Move the scale after one backward pass; return whether its step must be skipped."""
+
+
 @dataclass(eq=False)
 class LossScaler:
     """The scale of one loss, moved once per backward pass by `update`.
@@ -69,6 +80,8 @@ class LossScaler:
         overflows_at_floor: overflows in a row that met a dynamic scale already at the floor.
         device_scaler: moves the scale on a device in the scaler's place; the methods wait for what
             it has not told the scaler yet.
+        override: asked by `move`; None where nobody moves the scale but the rule.
+        is_by_hand: True once a script is seen to scale and unscale by it itself.
     """
 
     rule: ScaleRule
@@ -79,6 +92,8 @@ class LossScaler:
     reduced: bool = field(init=False, default=False)
     overflows_at_floor: int = field(init=False, default=0)
     device_scaler: OnDevice | None = field(init=False, default=None, repr=False)
+    override: Override | None = field(init=False, default=None, repr=False)
+    is_by_hand: bool = field(init=False, default=False, repr=False)
 
     def __post_init__(self) -> None:
         self.scale = float(self.rule.init_scale)
@@ -124,6 +139,20 @@ class LossScaler:
     def exhausted(self) -> bool:
         """Whether two overflows in a row met the floor, so that skipping more steps is vain."""
         return self.overflows_at_floor >= 2
+
+    @property
+    def is_overridden(self) -> bool:
+        """Whether `move` leaves the scale to the override."""
+        return self.override is not None and self.override.is_on
+
+    def move(self, overflow: bool) -> bool:
+        """Do `update`, or let the override do it in its own way."""
+        if self.override is None or not self.override.is_on:
+            return self.update(overflow)
+        before = self.loss_scale()
+        self.skipped = self.override.move(overflow)
+        self.reduced = self.loss_scale() < before
+        return self.skipped
 
     def update(self, overflow: bool) -> bool:
         """Move the scale after one backward pass; return whether its step must be skipped."""

@@ -121,7 +121,7 @@ class HostScaling:
         for check, _ in found:
             overflow |= check.overflow
         try:
-            if scaler.update(overflow):
+            if scaler.move(overflow):
                 reason = self.reason(found)
                 for skip in skips:
                     skip.ask(reason, scaler)
@@ -228,9 +228,10 @@ def choose_scaling(
 ) -> LossScaling:
     """Return who scales a loss on ``device``.
 
-    The host has to where an optimizer cannot skip its step by itself. Where the check is delayed,
-    for somebody may take it over (`PendingCheck.take_over`). And where the scale has met its
-    floor: the error that may follow names gradients, which are gone one step later.
+    The host has to where an optimizer cannot skip its step by itself, and where the scaler has an
+    override. Where the check is delayed, for somebody may take it over (`PendingCheck.take_over`).
+    And where the scale has met its floor: the error that may follow names gradients, which are
+    gone one step later.
 
     Args:
         on_host: of the loss's scaler.
@@ -242,7 +243,7 @@ def choose_scaling(
     # A static scale does not move: to read it, nothing is waited for.
     if not scaler.rule.dynamic and scaler.scale == 1.0:
         return NoScaling(scaler, device)
-    if device.type not in RUNS_AHEAD or may_be_delayed:
+    if device.type not in RUNS_AHEAD or may_be_delayed or scaler.is_overridden:
         return on_host
     if scaler.device_scaler is not None:
         scaler.device_scaler.poll()
@@ -283,9 +284,12 @@ class PendingCheck:
         Returns:
             Whether it found an overflow; False of another scaler's.
         """
-        if not self._scaling.moves(scaler) or not self.withdraw():
-            return False
-        return any(check.overflow for check, _ in self._found)
+        is_its = self._scaling.moves(scaler) and self.withdraw()
+        return is_its and self.has_found(scaler)
+
+    def has_found(self, scaler: LossScaler) -> bool:
+        """Return whether it found an overflow; False of another scaler's."""
+        return self._scaling.moves(scaler) and any(check.overflow for check, _ in self._found)
 
     def withdraw(self) -> bool:
         """Let nobody wait for it any more; return whether somebody did."""

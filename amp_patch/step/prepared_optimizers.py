@@ -27,6 +27,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_step import OptimizerStep
+from .skip import Pending
 
 
 class PreparedOptimizers:
@@ -114,7 +115,12 @@ class PreparedOptimizers:
                 masters.show_writes()
 
     def _was_scaled(self, step: OptimizerStep) -> bool:
-        """Return whether a loss was scaled for an optimizer, or one that shares its parameters."""
+        """Return whether a loss was scaled for an optimizer, or one that shares its parameters.
+
+        A script that scales it by hand is believed.
+        """
+        if any(self._scalers[index].is_by_hand for index in step.scalers.values()):
+            return True
         own = set(map(id, step.backward.pairs().model))
         return any(
             other.backward.has_scaled and not own.isdisjoint(map(id, other.backward.pairs().model))
@@ -177,9 +183,14 @@ class PreparedOptimizers:
         Returns:
             Whether one of them found an overflow.
         """
-        checks = [check for step in list(self.steps.values()) for check in step.skip.pending]
-        found = [check.take_over(scaler) for check in checks]
-        return any(found)
+        return any([check.take_over(scaler) for check in self._pending()])  # noqa: C419
+
+    def has_found(self, scaler: LossScaler) -> bool:
+        """Return whether a check of a scaler that was left open found an overflow."""
+        return any(check.has_found(scaler) for check in self._pending())
+
+    def _pending(self) -> list[Pending]:
+        return [check for step in list(self.steps.values()) for check in step.skip.pending]
 
     def put_scalers_first(
         self,

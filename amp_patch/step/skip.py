@@ -32,6 +32,9 @@ class Pending(Protocol):
     def take_over(self, scaler: LossScaler) -> bool:
         """Leave it to the caller, if it moves this scaler; return whether it overflowed."""
 
+    def has_found(self, scaler: LossScaler) -> bool:
+        """Return whether it overflowed, and moves this scaler."""
+
 
 class Announcement:
     """The line about one step of an optimizer, if that is skipped.

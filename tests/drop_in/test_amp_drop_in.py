@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -344,6 +345,94 @@ def test_a_script_unscales_by_apexs_own_steps(amp) -> None:
     for param, grad in zip(amp.master_params(optimizer), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
     optimizer.step()
+
+
+@contextlib.contextmanager
+def scale_loss_of_a_script(amp, loss, optimizer, delay_unscale: bool = False):
+    """What some repositories have in the place of apex's, in terms of its optimizers."""
+    scaler, stash = amp._amp_state.loss_scalers[0], optimizer._amp_stash
+    if not delay_unscale and not stash.params_have_scaled_gradients:
+        optimizer._prepare_amp_backward()
+    yield loss.float() * scaler.loss_scale()
+    if delay_unscale:
+        stash.params_have_scaled_gradients = True
+        return
+    scaler.clear_overflow_state()
+    optimizer._post_amp_backward(scaler)
+    stash.params_have_scaled_gradients = False
+    if scaler.update_scale() and not stash.already_patched:
+        step = optimizer.step
+
+        def skip_step() -> None:
+            optimizer.step = step
+            stash.already_patched = False
+
+        optimizer.step = skip_step
+        stash.already_patched = True
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scale_loss_of_the_scripts_own_trains_as_amps(amp, level: str) -> None:
+    results = []
+    for scale_loss in (amp.scale_loss, functools.partial(scale_loss_of_a_script, amp)):
+        model, optimizer = trained(amp, level)
+        for step, value in enumerate([1.0, 1.0, float("inf"), 1.0, 1.0]):
+            optimizer.zero_grad()
+            for delay in (True, False) if step in (1, 4) else (False,):
+                loss = (model(torch.full((3, 4), 0.5)).float() * value).pow(2).mean()
+                with scale_loss(loss * 2.0**-6, optimizer, delay_unscale=delay) as scaled_loss:
+                    scaled_loss.backward()
+                assert optimizer._amp_stash.params_have_scaled_gradients == delay
+            assert optimizer._amp_stash.already_patched == (value != 1.0)
+            optimizer.step()
+            assert not optimizer._amp_stash.already_patched
+        scaler = amp._amp_state.loss_scalers[0]
+        results.append((scaler.loss_scale(), scaler._unskipped, list(model.state_dict().values())))
+        amp_patch.amp.deactivate()
+    assert results[0][:2] == results[1][:2] == (2.0**15, 2)
+    assert all(map(torch.equal, results[0][2], results[1][2]))
+
+
+def test_what_a_script_says_of_its_gradients_holds(amp) -> None:
+    model, optimizer = trained(amp, "O1")
+    scaler, stash = amp._amp_state.loss_scalers[0], optimizer._amp_stash
+    scaler._loss_scale = 64.0
+    backward(amp, model, optimizer, delay_unscale=True)
+    scaled = [param.grad.clone() for param in model.parameters()]
+    grads = [param.grad for param in model.parameters()]
+    scaler.unscale(grads, grads, None, models_are_masters=True)
+    stash.params_have_scaled_gradients = False
+    optimizer.step()  # which refuses scaled gradients
+    momentum = [optimizer.state[param]["momentum_buffer"] for param in model.parameters()]
+    for found, grad in zip(momentum, scaled, strict=True):
+        torch.testing.assert_close(found, grad / 64)
+    before = model[0].weight.detach().clone()
+    backward(amp, model, optimizer)
+    stash.already_patched = True
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("name", ["_prepare_amp_backward", "_post_amp_backward"])
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_method_for_gradients_that_a_script_replaced_is_told_of(amp, name, in_list) -> None:
+    """ONNX Runtime's does in fewer kernels what apex did: the gradients are right without it."""
+    weights = []
+    for replaces in (False, True):
+        model, optimizer = trained(amp)
+        given = [optimizer] if in_list else optimizer
+        backward(amp, model, given)  # without a warning
+        optimizer.zero_grad()
+        told = contextlib.nullcontext()
+        if replaces:
+            setattr(optimizer, name, pytest.fail)
+            told = pytest.warns(UserWarning, match=f"SGD with a {name} of the script's own")
+        with told:
+            backward(amp, model, given)
+        optimizer.step()
+        weights.append(model[0].weight.detach().clone())
+        amp_patch.amp.deactivate()
+    assert torch.equal(*weights)
 
 
 def test_what_initialize_returns_may_be_thrown_away(amp) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import pickle
 import types
 from collections.abc import Iterator
@@ -228,6 +230,219 @@ def test_a_check_that_is_open_moves_the_scaler_that_it_was_made_with(amp, LossSc
 def test_the_state_pickles_by_its_name(amp) -> None:
     """cloudpickle takes along what a script of jobs has as globals."""
     assert pickle.loads(pickle.dumps(amp._amp_state)) is amp._amp_state
+
+
+# -- what was found --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 128.0])
+@pytest.mark.parametrize("stashed", [False, True])
+def test_unscale_notes_an_overflow_in_the_buffer(LossScaler, scale, stashed: bool) -> None:
+    """apex's kernels did, at a static scale as well; scripts that find has_fused_kernel read it."""
+    scaler = LossScaler(scale)
+    assert scaler.has_fused_kernel
+    master = torch.zeros(2)
+    unscale = scaler.unscale
+    if stashed:
+        unscale = lambda grads, masters: scaler.unscale_with_stashed(  # noqa: E731
+            grads, [torch.ones(2)], masters
+        )
+    found = []
+    for value in (1.0, INF, 1.0):
+        unscale([torch.tensor([1.0, value]).half()], [master])
+        found.append(scaler._overflow_buf.item())
+    assert found == [0, 1, 1]  # until a script clears it
+    assert scaler._has_overflow == (scale == "dynamic")
+    scaler.clear_overflow_state()
+    assert (scaler._overflow_buf.item(), scaler._has_overflow) == (0, False)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_the_buffer_tells_what_a_backward_found(amp, level: str, delay: bool) -> None:
+    optimizer = prepared(amp, level, num_losses=2)
+    scaler, other = amp._amp_state.loss_scalers
+    found = []
+    for value in (0.125, INF, 0.125):
+        loss = optimizer.model(torch.ones(1, 2)).sum() * value
+        scaled_backward(amp, loss, optimizer, delay_overflow_check=delay)
+        found.append(scaler._overflow_buf.item())
+        assert scaler._has_overflow == (value == INF and not delay)
+        if delay:
+            assert scaler.update_scale() == (value == INF)
+            assert scaler._overflow_buf.item() == (value == INF)
+        optimizer.zero_grad()
+    assert found == [0, 1, 0]
+    assert scaler.loss_scale() == 2.0**15
+    assert other._overflow_buf.item() == 0
+    other._overflow_buf.fill_(1)  # what a script writes stays, whatever another loss finds
+    backward(amp, optimizer)
+    assert other._overflow_buf.item() == 1
+
+
+# -- methods of a script's own ---------------------------------------------------------------------
+
+
+class Elsewhere:
+    """What another rank found, as a script's all_reduce would return it, and the calls for it."""
+
+    def __init__(self) -> None:
+        self.found, self.calls = False, 0
+
+    def reduce(self, here: Any) -> bool:
+        self.calls += 1
+        return bool(here) or self.found
+
+
+def on_the_class(amp: Any, LossScaler: Any, elsewhere: Elsewhere, patch: Any) -> None:
+    """ONNX Runtime's way: a method that does all of it, and calls no other."""
+
+    def update_scale(self: Any) -> bool:
+        if self.has_fused_kernel and self.dynamic and not self._has_overflow:
+            self._has_overflow = self._overflow_buf.item()
+        self._has_overflow = elsewhere.reduce(self._has_overflow)
+        if self._has_overflow:
+            self._loss_scale, self._unskipped = self._loss_scale / 2, 0
+        else:
+            self._unskipped += 1
+        return self._has_overflow
+
+    patch.setattr(LossScaler, "update_scale", update_scale)
+
+
+def on_the_object(amp: Any, LossScaler: Any, elsewhere: Elsewhere, patch: Any) -> None:
+    scaler = amp._amp_state.loss_scalers[0]
+    inside = scaler.update_scale
+
+    def update_scale() -> bool:
+        scaler._has_overflow = elsewhere.reduce(scaler._overflow_buf.item())
+        return inside()
+
+    scaler.update_scale = update_scale
+
+
+def in_a_subclass(amp: Any, LossScaler: Any, elsewhere: Elsewhere, patch: Any) -> None:
+    """Colossal-AI's way."""
+
+    class Reducing(LossScaler):
+        def unscale(self, *args: Any, **kwargs: Any) -> None:
+            super().unscale(*args, **kwargs)
+            self._overflow_buf.fill_(elsewhere.reduce(self._overflow_buf.item()))
+            self._has_overflow = self._overflow_buf.item()
+
+    amp._amp_state.loss_scalers[0] = Reducing("dynamic")
+
+
+WAYS = [on_the_class, on_the_object, in_a_subclass]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_methods_of_a_script_decide_about_the_step(
+    amp, LossScaler, monkeypatch, level: str, way: Any
+) -> None:
+    elsewhere = Elsewhere()
+    optimizer = prepared(amp, level)
+    way(amp, LossScaler, elsewhere, monkeypatch)
+    scaler, seen = amp._amp_state.loss_scalers[0], []
+    for value, found in [(0.125, False), (0.125, True), (INF, False), (0.125, False)]:
+        elsewhere.found = found
+        before = [param.detach().clone() for param in amp.master_params(optimizer)]
+        optimizer.zero_grad()
+        backward(amp, optimizer, value=value)
+        optimizer.step()
+        after = list(amp.master_params(optimizer))
+        is_same = all(map(torch.equal, before, after))
+        assert is_same == amp_patch.amp.step_was_skipped(optimizer)
+        seen.append((is_same, scaler.loss_scale(), scaler._unskipped))
+    assert seen == [
+        (False, 2.0**16, 1),
+        (True, 2.0**15, 0),
+        (True, 2.0**14, 0),
+        (False, 2.0**14, 1),
+    ]
+    assert elsewhere.calls == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_check_left_to_a_script_is_decided_once_by_its_methods(
+    amp, LossScaler, monkeypatch, way: Any
+) -> None:
+    elsewhere = Elsewhere()
+    optimizer = prepared(amp, "O2")
+    way(amp, LossScaler, elsewhere, monkeypatch)
+    scaler = amp._amp_state.loss_scalers[0]
+    for value in (INF, 0.125):
+        loss = optimizer.model(torch.ones(1, 2)).sum() * value
+        scaled_backward(amp, loss, optimizer, delay_overflow_check=True)
+        assert scaler.update_scale() == (value == INF)
+        if value == INF:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+    assert (scaler.loss_scale(), scaler._unskipped, elsewhere.calls) == (2.0**15, 1, 2)
+    assert not amp_patch.amp.step_was_skipped(optimizer)
+
+
+def test_a_static_scale_leaves_the_step_to_a_scripts_method(amp, LossScaler, monkeypatch) -> None:
+    optimizer = prepared(amp, "O1", loss_scale=8.0)
+    monkeypatch.setattr(LossScaler, "update_scale", lambda self: self._overflow_buf.item() == 0)
+    backward(amp, optimizer)
+    optimizer.step()
+    assert amp_patch.amp.step_was_skipped(optimizer)
+    monkeypatch.undo()
+    backward(amp, optimizer)
+    optimizer.step()
+    assert not amp_patch.amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_script_that_scales_by_hand_is_not_told_to_scale(amp, apex, by_hand: bool) -> None:
+    """Adasum's optimizer steps in hooks of the backward, and finds overflows by amp_C."""
+    optimizer = prepared(amp)
+    scaler, weight = amp._amp_state.loss_scalers[0], optimizer.model.weight
+    before = weight.detach().clone()
+    loss = optimizer.model(torch.ones(1, 2)).float().sum() * 2.0**-10
+    (loss * scaler.loss_scale()).backward()
+    grads = [param.grad for param in optimizer.model.parameters()]
+    told = pytest.warns(UserWarning, match="every loss is to be multiplied by it")
+    if by_hand:
+        importlib.import_module("amp_C").multi_tensor_scale(
+            65536, scaler._overflow_buf, [grads, grads], 1 / scaler.loss_scale()
+        )
+        told = contextlib.nullcontext()
+    with told:
+        optimizer.step()
+    step = 0.1 * 2.0**-10 * (1 if by_hand else 2.0**16)
+    torch.testing.assert_close(weight.detach(), before - step)
+
+
+# -- no optimizer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("none", [[], ()])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_without_optimizers_a_loss_is_scaled_and_nothing_moves(amp, level: str, none) -> None:
+    """MadryLab's attacks: the gradient of the input, of which only the sign counts."""
+    optimizer = prepared(amp, level)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 8.0 if level != "O0" else 1.0
+    before, saved = scaler.__getstate__(), copy.deepcopy(optimizer.model.state_dict())
+    inputs = torch.ones(1, 2, requires_grad=True)
+    with amp.scale_loss(optimizer.model(inputs).sum(), none) as scaled_loss:
+        assert scaled_loss.dtype is torch.float32
+        scaled_loss.backward()
+    expected = scaler.loss_scale() * saved["weight"].float().sum(0, keepdim=True)
+    torch.testing.assert_close(inputs.grad, expected, rtol=2e-3, atol=1e-3)
+    assert scaler.__getstate__() == before
+    if level != "O0":  # the model's gradients are scaled still: a step with them is refused
+        with pytest.raises(RuntimeError, match="needs unscaled gradients"):
+            optimizer.step()
+    optimizer.zero_grad()
+    backward(amp, optimizer)
+    optimizer.step()
+    assert not torch.equal(optimizer.model.state_dict()["weight"], saved["weight"])
 
 
 # -- messages --------------------------------------------------------------------------------------

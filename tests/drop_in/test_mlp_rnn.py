@@ -75,6 +75,19 @@ def test_mlp_keeps_its_settings(load: Any) -> None:
 # Fused dense
 
 
+def test_functions_have_the_classes_that_scripts_call_the_apply_of(load: Any) -> None:
+    module, x = load("fused_dense"), torch.randn(2, 4)
+    first, second = nn.Linear(4, 6), nn.Linear(6, 3)
+    assert torch.equal(module.FusedDenseFunc.apply(x, first.weight, first.bias), first(x))
+    assert torch.equal(module.DenseNoBiasFunc.apply(x, first.weight), F.linear(x, first.weight))
+    params = [*first.parameters(), *second.parameters()]
+    expected = second(F.gelu(first(x), approximate="tanh"))
+    torch.testing.assert_close(module.FusedDenseGeluDenseFunc.apply(x, *params), expected)
+    weights, biases = params[::2], params[1::2]
+    found = load("mlp").MlpFunction.apply(True, 1, x, *weights, *biases)
+    assert torch.equal(found, second(first(x).relu()).relu())
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_fused_dense(load: Any, bias: bool) -> None:
     dense = load("fused_dense").FusedDense(4, 3, bias=bias)

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +100,78 @@ def assert_trained(results: list[Any], level: str) -> None:
         torch.testing.assert_close(
             first[f"module.{name}"], expected, rtol=0, atol=TOLERANCE[level], check_dtype=False
         )
+
+
+def skipped_steps(rank: int, level: str) -> tuple[list[bool], float]:
+    """Train a part of a model that is on two ranks, of which rank 1 overflows in the third step."""
+    amp = importlib.import_module("apex.amp")
+    model = seeded_network(rank)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    own = scaler.update_scale
+
+    def update_scale() -> bool:
+        dist.all_reduce(scaler._overflow_buf, op=dist.ReduceOp.MAX)
+        return own()
+
+    scaler.update_scale = update_scale
+    skipped = []
+    try:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(batch()[0]).float().square().mean()
+            factor = float("inf") if (step, rank) == (2, 1) else 2.0**-8
+            with amp.scale_loss(loss * factor, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            before = [param.detach().clone() for param in amp.master_params(optimizer)]
+            optimizer.step()
+            skipped.append(all(map(torch.equal, before, amp.master_params(optimizer))))
+        return skipped, scaler.loss_scale()
+    finally:
+        importlib.import_module("amp_patch.amp").deactivate()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ranks_skip_together_where_a_script_shares_their_overflows(pair: Pair, level: str) -> None:
+    assert pair.run(skipped_steps, level) == [([False, False, True, False], 2.0**15)] * 2
+
+
+def train_sharded(rank: int, name: str, level: str) -> dict[str, Tensor]:
+    """Train with a sharded optimizer by `apex.amp` or `amp_patch.amp`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    amp = importlib.import_module(name)
+    model = seeded_network(0)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    inputs, targets = (whole.chunk(2)[rank] for whole in batch())
+    wrapped = parallel().DistributedDataParallel(model)
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (wrapped(inputs).float() - targets).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            if name == "apex.amp":
+                stash = optimizer._amp_stash
+                assert not stash.already_patched
+                assert len(stash.all_fp16_params) == len(stash.all_fp32_from_fp16_params) > 0
+            optimizer.step()
+        return model.state_dict()
+    finally:
+        importlib.import_module("amp_patch.amp").deactivate()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_sharded_optimizer_trains_as_without_the_drop_in(pair: Pair, level: str) -> None:
+    found = pair.run(train_sharded, "apex.amp", level)
+    expected = pair.run(train_sharded, "amp_patch.amp", level)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
+    assert not torch.equal(found[0]["0.weight"], seeded_network(0)[0].weight)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def test_contrib_optimizers_are_there_after_import_apex(apex: types.ModuleType) -> None:
@@ -147,3 +148,162 @@ def test_a_model_is_traced_with_its_casts(apex: types.ModuleType, amp: types.Mod
         model[0].weight.mul_(2)
     assert traced(inputs).dtype is torch.float16
     assert torch.equal(traced(inputs), model(inputs))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mend"),
+    [
+        (
+            nn,
+            "ReLU6",
+            r"Call amp.register_{}_function\(torch.nn.modules.activation.ReLU6, 'forward'",
+        ),
+        (nn, "Parameter", "Leave it out."),
+    ],
+)
+@pytest.mark.parametrize("rule", ["half", "float", "promote", "bfloat16"])
+def test_a_class_that_is_registered_stays_a_class(
+    apex: types.ModuleType, amp: types.ModuleType, rule: str, owner: Any, name: str, mend: str
+) -> None:
+    """Public scripts name layers, which apex took: their arguments are numbers."""
+    kind, inputs = getattr(owner, name), torch.randn(3, 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU6())
+    apex.amp.initialize(model, opt_level="O1", verbosity=0)
+    expected = model(inputs)
+    with pytest.warns(UserWarning, match=mend.format(rule)):
+        getattr(apex.amp, f"register_{rule}_function")(owner, name)
+    assert getattr(owner, name) is kind
+    assert torch.equal(model(inputs), expected)
+    assert model(inputs).dtype is torch.float16
+
+
+def test_the_call_that_is_advised_for_a_class_casts_what_its_layers_get(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU6())
+    apex.amp.register_float_function(torch.nn.modules.activation.ReLU6, "forward")
+    apex.amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model(torch.randn(3, 4)).dtype is torch.float32
+
+
+def test_a_first_call_may_leave_the_number_of_losses_to_a_later_one(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    """Colossal-AI's comparisons initialize the model and its optimizer by two calls."""
+    model = apex.amp.initialize(nn.Linear(4, 2), opt_level="O2", num_losses=0, verbosity=0)
+    assert apex.amp._amp_state.loss_scalers == []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apex.amp.initialize(nn.Identity(), optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    assert len(apex.amp._amp_state.loss_scalers) == 2
+    before = model.state_dict()["weight"].clone()
+    loss = model(torch.ones(3, 4)).sum() / 1024
+    with apex.amp.scale_loss(loss, optimizer, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["weight"], before - 0.1 * 3 / 1024)
+
+
+def plain_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_enabled_may_be_none(apex: types.ModuleType, amp: types.ModuleType) -> None:
+    model, optimizer = plain_model()
+    assert apex.amp.initialize(model, optimizer, enabled=None) == (model, optimizer)
+    loss = model(torch.ones(3, 4)).sum()
+    with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_script_switches_amp_off_by_properties_of_its_own(
+    apex: types.ModuleType, amp: types.ModuleType, monkeypatch: pytest.MonkeyPatch, in_list: bool
+) -> None:
+    """Habana's fork of an example does, and calls no initialize(); one that did goes on."""
+    state, (model, optimizer) = apex.amp._amp_state, plain_model()
+    prepared = plain_model()
+    apex.amp.initialize(*prepared, opt_level="O1", verbosity=0)
+    monkeypatch.setattr(state, "opt_properties", apex.amp.frontend.Properties(), raising=False)
+    state.opt_properties.enabled = False
+    for one, other, is_scaled in ((model, optimizer, False), (*prepared, True)):
+        loss = one(torch.ones(3, 4)).float().sum()
+        given = [other] if in_list else other
+        with apex.amp.scale_loss(loss, given) as scaled_loss:
+            assert (scaled_loss is not loss) == is_scaled
+            scaled_loss.backward()
+    amp.deactivate()
+
+
+def test_python_fallbacks_scale_add_and_find_overflows(apex: types.ModuleType) -> None:
+    """fairseq's and others' copies of the optimizers call them where there are no kernels."""
+    half, stashed, master = torch.tensor([8.0, 2.0]).half(), torch.ones(2), torch.zeros(2)
+    assert apex.amp.scaler.scale_check_overflow_python(half, master, 1 / 4, True) is False
+    assert master.tolist() == [2.0, 0.5]
+    axpby = apex.amp.scaler.axpby_check_overflow_python
+    assert axpby(half, stashed, master, 0.5, 3.0, True) is False
+    assert master.tolist() == [7.0, 4.0]
+    for value in (float("inf"), float("nan")):
+        half[1] = value
+        assert apex.amp.scaler.scale_check_overflow_python(half, master, 1.0, True) is True
+        assert axpby(half, stashed, master, 1.0, 1.0, True) is True
+        assert master.tolist() == [7.0, 4.0]
+    assert apex.amp.scaler.scale_check_overflow_python(half, master, 1.0) is False
+    assert master[1].isnan()
+
+
+@pytest.mark.parametrize("override", [None, (8.0, 4.0, 2.0)])
+def test_gradients_of_masters_are_unscaled_and_added_to_earlier_ones(
+    apex: types.ModuleType, override: Any
+) -> None:
+    scaler = apex.amp.scaler.LossScaler("dynamic", init_scale=16.0)
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    new, stashed = [32.0, 64.0, None, None], [None, 3.0, 5.0, None]
+    for param, value in zip(params, new, strict=True):
+        param.grad = None if value is None else torch.full((2,), value)
+    grads = [None if value is None else torch.full((2,), value) for value in stashed]
+    own = apex.amp._process_optimizer.post_backward_models_are_masters
+    own(scaler, params, grads, override)
+    found = [None if param.grad is None else param.grad[0].item() for param in params]
+    unscaled = [2.0, 7.0] if override is None else [8.0, 17.5]
+    assert found == [*unscaled, 5.0, None]
+    assert grads == [None] * 4
+    assert scaler._overflow_buf.item() == 0
+    params[0].grad.fill_(float("inf"))
+    own(scaler, params, grads)
+    assert scaler._overflow_buf.item() == 1
+
+
+def test_a_hook_of_a_state_dict_is_found_by_its_class(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    hook = apex.amp._initialize.O2StateDictHook(None)
+    model, _ = plain_model()
+    handle = model.half()._register_state_dict_hook(hook)
+    model.register_buffer("count", torch.tensor(3))
+    saved = model.state_dict()
+    assert (saved["weight"].dtype, saved["count"].dtype) == (torch.float32, torch.int64)
+    handle.remove()
+    model = apex.amp.initialize(plain_model()[0], opt_level="O2", verbosity=0)
+    hooks = model._state_dict_hooks.values()
+    assert not any(isinstance(one, type(hook)) for one in hooks)
+
+
+def test_arguments_are_cast_by_autocast_on_a_gpu_alone(apex: types.ModuleType) -> None:
+    cast = importlib.import_module("apex._autocast_utils")._cast_if_autocast_enabled
+    with FakeTensorMode():
+        on_gpu = torch.empty(2, device="cuda")
+        given = on_gpu, [on_gpu.double()], torch.empty(2), on_gpu.int(), None
+        assert all(a is b for a, b in zip(cast(*given), given, strict=True))
+        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        try:
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            first, (second,), *rest, nothing = cast(*given)
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
+    found = [tensor.dtype for tensor in (first, second, *rest)]
+    assert found == [torch.bfloat16, torch.float64, torch.float32, torch.int32]
+    assert nothing is None

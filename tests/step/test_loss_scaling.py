@@ -242,6 +242,8 @@ def test_a_pending_check_can_be_taken_over_for_its_scaler(value: float) -> None:
     case = Case()
     pending = PendingCheck(case.choose(), [found(value)], [case.skip])
     pending.register()
+    assert not pending.has_found(LossScaler(ScaleRule()))
+    assert pending.has_found(case.scaler) == (value == INF)
     assert not pending.take_over(LossScaler(ScaleRule()))
     assert pending.take_over(case.scaler) == (value == INF)
     pending.settle()
@@ -255,3 +257,35 @@ def test_a_check_that_half_of_the_optimizers_wait_for_is_withdrawn() -> None:
     assert pending.withdraw()
     assert case.skip.pending == other.skip.pending == []
     assert not pending.withdraw()
+
+
+class Halving:
+    """A script's method, which halves the scale and skips whatever was found."""
+
+    is_on = True
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self.scaler = scaler
+        self.met: list[bool] = []
+
+    def move(self, overflow: bool) -> bool:
+        self.met.append(overflow)
+        self.scaler.scale /= 2
+        return True
+
+
+@pytest.mark.usefixtures("runs_ahead")
+def test_an_override_moves_the_scale_on_the_host_while_it_is_on() -> None:
+    case = Case()
+    case.scaler.override = override = Halving(case.scaler)
+    scaling = case.choose()
+    assert isinstance(scaling, HostScaling)
+    scaling.update([found(1.0)], [case.skip])
+    assert override.met == [False]
+    assert (case.scaler.scale, case.scaler.skipped, case.skip.is_certain) == (32768.0, True, True)
+    case.skip.note_skipped()
+    assert case.said == [SAID]
+    override.is_on = False
+    assert isinstance(case.choose(), DeviceScaling)
+    assert case.scaler.move(False) is False
+    assert override.met == [False]

@@ -1,6 +1,7 @@
 """The names of NVIDIA's apex, over amp_patch: what scripts written for apex import."""
 
 from . import RNN as RNN
+from . import _autocast_utils as _autocast_utils
 from . import amp as amp
 from . import contrib as contrib
 from . import fp16_utils as fp16_utils

@@ -19,7 +19,7 @@ from amp_patch.amp import master_params
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.session import session
 
-from .scaler import LossScaler, cores_of, scalers_of
+from .scaler import LossScaler, cores_of, view_of
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
 
@@ -91,7 +91,7 @@ class AmpState(types.ModuleType):
         that is shorter leaves the losses behind its end their scalers.
         """
         if session.initialized:
-            return LossScalers(scalers_of(session.scalers)[: self.num_losses])
+            return LossScalers(map(view_of, session.scalers[: self.num_losses]))
         if "assigned" in vars(self):
             return LossScalers(self.assigned)
         if not session.disabled:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
-from amp_patch.amp import (
-    bfloat16_function,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from amp_patch import amp
+from amp_patch.amp import bfloat16_function, float_function, half_function, promote_function
 from amp_patch.requested_level import resolve
 from amp_patch.session import session
+from amp_patch.warn_once import warn_once
 
 from ._amp_state import _amp_state
 from .frontend import (
@@ -48,6 +44,32 @@ __all__ = [
     "register_promote_function",
     "state_dict",
 ]
+
+
+def _but_no_class(register: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
+    """Let the name of a class pass, with a warning: apex cast what it is made from, numbers say."""
+
+    @functools.wraps(register)
+    def register_function(module: Any, name: str) -> None:
+        found = getattr(module, name, None) if isinstance(name, str) else None
+        if not isinstance(found, type):
+            register(module, name)
+            return
+        call = f"amp.{register.__name__}({found.__module__}.{found.__qualname__}, 'forward')"
+        mend = f"Call {call}, to cast what such layers compute with."
+        warn_once(
+            "a registered function computes with tensors, and a class makes objects; got the class "
+            f"{name!r}, which is left as it is, for its calls had nothing to cast under apex. "
+            f"{mend if issubclass(found, nn.Module) else 'Leave it out.'}"
+        )
+
+    return register_function
+
+
+register_bfloat16_function = _but_no_class(amp.register_bfloat16_function)
+register_float_function = _but_no_class(amp.register_float_function)
+register_half_function = _but_no_class(amp.register_half_function)
+register_promote_function = _but_no_class(amp.register_promote_function)
 
 
 def init(

@@ -117,6 +117,8 @@ def initialize(
     Functions are cast by apex's lists (`apex.amp.lists`) where these go beyond amp_patch's own.
 
     Args:
+        enabled: None is False.
+        num_losses: 0 where a later call, with the optimizer, is to say it.
         patch_torch_functions_type: of ROCm's fork, where it tells O1 from O4; not used.
 
     Raises:
@@ -125,7 +127,7 @@ def initialize(
     """
     result = returned(models, optimizers)
     _forget_at_deactivate()
-    if not enabled_of(enabled):
+    if enabled is None or not enabled_of(enabled):
         _amp_state.opt_properties = Properties()
         session.disable(optimizers)
         return result
@@ -148,7 +150,7 @@ def initialize(
         optimizers,
         rules=given,
         lists=rules_of_lists() if level.casts_functions else None,
-        num_losses=num_losses,
+        num_losses=1 if num_losses == 0 else num_losses,
         verbosity=verbosity,
         allow_half=_amp_state.allow_incoming_model_not_fp32,
         min_loss_scale=min_loss_scale,
@@ -157,6 +159,8 @@ def initialize(
     _amp_state.opt_properties = Properties(level.options())
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     _publish(level, models, optimizers)
+    if num_losses == 0:
+        _amp_state.num_losses = 0
     return result
 
 

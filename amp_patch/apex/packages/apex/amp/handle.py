@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from amp_patch import amp
-from amp_patch.amp import disable_casts, scale_loss
+from amp_patch.amp import disable_casts
 from amp_patch.initialization import initialize_at
 from amp_patch.requested_level import Resolved, resolve
 from amp_patch.session import session
 
 from ._process_optimizer import attach
 from .opt import OptimWrapper
+from .scaled_loss import scale_loss
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +14,43 @@ from amp_patch import kernels
 from amp_patch.scaling.loss_scaler import LossScaler as CoreScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
+
+
+def scale_check_overflow_python(
+    model_grad: Tensor, master_grad: Tensor, scale: float, check_overflow: bool = False
+) -> bool:
+    """Write ``model_grad * scale`` to ``master_grad``; return whether the first is not finite.
+
+    Args:
+        model_grad: of any floating dtype.
+        master_grad: of the same shape; may be the same tensor. Not written to after an overflow.
+        scale: a factor.
+        check_overflow: whether to look for inf and NaN.
+    """
+    if check_overflow and not bool(model_grad.isfinite().all()):
+        return True
+    with torch.no_grad():
+        master_grad.copy_(model_grad.to(master_grad.dtype) * scale)
+    return False
+
+
+def axpby_check_overflow_python(
+    model_grad: Tensor,
+    stashed_grad: Tensor,
+    master_grad: Tensor,
+    a: float,
+    b: float,
+    check_overflow: bool = False,
+) -> bool:
+    """Write ``a * model_grad + b * stashed_grad`` to ``master_grad``.
+
+    Shapes, check and result are those of `scale_check_overflow_python`.
+    """
+    if check_overflow and not bool(model_grad.isfinite().all()):
+        return True
+    with torch.no_grad():
+        master_grad.copy_(a * model_grad.to(master_grad.dtype) + b * stashed_grad)
+    return False
 
 
 def _field_of_rule(name: str) -> Any:
@@ -32,6 +70,11 @@ class LossScaler:
 
     Those of ``amp._amp_state.loss_scalers`` are views of the scalers that `amp.scale_loss` uses:
     what is set here holds there. Others stand for themselves.
+
+    Where a script has replaced ``update_scale`` or ``unscale``, on one, on the class or in a
+    subclass, `amp.scale_loss` calls its methods after each backward, as apex did. What
+    ``update_scale`` returns decides whether the step is skipped. The gradients are unscaled by
+    then: ``unscale`` gets one element in the place of all, which is inf after an overflow.
 
     Args:
         loss_scale: "dynamic" or a fixed factor.
@@ -71,7 +114,9 @@ class LossScaler:
     def _set_core(self, core: CoreScaler) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._core = core
-        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
+        core.override = self
+        self._buffer = torch.zeros(1, dtype=torch.int32, device=device)
+        self._is_behind = False
         self._overflow = False
 
     @classmethod
@@ -113,6 +158,20 @@ class LossScaler:
     def _has_overflow(self, value: bool) -> None:
         self._overflow = self._core.skipped = bool(value)
 
+    @property
+    def _overflow_buf(self) -> Tensor:
+        self._core.is_by_hand = True  # who only logs the scale asks for its number
+        if self._is_behind:
+            self._is_behind = False
+            self._core.settle()
+            found = self._core.skipped or session.optimizers.has_found(self._core)
+            self._buffer.fill_(int(found))
+        return self._buffer
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, value: Tensor) -> None:
+        self._buffer, self._is_behind = value, False
+
     _scale_seq_len = _field_of_rule("growth_interval")
     _max_loss_scale = _field_of_rule("max_loss_scale")
     _min_loss_scale = _field_of_rule("min_loss_scale")
@@ -153,6 +212,9 @@ class LossScaler:
     ) -> None:
         """Write ``model_grads / scale`` to ``master_grads``, and note inf and NaN.
 
+        They are noted in ``_overflow_buf`` (int32, shape (1,)) as 1, and in ``_has_overflow``
+        where the scale moves, until `clear_overflow_state`.
+
         Args:
             model_grads: of any floating dtypes.
             master_grads: of the same shapes; may be the same tensors.
@@ -192,8 +254,46 @@ class LossScaler:
 
     def note(self, check: kernels.GradCheck) -> None:
         """Remember for `update_scale` what a check found."""
-        if self.dynamic and check.overflow:
-            self._overflow = True
+        if check.overflow:
+            self._overflow_buf.fill_(1)
+            self._overflow = self._overflow or self.dynamic
+
+    def end_pass(self, is_open: bool) -> None:
+        """Follow a ``scale_loss`` of this scale that has ended.
+
+        Args:
+            is_open: whether its check is left to the script (``delay_overflow_check``).
+        """
+        if is_open and self.is_on:
+            # It is the script that calls its method, as with apex; else the step would call it.
+            self._meet(session.optimizers.take_over(self._core))
+        elif not self.is_on:
+            self._is_behind = True  # what a device found is waited for where somebody asks
+            if is_open:
+                self._has_overflow = False  # until `update_scale`, or the step, looks at it
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a script's method stands in the place of `update_scale` or `unscale`."""
+        return self._has_own("update_scale") or self._has_own("unscale")
+
+    def _has_own(self, name: str) -> bool:
+        return getattr(getattr(self, name), "__func__", None) is not _METHODS[name]
+
+    def move(self, overflow: bool) -> bool:
+        """Move the scale by the script's methods; return what its ``update_scale`` says."""
+        self._meet(overflow)
+        return bool(self.update_scale())
+
+    def _meet(self, overflow: bool) -> None:
+        """Note what a pass found, by the script's ``unscale`` if it has one."""
+        self.clear_overflow_state()
+        if not self._has_own("unscale"):
+            self._overflow_buf.fill_(int(overflow))
+            return
+        value = math.inf if overflow else 0.0
+        grads = [torch.full((1,), value, device=self._overflow_buf.device)]
+        self.unscale(grads, [grads[0].clone()], self.loss_scale(), models_are_masters=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -221,18 +321,16 @@ class LossScaler:
         self._unskipped = state.get("_unskipped", 0)
 
 
+#: As they are here, whatever a script puts in their places.
+_METHODS = {name: vars(LossScaler)[name] for name in ("unscale", "update_scale")}
+
 # Checkpoints hold it, an FP16_Optimizer's for one, and torch.load(path) refuses unknown classes.
 torch.serialization.add_safe_globals([LossScaler])
 
-#: Those handed out or in last: what a script sets on one stays while the scaler behind it does.
-_views: list[LossScaler] = []
 
-
-def scalers_of(cores: Sequence[CoreScaler]) -> list[LossScaler]:
-    """Return a view of each scaler, the same one each time."""
-    known = {id(view._core): view for view in _views}
-    _views[:] = [known.get(id(core)) or LossScaler._view(core) for core in cores]
-    return list(_views)
+def view_of(core: CoreScaler) -> LossScaler:
+    """Return the view of a scaler, the same one each time."""
+    return cast(LossScaler, core.override or LossScaler._view(core))
 
 
 def cores_of(scalers: Any) -> list[CoreScaler]:
@@ -252,5 +350,4 @@ def cores_of(scalers: Any) -> list[CoreScaler]:
             f"{got}; call amp.load_state_dict() with what amp.state_dict() returned, or assign "
             "[apex.amp.scaler.LossScaler('dynamic'), ...]."
         )
-    _views.extend(given)
     return [one._core for one in given]

@@ -3,8 +3,11 @@
 from . import fused_dense
 from .fused_dense import (
     DenseNoBias,
+    DenseNoBiasFunc,
     FusedDense,
+    FusedDenseFunc,
     FusedDenseGeluDense,
+    FusedDenseGeluDenseFunc,
     dense_no_bias_function,
     fused_dense_function,
     fused_dense_gelu_dense_function,
@@ -12,8 +15,11 @@ from .fused_dense import (
 
 __all__ = [
     "DenseNoBias",
+    "DenseNoBiasFunc",
     "FusedDense",
+    "FusedDenseFunc",
     "FusedDenseGeluDense",
+    "FusedDenseGeluDenseFunc",
     "dense_no_bias_function",
     "fused_dense",
     "fused_dense_function",

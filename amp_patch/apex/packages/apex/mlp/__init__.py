@@ -1,6 +1,6 @@
 """apex.mlp: linear layers in a row."""
 
 from . import mlp
-from .mlp import MLP, mlp_function
+from .mlp import MLP, MlpFunction, mlp_function
 
-__all__ = ["MLP", "mlp", "mlp_function"]
+__all__ = ["MLP", "MlpFunction", "mlp", "mlp_function"]

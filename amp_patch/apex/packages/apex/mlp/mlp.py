@@ -28,6 +28,12 @@ def mlp_function(bias: bool, activation: int, *args: Tensor) -> Tensor:
     return output
 
 
+class MlpFunction:
+    """What scripts call the apply of."""
+
+    apply = forward = staticmethod(mlp_function)
+
+
 class MLP(nn.Module):
     """Linear layers in a row, with an activation after every one, the last as well.
 
