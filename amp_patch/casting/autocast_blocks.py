@@ -1,7 +1,7 @@
 """``torch.autocast(device_type, enabled=False)`` switches our casts off as well, as torch's.
 
 Knows the mode of the thread and how torch and torch.compile enter such a block; knows nothing of
-what casts do, nor of blocks that switch torch's own autocast on.
+what casts do. A block that switches torch's own autocast on gets their dtype, if it is given none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from amp_patch.patching import Patches
 
+from .autocast_questions import dtype_of_casts
 from .mode import casts_are_on, mode, process
 from .torch_compile import leave_out
 
@@ -70,8 +71,12 @@ def _enter_traced(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def enter(self: Any, tx: Any) -> Any:
+        device, dtype, enabled, *rest = self.target_values
+        # In eager mode the block asks for it.
+        if dtype is None and _is_asked_for(tx):
+            dtype = _trace(tx, dtype_of_casts, device).as_python_constant()
+            self.target_values = [device, dtype, enabled, *rest]
         entered = original(self, tx)
-        device, _, enabled, _ = self.target_values
         if not enabled and _is_asked_for(tx):
             _trace(tx, _begin_traced, id(self), device)
         return entered
@@ -97,12 +102,12 @@ def _end_traced(block: int) -> None:
     mode.leave_autocast(block)
 
 
-def _trace(tx: Any, function: Callable[..., None], *constants: Any) -> None:
-    """Go on tracing in a function of this module."""
+def _trace(tx: Any, function: Callable[..., Any], *constants: Any) -> Any:
+    """Go on tracing in a function of this package; return its result as torch.compile sees it."""
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables.base import VariableTracker
 
-    source = AttrSource(tx.import_source(__name__), function.__name__)
+    source = AttrSource(tx.import_source(function.__module__), function.__name__)
     traced = VariableTracker.build(tx, function, source)
     allowed = Patches()
     # At a graph break torch ends the blocks around it, and traces nothing any more.
@@ -110,7 +115,8 @@ def _trace(tx: Any, function: Callable[..., None], *constants: Any) -> None:
     # What a checkpointed function writes outside of it is refused; the end takes all of it back.
     allowed.replace(tx.output.current_tracer, "allow_side_effects_in_hop", True)
     try:
-        traced.call_function(tx, [VariableTracker.build(tx, value) for value in constants], {})
+        arguments = [VariableTracker.build(tx, value) for value in constants]
+        return traced.call_function(tx, arguments, {})
     finally:
         allowed.undo()
 

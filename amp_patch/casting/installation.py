@@ -25,6 +25,7 @@ def install(
     patches: Patches,
     rules: Mapping[str, str],
     registered: Iterable[tuple[Any, str, str]],
+    others: Mapping[str, Callable[[Function], Function]],
 ) -> tuple[Replacements, list[types.ModuleType]]:
     """Patch every function of `targets.rule_targets`, changed by what the user asked for.
 
@@ -36,6 +37,7 @@ def install(
         patches: records what is replaced.
         rules: dotted path -> rule; ``"off"`` casts nothing.
         registered: ``(module, name, rule)`` of functions anywhere; win over ``rules``.
+        others: path -> what makes the replacement of a function of torch that has no rule.
 
     Returns:
         ``id(original) -> (original, wrapper)``, and the modules that use torch.
@@ -55,6 +57,8 @@ def install(
         asked = registered_rules.get(id(found[2]))
         alone = asked is not None or path in rules
         installation.replace(found, asked or rule, path, alone)
+    for path, make in others.items():
+        installation.replace_by(make, path)
     bindings = installation.bindings()
     return bindings, patches.replace_bindings(bindings, users_only=only_torchs)
 
@@ -64,7 +68,7 @@ class _Installation:
 
     Attributes:
         wrappers: ``(id(original), rule, alone) -> (original, wrapper)``, in which the original
-            may stand for its wrapper.
+            may stand for its wrapper, and the path for a rule that there is none of.
     """
 
     def __init__(self, patches: Patches, wrap: Wrap) -> None:
@@ -94,6 +98,14 @@ class _Installation:
             self.wrappers[key] = original, self._make(target, rule, path, alone)
         if self.wrappers[key][1] is not original:
             self._patches.replace(owner, name, self.wrappers[key][1])
+
+    def replace_by(self, make: Callable[[Function], Function], path: str) -> None:
+        """Patch a function of torch by what ``make`` makes of it."""
+        owner, name, original = resolve(path)
+        replacement = make(original)
+        as_if_defined_at(replacement, path)
+        self.wrappers[id(original), path, False] = original, replacement
+        self._patches.replace(owner, name, replacement)
 
     def bindings(self) -> Replacements:
         """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts."""

@@ -165,3 +165,8 @@ mode = CastMode()
 def casts_are_on() -> bool:
     """Tell whether functions cast in this thread now, patched ones or those in a region."""
     return mode.region is not None or (mode.dtype or process.dtype) is not OFF
+
+
+def cast_dtype() -> torch.dtype:
+    """Return what functions cast to in this thread now: a half dtype, or `OFF`."""
+    return mode.region.dtype if mode.region is not None else mode.dtype or process.dtype

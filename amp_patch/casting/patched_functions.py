@@ -15,9 +15,9 @@ from torch import nn
 
 from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.levels import OptLevel
-from amp_patch.patching import Patches
+from amp_patch.patching import Patches, resolve
 
-from . import installation, layer_forwards, targets, torch_compile
+from . import autocast_questions, installation, layer_forwards, targets, torch_compile
 from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
@@ -158,9 +158,11 @@ class PatchedFunctions:
             torch_compile.install(self._patches)
             layer_forwards.install(self._patches)
             registered = self._registered.values()
+            questions = autocast_questions.replacements()
             wrappers, users = installation.install(
-                self._casts.wrap, self._patches, self._rules, registered
+                self._casts.wrap, self._patches, self._rules, registered, questions
             )
+            autocast_questions.trace(self._patches, {path: resolve(path)[2] for path in questions})
             self._held.install(wrappers, users, list(self._models))
         except BaseException:
             self._restore()

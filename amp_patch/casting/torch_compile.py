@@ -163,7 +163,7 @@ def _handle_operator(original: Callable[..., Any]) -> Callable[..., Any]:
         # torch.compile keeps handlers, so this one may be called when nothing is patched any more.
         if name is None or not any(on_tensors) or not is_patched(getattr(torch.Tensor, name)):
             return original(self, tx, given, kwargs)
-        return _traced(tx, f"Tensor.{name}.traced").call_function(tx, list(args), kwargs)
+        return traced(tx, f"Tensor.{name}.traced").call_function(tx, list(args), kwargs)
 
     return handle
 
@@ -180,7 +180,7 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, tx, name, args, kwargs)
         being_traced.append(name)
         try:
-            function = _traced(tx, f"Tensor.{name}.traced")
+            function = traced(tx, f"Tensor.{name}.traced")
             return function.call_function(tx, [self, *args], kwargs)
         finally:
             being_traced.pop()
@@ -235,7 +235,7 @@ def is_patched(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and hasattr(value, "__prepare_scriptable__")
 
 
-def _traced(tx: Any, path: str) -> Any:
+def traced(tx: Any, path: str) -> Any:
     """Return torch.compile's view of the function that stands at ``torch.<path>`` now."""
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables.base import VariableTracker

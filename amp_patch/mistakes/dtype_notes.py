@@ -155,25 +155,38 @@ def _operands(place: _Place) -> list[tuple[str, Tensor]]:
 
 def _mend(place: _Place, error: BaseException) -> str:
     message = str(error)
-    mend = _mend_of_half(message, _dtype(place))
+    mend = _mend_of_half(message, place)
     if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
         mend = _mend_of_float64(place)
     return mend or _mend_of_weights(place, _strays(place)) or _mend_of_inputs(place)
 
 
-def _mend_of_half(message: str, dtype: str) -> str | None:
+def _mend_of_half(message: str, place: _Place) -> str | None:
     """Return what mends an error for which half numbers alone are at fault."""
+    dtype = _dtype(place)
     if _OVERFLOW.search(message):
-        return (
-            f"{dtype} cannot hold that number: write torch.finfo(x.dtype).min in the place of "
-            "-1e9, or take opt_level 'O4' or 'O5'."
-        )
+        return f"{dtype} cannot hold that number: {_mend_of_a_number(place)}."
     if _NO_KERNEL.search(message):
         return (
             f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "
             "x.float() in the place of x, and hand on y.to(x.dtype) behind it."
         )
     return None
+
+
+def _mend_of_a_number(place: _Place) -> str:
+    if place.level.half_dtype is torch.float16:
+        return "write torch.finfo(x.dtype).min in the place of -1e9, or take opt_level 'O4' or 'O5'"
+    # -1e9 is no trouble here: it is the minimum of another dtype
+    in_float = (
+        f"amp.initialize(..., rules={{'modules': {{{place.path!r}: 'float'}}}})"
+        if place.path
+        else "`with amp.float_region():` around it"
+    )
+    return (
+        "write torch.finfo(x.dtype).min with the x that is filled, for the minimum of float32 is "
+        f"beyond it; or compute this in float32 by {in_float}"
+    )
 
 
 def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:

@@ -169,6 +169,15 @@ def test_autocast_decides_the_output(norms: Any, name: str, dtype: torch.dtype) 
     torch.testing.assert_close(output.double(), expected, **TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_casts_of_functions_do_not(apex: Any, norms: Any, name: str, level: str) -> None:
+    model = apex.amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    assert torch.is_autocast_enabled()
+    assert getattr(norms, name)(4)(torch.randn(5, 4)).dtype is torch.float32
+    del model
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_opt_level_trains_it(apex: Any, norms: Any, name: str, level: str) -> None:

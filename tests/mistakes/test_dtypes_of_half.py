@@ -69,6 +69,41 @@ def test_the_levels_that_it_names_hold_that_number(amp: ModuleType, level: str) 
     assert model(X).isfinite().all()
 
 
+class Scores(nn.Module):
+    """Fills half scores with the minimum of a float32 tensor, as Hugging Face's DeBERTa does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.layer(x).float()
+        scores = torch.matmul(query.to(self.layer.weight.dtype), self.layer.weight)
+        return scores.masked_fill(x > 0, torch.finfo(query.dtype).min)
+
+
+@pytest.mark.parametrize("path", ["", "1"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_number_that_bfloat16_cannot_hold(amp: ModuleType, level: str, path: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Scores()) if path else Scores()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    note = fail(lambda: model(X))
+    assert (
+        "torch.bfloat16 cannot hold that number: write torch.finfo(x.dtype).min with the x" in note
+    )
+    assert "O5'." not in note
+    assert "-1e9" not in note
+    if not path:
+        assert "float32 by `with amp.float_region():` around it." in note
+        with amp.float_region():
+            assert model(X).isfinite().all()
+        return
+    assert "by amp.initialize(..., rules={'modules': {'1': 'float'}})." in note
+    amp.deactivate()
+    amp.initialize(model, opt_level=level, verbosity=0, rules={"modules": {"1": "float"}})
+    assert model(X).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("level", "words"),
     [*product(HALF, REFUSED), *product(["O5"], REFUSED_IN_BFLOAT16)],

@@ -130,9 +130,10 @@ def size(shape: Shape) -> torch.Size:
 def output_dtype(like: Tensor) -> torch.dtype:
     """Return autocast's dtype where it is on, as apex's norms did, else the tensor's."""
     device = like.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch's own answers: beside the casts of O1 and O4 the norm goes by its input, as apex's did.
+    if not torch.amp.is_autocast_available(device) or not torch._C.is_autocast_enabled(device):
         return like.dtype
-    return torch.get_autocast_dtype(device) if like.dtype != torch.float64 else like.dtype
+    return torch._C.get_autocast_dtype(device) if like.dtype != torch.float64 else like.dtype
 
 
 def _of_one_dtype(*tensors: Any) -> tuple[Any, ...]:

@@ -1,0 +1,138 @@
+"""The functions by which code asks whether autocast is on, and to which dtype it casts (O1, O4).
+
+Libraries protect what is to be in float32, and cast for kernels of their own, only where autocast
+is said to be on. Where functions cast to half the answers are those of a ``torch.autocast`` to that
+dtype. Knows the mode of the thread, and how torch.compile meets a question; knows nothing of casts.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from amp_patch.imported_modules import is_left_alone
+from amp_patch.patching import Patches
+
+from .mode import OFF, cast_dtype, process
+from .torch_compile import traced
+
+Function = Callable[..., Any]
+
+# Nothing is replaced in the namespace of torch's C code: its answer is torch's own.
+_autocast_is_on = torch._C.is_autocast_enabled
+# Where a block that is given no dtype takes on the one around it.
+_BLOCK = torch.amp.autocast_mode.autocast.__init__.__code__
+
+
+def dtype_of_casts(device: str) -> torch.dtype | None:
+    """Return the half dtype that our casts, and not torch's, bring to tensors of a device.
+
+    Args:
+        device: "cuda", "cuda:0" and the like; "" means any device whose tensors are cast.
+
+    Returns:
+        The dtype; None where tensors of that device are not cast, or autocast itself is on.
+    """
+    dtype = cast_dtype()
+    is_cast = not device or device.partition(":")[0] in process.devices
+    return None if dtype is OFF or not is_cast or _autocast_is_on(device or "cuda") else dtype
+
+
+def replacements() -> dict[str, Callable[[Function], Function]]:
+    """Return, for each question by its path, what makes its replacement."""
+    return {f"torch.{name}": make for name, make in _QUESTIONS.items() if hasattr(torch, name)}
+
+
+def _whether(device: str, original: Function) -> Function:
+    """Say that autocast is on, where functions cast.
+
+    Args:
+        device: that is asked about where the call names none.
+        original: the question.
+    """
+
+    def is_enabled(*args: Any, **kwargs: Any) -> bool:
+        own = original(*args, **kwargs)
+        return own or dtype_of_casts(_device(device, *args, **kwargs)) is not None
+
+    return _for_all_but_torch(original, is_enabled)
+
+
+def _which(device: str, original: Function) -> Function:
+    """Name the dtype that functions cast to; as `_whether`."""
+
+    def get_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
+        own = original(*args, **kwargs)
+        return dtype_of_casts(_device(device, *args, **kwargs)) or own
+
+    return _for_all_but_torch(original, get_dtype)
+
+
+def _device(default: str, device_type: str = "") -> str:
+    return device_type or default
+
+
+def _for_all_but_torch(original: Function, answer: Function) -> Function:
+    """Answer torch's own code as it did: it would hand on that autocast is on, and cast by it."""
+
+    @functools.wraps(original)
+    def question(*args: Any, **kwargs: Any) -> Any:
+        function = answer if _is_about_casts(sys._getframe(1)) else original
+        return function(*args, **kwargs)
+
+    replacement: Any = question
+    replacement.traced = answer
+    # TorchScript knows the original, and what it compiles casts nothing.
+    replacement.__prepare_scriptable__ = lambda: original
+    return question
+
+
+def _is_about_casts(caller: Any) -> bool:
+    """Tell whether what this frame asks is to be answered by our casts."""
+    return caller.f_code is _BLOCK or not is_left_alone(caller.f_globals.get("__name__", ""))
+
+
+def trace(patches: Patches, questions: Mapping[str, Function]) -> None:
+    """Let torch.compile answer as eager mode does: it shows what it traces no frames.
+
+    Args:
+        patches: undoes it.
+        questions: path -> the replacement that stands there.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import TorchInGraphFunctionVariable
+
+    lookup, get_handlers = trace_rules.lookup_inner, TorchInGraphFunctionVariable._get_handlers
+    ids = set(map(id, questions.values()))
+
+    @functools.wraps(lookup)
+    def lookup_inner(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        return TorchInGraphFunctionVariable if id(obj) in ids else lookup(obj, *args, **kwargs)
+
+    handlers = {**get_handlers(), **{new: _handler(path) for path, new in questions.items()}}
+    patches.replace(trace_rules, "lookup_inner", lookup_inner)
+    patches.replace(TorchInGraphFunctionVariable, "_get_handlers", staticmethod(lambda: handlers))
+
+
+def _handler(path: str) -> Function:
+    """Return what torch.compile calls for a question that stands at ``path``."""
+
+    def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        name = path.removeprefix("torch.")
+        function = traced(tx, f"{name}.{'traced' if _is_about_casts(tx) else '__wrapped__'}")
+        return function.call_function(tx, list(args), kwargs)
+
+    return handle
+
+
+_QUESTIONS: dict[str, Callable[[Function], Function]] = {
+    "is_autocast_enabled": functools.partial(_whether, ""),
+    "is_autocast_cpu_enabled": functools.partial(_whether, "cpu"),
+    "get_autocast_dtype": functools.partial(_which, ""),
+    "get_autocast_gpu_dtype": functools.partial(_which, ""),
+    "get_autocast_cpu_dtype": functools.partial(_which, "cpu"),
+}
