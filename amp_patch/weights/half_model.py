@@ -233,6 +233,7 @@ def convert(
     dtype: torch.dtype,
     keep_batchnorm_fp32: bool,
     stored: Collection[int] = (),
+    in_float: Collection[nn.Module] = (),
 ) -> Originals:
     """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
 
@@ -243,6 +244,8 @@ def convert(
         keep_batchnorm_fp32: see `kept_in_fp32`.
         stored: ids of parameters and buffers of models that were converted before; these may share
             some with this one.
+        in_float: modules that compute in fp32: their buffers are stored in it, which nothing trains
+            and so has no master.
 
     Returns:
         What it held before; of half parameters also where they are in ``dtype`` already.
@@ -250,21 +253,26 @@ def convert(
     kept = kept_in_fp32(model, keep_batchnorm_fp32)
     originals = Originals({}, {})
     for path, module in model.named_modules():
-        kept_dtype = torch.float32 if module in kept else dtype
-        _convert_module(module, kept_dtype, path, originals, stored)
+        halves = HALVES if _trains_no_half(module) else ()  # asked before any of it is cast
+        to = torch.float32 if module in kept else dtype
+        _convert_params(module, _cast_to(to, halves), to, originals, stored)
+        to = torch.float32 if module in in_float else to
+        _convert_buffers(module, _cast_to(to, halves), to, path, originals, stored)
     return originals
 
 
-def _convert_module(
+def _cast_to(dtype: torch.dtype, halves: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the tensors of a module that become ``dtype``."""
+    return halves if dtype is torch.float32 else (*halves, torch.float32)
+
+
+def _convert_params(
     module: nn.Module,
+    sources: tuple[torch.dtype, ...],
     dtype: torch.dtype,
-    path: str,
     originals: Originals,
     stored: Collection[int],
 ) -> None:
-    sources = HALVES if _trains_no_half(module) else ()
-    if dtype is not torch.float32:
-        sources = (*sources, torch.float32)
     params = [param for param in module._parameters.values() if param is not None]
     params = [param for param in params if param.dtype in sources and id(param) not in stored]
     for param in params:
@@ -273,13 +281,23 @@ def _convert_module(
             original.grad, param.grad = param.grad, None
             originals.params[param] = original
             set_data(param, original.to(dtype))
+    if params and isinstance(module, nn.RNNBase):
+        module.flatten_parameters()
+
+
+def _convert_buffers(
+    module: nn.Module,
+    sources: tuple[torch.dtype, ...],
+    dtype: torch.dtype,
+    path: str,
+    originals: Originals,
+    stored: Collection[int],
+) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
             if buffer.dtype in HALVES:
                 originals.buffers[f"{path}.{name}"] = buffer
             module._buffers[name] = buffer.to(dtype)
-    if params and isinstance(module, nn.RNNBase):
-        module.flatten_parameters()
 
 
 def _trains_no_half(module: nn.Module) -> bool:

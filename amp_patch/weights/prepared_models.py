@@ -123,7 +123,8 @@ class PreparedModels:
             earlier = self.levels.get(model), self._precisions.get(model, {})
             on_error.callback(self._put_back, model, *earlier)
             if level.cast_model_type is not None:
-                originals = self._store_as(level.cast_model_type, model, level, stepped)
+                in_float = module_rules.in_float(model, rules)
+                originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
                 on_error.callback(self._store.forget, originals)
                 on_error.callback(self._converted.pop, model, None)
                 if model in self._converted:
@@ -245,10 +246,15 @@ class PreparedModels:
         process.devices |= {p.device.type for p in model.parameters()}
 
     def _store_as(
-        self, dtype: torch.dtype, model: nn.Module, level: OptLevel, stepped: set[int]
+        self,
+        dtype: torch.dtype,
+        model: nn.Module,
+        level: OptLevel,
+        stepped: set[int],
+        in_float: Collection[nn.Module],
     ) -> Collection[nn.Parameter]:
         params, buffers = half_model.convert(
-            model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half()
+            model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half(), in_float
         )
         if dtype in HALVES or params or buffers:
             self._converted[model] = buffers
