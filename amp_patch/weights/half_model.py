@@ -222,10 +222,12 @@ class Originals(NamedTuple):
     Attributes:
         params: of each parameter that is stored as the level says now, with its gradient.
         buffers: those that came in half, by their paths in the model.
+        rounded: of each other buffer that is in half now.
     """
 
     params: dict[nn.Parameter, Tensor]
     buffers: dict[str, Tensor]
+    rounded: dict[Tensor, Tensor]
 
 
 def convert(
@@ -251,7 +253,7 @@ def convert(
         What it held before; of half parameters also where they are in ``dtype`` already.
     """
     kept = kept_in_fp32(model, keep_batchnorm_fp32)
-    originals = Originals({}, {})
+    originals = Originals({}, {}, {})
     for path, module in model.named_modules():
         halves = HALVES if _trains_no_half(module) else ()  # asked before any of it is cast
         to = torch.float32 if module in kept else dtype
@@ -295,9 +297,11 @@ def _convert_buffers(
 ) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
+            stored_buffer = module._buffers[name] = buffer.to(dtype)
             if buffer.dtype in HALVES:
                 originals.buffers[f"{path}.{name}"] = buffer
-            module._buffers[name] = buffer.to(dtype)
+            else:
+                originals.rounded[stored_buffer] = buffer
 
 
 def _trains_no_half(module: nn.Module) -> bool:
@@ -322,12 +326,12 @@ def restore(
     exact: Callable[[Tensor], Tensor],
     buffers: Mapping[str, Tensor],
 ) -> None:
-    """Undo `convert`: parameters hold what ``exact`` says of them, the rest is cast back.
+    """Undo `convert`: what ``exact`` says of a parameter or buffer stands in its place.
 
     Args:
         model: as `convert` left it.
         dtype: that it got.
-        exact: returns the value of a parameter in the dtype that it is to have.
+        exact: returns the value of a parameter or buffer in the dtype that it is to have.
         buffers: those that came in half, as `convert` returned them.
     """
     for path, module in model.named_modules():
@@ -339,7 +343,7 @@ def restore(
             if buffer is not None and original is not None:
                 module._buffers[name] = _as_it_came(buffer, original)
             elif buffer is not None and buffer.dtype is dtype:
-                module._buffers[name] = buffer.float()
+                module._buffers[name] = exact(buffer)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
