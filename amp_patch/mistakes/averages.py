@@ -32,9 +32,9 @@ class _ExactModel:
             yield self._store.exact(param).float() if param.dtype in HALVES else param
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield buffers, those in half cast up."""
+        """Yield the fp32 value of each buffer in half, and the others."""
         for buffer in self._model.buffers():
-            yield buffer.float() if buffer.dtype in HALVES else buffer
+            yield self._store.exact(buffer) if buffer.dtype in HALVES else buffer
 
 
 def replacements(

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_patch.arguments import refuse_half_params
-from amp_patch.casting.mode import FLOATS, mode
+from amp_patch.casting.mode import mode
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.direct_step import DirectStep
@@ -80,6 +81,7 @@ class OptimizerStep:
         self.methods = ReplacedMethods()
         self._undo: list[Callable[[], None]] = []
         self.has_own_groups = False
+        self._stored_in: dict[Tensor, torch.dtype] = {}  # before they are restored
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         is_direct = not fused and DirectStep.suits(optimizer)
@@ -138,6 +140,7 @@ class OptimizerStep:
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
+        self._stored_in = {param: param.dtype for param, _ in self._states()}
         self.backward.release()
         if self.masters is not None:
             self.masters.release()
@@ -175,15 +178,23 @@ class OptimizerStep:
             self._undo.append(SavedMasters(optimizer, loading, self.masters.param_of).remove)
 
     def match_state(self) -> None:
-        """Bring the optimizer's state to the dtypes of its parameters, which were cast (O3)."""
-        alive = [one() for one in (self._optimizer, *self._wrapped)]
-        states = [one.state.items() for one in alive if one is not None]
-        for param, state in chain.from_iterable(states):
-            # A user's optimizer may keep more than what belongs to a parameter.
-            for key, value in state.items() if isinstance(param, Tensor) else ():
+        """Bring the state to the dtypes that parameters were cast to: that of then goes by them.
+
+        State in another dtype is so by the optimizer's own choice, and none of the masters' was
+        cast. Call it when parameters were converted, and again when they are restored.
+        """
+        for param, state in self._states() if self.masters is None else ():
+            before = self._stored_in.get(param, torch.float32)
+            for key, value in state.items():
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
-                if key != "step" and isinstance(value, Tensor) and value.dtype in FLOATS:
+                if key != "step" and isinstance(value, Tensor) and value.dtype is before:
                     state[key] = value.to(param.dtype)
+
+    def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield each parameter with its state; a user's optimizer may keep more beside them."""
+        alive = [one() for one in (self._optimizer, *self._wrapped)]
+        items = chain.from_iterable(one.state.items() for one in alive if one is not None)
+        return ((param, state) for param, state in items if isinstance(param, Tensor))
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_published:

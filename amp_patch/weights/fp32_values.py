@@ -1,14 +1,16 @@
-"""The fp32 values of parameters that are stored in half; knows no optimizer and no scale.
+"""The fp32 values of what is stored in half; knows no optimizer and no scale.
 
 A half parameter is its fp32 value, rounded. One that came in half and stays frozen has a value in
 the dtype that it came in. Users write to either: to the parameter
 (``nn.init``, ``load_state_dict``, ``p.data.clamp_()``), or to the master that
 ``amp.master_params`` gives them. `FP32Values` says which of the two the other has to follow.
+A half buffer has a value as well, where half precision cannot hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,10 +62,11 @@ class _Value:
 
 
 class FP32Values:
-    """The fp32 value of each half parameter, for as long as the parameter lives.
+    """The fp32 value of each half parameter and buffer, for as long as this tensor lives.
 
     A value is a master that an optimizer steps, or what the parameter held before it was
-    converted, kept for an optimizer that comes later.
+    converted, kept for an optimizer that comes later. That of a buffer is what it held before, or
+    what was loaded: a constant is to be given back as it came.
 
     The rule by which parameter ``p`` and value ``x`` are made to agree, before each step and
     wherever the value is asked for::
@@ -89,6 +92,7 @@ class FP32Values:
         """Forget every value."""
         self._values: MutableMapping[Tensor, _Value] = WeakTensorKeyDictionary()
         self._came_in: MutableMapping[Tensor, torch.dtype] = WeakTensorKeyDictionary()
+        self._stored: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
         self._converted: set[int] = set()
 
     def set(
@@ -119,11 +123,13 @@ class FP32Values:
         entry = self._values.get(param)
         return None if entry is None else entry.value
 
-    def trained_halves(self) -> list[Tensor]:
-        """Return the living half parameters of which there is a value, but frozen ones."""
-        return [
-            param for param in self._values if param.dtype in HALVES and self.are_made_from(param)
-        ]
+    def add_stored(self, tensors: Iterable[Tensor]) -> None:
+        """The level stores these parameters and buffers in half from now on."""
+        self._stored.update(dict.fromkeys(tensors))
+
+    def stored_halves(self) -> list[Tensor]:
+        """Return what the level stored in half and lives, but what came so."""
+        return [one for one in self._stored if one.dtype in HALVES and one not in self._came_in]
 
     def are_made_from(self, param: Tensor) -> bool:
         """Return whether a half parameter is the rounded copy of a value, on every rank alike."""
@@ -168,16 +174,28 @@ class FP32Values:
             param: stored in the level's dtype.
             original: its numbers, in the dtype that it came in.
         """
-        self.forget([param])
+        self._values.pop(param, None)
         if not _can_hold(param.dtype, original):
             self.set(param, original)
         self._came_in[param] = original.dtype
 
+    def set_buffer(self, buffer: Tensor, original: Tensor) -> None:
+        """Enter the fp32 numbers of a half buffer, where it cannot hold all of them.
+
+        A mask or a counter, which it can, costs no memory so. torch does not compare sparse
+        tensors, nor those without data: they have no value.
+        """
+        self._values.pop(buffer, None)
+        is_dense = original.layout is torch.strided and not original.is_meta
+        if is_dense and not _can_hold(buffer.dtype, original):
+            self.set(buffer, original)
+
     def forget(self, params: Iterable[Tensor]) -> None:
-        """Drop the values of these parameters, whose conversion was undone."""
+        """Drop the values of these tensors, whose conversion was undone."""
         for param in params:
             self._values.pop(param, None)
             self._came_in.pop(param, None)
+            self._stored.pop(param, None)
 
     def end_conversion(self) -> None:
         """`initialize` is over: from now on the user may write to the parameters."""
@@ -185,7 +203,7 @@ class FP32Values:
 
     @torch.no_grad()
     def exact(self, param: Tensor) -> Tensor:
-        """Return the value of a parameter; writes to the parameter are in it.
+        """Return the value of a parameter or buffer; writes to it are in the value.
 
         It is fp32. A frozen parameter that came in half has it in the dtype of then, unless it was
         trained or written to, and that dtype cannot hold what it is now.
@@ -242,29 +260,33 @@ class FP32Values:
             if param.dtype in HALVES or param in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True
                 state[prefix + name] = self.exact(param).requires_grad_(attached)
-        for name in module._buffers:
-            buffer = state.get(prefix + name)
-            if buffer is not None and buffer.dtype in HALVES:
-                state[prefix + name] = buffer.float()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in HALVES and prefix + name in state:
+                state[prefix + name] = self.exact(buffer)
 
     @torch.no_grad()
     def read_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Set the values of ``module`` itself from a state dict that is about to be loaded."""
-        for name, param in module._parameters.items():
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             new = state.get(prefix + name)
-            if param is None or not isinstance(new, Tensor) or new.shape != param.shape:
-                continue
-            entry, came_in = self._values.get(param), self._came_in.get(param)
-            if came_in is not None:
-                new = new.detach().to(param.device, copy=True)
-                if _can_hold(came_in, new) and not param.requires_grad:
-                    self.set_frozen(param, new.to(came_in))
-                else:  # it was trained, or is to be
-                    self.set(param, new.float())
-            elif entry is not None:
-                entry.value.copy_(new)
-                entry.note_equal()
-                self.loads += 1
+            if tensor is not None and isinstance(new, Tensor) and new.shape == tensor.shape:
+                self._follow(tensor, new)
+
+    def _follow(self, tensor: Tensor, new: Tensor) -> None:
+        """Set the value of a parameter or buffer to what is about to be copied into it."""
+        entry, came_in = self._values.get(tensor), self._came_in.get(tensor)
+        if came_in is not None:
+            new = new.detach().to(tensor.device, copy=True)
+            if _can_hold(came_in, new) and not tensor.requires_grad:
+                self.set_frozen(tensor, new.to(came_in))
+            else:  # it was trained, or is to be
+                self.set(tensor, new.float())
+        elif tensor in self._stored and not isinstance(tensor, nn.Parameter):
+            self.set_buffer(tensor, new.detach().to(tensor.device, torch.float32, copy=True))
+        elif entry is not None:
+            entry.value.copy_(new)
+            entry.note_equal()
+            self.loads += 1
 
 
 def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:

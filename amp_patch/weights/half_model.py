@@ -222,10 +222,12 @@ class Originals(NamedTuple):
     Attributes:
         params: of each parameter that is stored as the level says now, with its gradient.
         buffers: those that came in half, by their paths in the model.
+        rounded: of each other buffer that is in half now.
     """
 
     params: dict[nn.Parameter, Tensor]
     buffers: dict[str, Tensor]
+    rounded: dict[Tensor, Tensor]
 
 
 def convert(
@@ -233,6 +235,7 @@ def convert(
     dtype: torch.dtype,
     keep_batchnorm_fp32: bool,
     stored: Collection[int] = (),
+    in_float: Collection[nn.Module] = (),
 ) -> Originals:
     """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
 
@@ -243,28 +246,35 @@ def convert(
         keep_batchnorm_fp32: see `kept_in_fp32`.
         stored: ids of parameters and buffers of models that were converted before; these may share
             some with this one.
+        in_float: modules that compute in fp32: their buffers are stored in it, which nothing trains
+            and so has no master.
 
     Returns:
         What it held before; of half parameters also where they are in ``dtype`` already.
     """
     kept = kept_in_fp32(model, keep_batchnorm_fp32)
-    originals = Originals({}, {})
+    originals = Originals({}, {}, {})
     for path, module in model.named_modules():
-        kept_dtype = torch.float32 if module in kept else dtype
-        _convert_module(module, kept_dtype, path, originals, stored)
+        halves = HALVES if _trains_no_half(module) else ()  # asked before any of it is cast
+        to = torch.float32 if module in kept else dtype
+        _convert_params(module, _cast_to(to, halves), to, originals, stored)
+        to = torch.float32 if module in in_float else to
+        _convert_buffers(module, _cast_to(to, halves), to, path, originals, stored)
     return originals
 
 
-def _convert_module(
+def _cast_to(dtype: torch.dtype, halves: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the tensors of a module that become ``dtype``."""
+    return halves if dtype is torch.float32 else (*halves, torch.float32)
+
+
+def _convert_params(
     module: nn.Module,
+    sources: tuple[torch.dtype, ...],
     dtype: torch.dtype,
-    path: str,
     originals: Originals,
     stored: Collection[int],
 ) -> None:
-    sources = HALVES if _trains_no_half(module) else ()
-    if dtype is not torch.float32:
-        sources = (*sources, torch.float32)
     params = [param for param in module._parameters.values() if param is not None]
     params = [param for param in params if param.dtype in sources and id(param) not in stored]
     for param in params:
@@ -273,13 +283,25 @@ def _convert_module(
             original.grad, param.grad = param.grad, None
             originals.params[param] = original
             set_data(param, original.to(dtype))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
-            if buffer.dtype in HALVES:
-                originals.buffers[f"{path}.{name}"] = buffer
-            module._buffers[name] = buffer.to(dtype)
     if params and isinstance(module, nn.RNNBase):
         module.flatten_parameters()
+
+
+def _convert_buffers(
+    module: nn.Module,
+    sources: tuple[torch.dtype, ...],
+    dtype: torch.dtype,
+    path: str,
+    originals: Originals,
+    stored: Collection[int],
+) -> None:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
+            stored_buffer = module._buffers[name] = buffer.to(dtype)
+            if buffer.dtype in HALVES:
+                originals.buffers[f"{path}.{name}"] = buffer
+            else:
+                originals.rounded[stored_buffer] = buffer
 
 
 def _trains_no_half(module: nn.Module) -> bool:
@@ -304,12 +326,12 @@ def restore(
     exact: Callable[[Tensor], Tensor],
     buffers: Mapping[str, Tensor],
 ) -> None:
-    """Undo `convert`: parameters hold what ``exact`` says of them, the rest is cast back.
+    """Undo `convert`: what ``exact`` says of a parameter or buffer stands in its place.
 
     Args:
         model: as `convert` left it.
         dtype: that it got.
-        exact: returns the value of a parameter in the dtype that it is to have.
+        exact: returns the value of a parameter or buffer in the dtype that it is to have.
         buffers: those that came in half, as `convert` returned them.
     """
     for path, module in model.named_modules():
@@ -321,7 +343,7 @@ def restore(
             if buffer is not None and original is not None:
                 module._buffers[name] = _as_it_came(buffer, original)
             elif buffer is not None and buffer.dtype is dtype:
-                module._buffers[name] = buffer.float()
+                module._buffers[name] = exact(buffer)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 

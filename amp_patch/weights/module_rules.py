@@ -96,6 +96,18 @@ def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype 
             TakesDtype(stored).attach(module)
 
 
+def in_float(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:
+    """Return the modules that compute in fp32 by a rule: their own, or one for what they are in.
+
+    Args:
+        model: any.
+        precisions: path of a module -> "float" or "half"; the innermost decides.
+    """
+    # One module may have two paths.
+    paths = model.named_modules(remove_duplicate=False)
+    return {module for path, module in paths if _innermost(path, precisions) == "float"}
+
+
 def detach(model: nn.Module) -> None:
     """Remove the hooks that `attach` put on the modules of a model, or of what it is a copy of."""
     for module in model.modules():
@@ -142,6 +154,12 @@ def find(
         if meant and not any(matched.values()):
             raise ValueError(_unknown(pattern, [path for i in meant for path in paths[i]]))
     return found
+
+
+def _innermost(path: str, precisions: Mapping[str, str]) -> str | None:
+    while path and path not in precisions:
+        path = path.rpartition(".")[0]
+    return precisions.get(path)
 
 
 def _end_innermost() -> None:

@@ -123,7 +123,8 @@ class PreparedModels:
             earlier = self.levels.get(model), self._precisions.get(model, {})
             on_error.callback(self._put_back, model, *earlier)
             if level.cast_model_type is not None:
-                originals = self._store_as(level.cast_model_type, model, level, stepped)
+                in_float = module_rules.in_float(model, rules)
+                originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
                 on_error.callback(self._store.forget, originals)
                 on_error.callback(self._converted.pop, model, None)
                 if model in self._converted:
@@ -150,14 +151,15 @@ class PreparedModels:
         for model, level in models:
             if model in self._converted and level.cast_model_type is not None:
                 reshard(model)
-                buffers = self._converted.pop(model)
-                half_model.restore(model, level.cast_model_type, self._store.exact, buffers)
+                came_in_half, stored = self._converted.pop(model), list(model.buffers())
+                half_model.restore(model, level.cast_model_type, self._store.exact, came_in_half)
+                self._store.forget(stored)
                 follow_parameters(model)
             self._detach(model)
-        left = self._store.trained_halves()  # of models that were dropped, as a shared layer is
-        for param in left:
-            param.grad = None
-            set_data(param, self._store.exact(param))
+        left = self._store.stored_halves()  # of models that were dropped, as a shared layer is
+        for tensor in left:
+            tensor.grad = None
+            set_data(tensor, self._store.exact(tensor))
         return bool(left) or any(level.cast_model_type in HALVES for _, level in models)
 
     def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
@@ -245,13 +247,22 @@ class PreparedModels:
         process.devices |= {p.device.type for p in model.parameters()}
 
     def _store_as(
-        self, dtype: torch.dtype, model: nn.Module, level: OptLevel, stepped: set[int]
-    ) -> Collection[nn.Parameter]:
-        params, buffers = half_model.convert(
-            model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half()
+        self,
+        dtype: torch.dtype,
+        model: nn.Module,
+        level: OptLevel,
+        stepped: set[int],
+        in_float: Collection[nn.Module],
+    ) -> Collection[Tensor]:
+        params, came_in_half, rounded = half_model.convert(
+            model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half(), in_float
         )
-        if dtype in HALVES or params or buffers:
-            self._converted[model] = buffers
+        if dtype in HALVES or params or came_in_half:
+            self._converted[model] = came_in_half
+        if dtype in HALVES:
+            self._store.add_stored([*params, *rounded])
+        for buffer, original in rounded.items():
+            self._store.set_buffer(buffer, original)
         for param, original in params.items():
             if original.dtype in HALVES:
                 self._store.set_frozen(param, original)
@@ -261,7 +272,7 @@ class PreparedModels:
                 continue
             if original.grad is not None:
                 param.grad = original.grad.to(param.dtype)
-        return params
+        return [*params, *rounded]
 
     def _attach(self, model: nn.Module, level: OptLevel, precisions: Mapping[str, str]) -> None:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""

@@ -77,6 +77,18 @@ def test_a_plain_average_of_batch_norms_is_exact(amp: ModuleType) -> None:
     assert averaged(next(batches())).isfinite().all()
 
 
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("kind", KINDS)
+def test_constants_in_an_averaged_model_are_exact(amp: ModuleType, level: str, kind: str) -> None:
+    model, optimizer = make()
+    mean = torch.tensor([0.485, 0.456, 0.406])
+    model.register_buffer("mean", mean.clone())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    averaged = swa_utils.AveragedModel(model, **KINDS[kind])
+    train(amp, model, optimizer, lambda: averaged.update_parameters(model))
+    torch.testing.assert_close(averaged.module.mean, mean, rtol=1e-7, atol=0)
+
+
 Pair = tuple[Tensor, Tensor]
 
 

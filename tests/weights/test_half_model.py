@@ -660,7 +660,10 @@ def test_convert_hands_back_the_old_storage(level: str) -> None:
     model = nn.Linear(4, 3)
     pointers = {param: param.data_ptr() for param in model.parameters()}
     model.weight.grad = torch.ones(3, 4)
-    originals, _ = half_model.convert(model, HALF_OF[level], keep_batchnorm_fp32=False)
+    model.register_buffer("shift", torch.ones(3))
+    shift = model.shift
+    originals, _, rounded = half_model.convert(model, HALF_OF[level], keep_batchnorm_fp32=False)
+    assert rounded[model.shift] is shift
     assert {param: original.data_ptr() for param, original in originals.items()} == pointers
     assert torch.equal(originals[model.weight].grad, torch.ones(3, 4))
     assert model.weight.grad is None

@@ -295,3 +295,145 @@ def test_what_is_inside_of_a_module_in_fp32_takes_fp32(amp, level: str) -> None:
     expected = model(X).detach()
     amp.initialize(model, opt_level=level, rules={"modules": {"1": "float"}}, verbosity=0)
     torch.testing.assert_close(model(X).float(), expected, rtol=0.05, atol=0.05)
+
+
+# -- buffers --
+
+STORED = {level: HALF[level] for level in ("O2", "O3", "O5")}
+
+
+class Rotary(nn.Module):
+    """The rotary positions of a Llama, as transformers computes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, 8, 2) / 8), persistent=False)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        angles = positions[:, None].float() * self.inv_freq.to(dtype=torch.float)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype=x.dtype), angles.sin().to(dtype=x.dtype)
+
+
+class Counts(nn.Module):
+    """Counts its calls, and those of what is in it."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("calls", torch.zeros(()))
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.weight if self.inner is None else self.inner(x * self.weight)
+
+
+class Decoder(nn.Module):
+    """Turns what a layer makes by positions, and makes logits of it."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.rotary_emb = Rotary()
+        self.recompute = recompute
+        self.seen: list[tuple[torch.Tensor, ...]] = []
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        call = (checkpoint, {"use_reentrant": False}) if self.recompute else (_call, {})
+        cos, sin = call[0](self.rotary_emb, x, positions, **call[1])
+        self.seen.append((cos, sin))
+        return self.head(x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin)
+
+
+def _call(function, *args):
+    return function(*args)
+
+
+POSITIONS = torch.arange(5) * 2000
+
+
+def angles_in_float64() -> tuple[torch.Tensor, torch.Tensor]:
+    # the frequencies are numbers of float32, and so is a product with one
+    angles = POSITIONS.float().outer(Rotary().inv_freq).double().repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("level", STORED)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("rule", ["rotary_emb", "*rotary_emb", "*rotary*", ""])
+def test_a_rotary_embedding_in_float_computes_exact_angles(
+    amp, level: str, recompute: bool, rule: str
+) -> None:
+    model = Decoder(recompute)
+    amp.initialize(model, opt_level=level, rules={"modules": {rule: "float"}}, verbosity=0)
+    model(X, POSITIONS).sum().backward()
+    dtype = torch.float32 if rule == "" else STORED[level]
+    for found, expected in zip(model.seen[0], angles_in_float64(), strict=True):
+        assert found.dtype is dtype
+        rounding = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=1e-6)
+    assert model.embed.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_without_the_rule_its_angles_are_rounded(amp, level: str) -> None:
+    model = Decoder()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(X, POSITIONS)
+    assert (model.seen[0][0].double() - angles_in_float64()[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("level", STORED)
+def test_buffers_are_in_float32_where_the_innermost_rule_says_float(amp, level: str) -> None:
+    shared = Counts()
+    model = nn.ModuleDict(
+        {
+            "a": Counts(Counts(Counts())),
+            "b": Counts(),
+            "shared": shared,
+            "again": nn.Sequential(shared),
+        }
+    )
+    rules = {"?": "half", "a": "float", "a.inner.inner": "half", "again": "float"}
+    amp.initialize(model, opt_level=level, rules={"modules": rules}, verbosity=0)
+    floats = {path for path, one in model.named_buffers() if one.dtype is torch.float32}
+    assert floats == {"a.calls", "a.inner.calls", "shared.calls"}
+    assert {param.dtype for param in model.parameters()} == {STORED[level]}
+    amp.deactivate()
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_buffer_counts_on_in_a_module_in_float(amp, level: str, in_a_file, tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Counts(Counts()), nn.Linear(4, 4))
+    rules: object = {"modules": {"[1]": "float"}}
+    if in_a_file:
+        rules = tmp_path / "rules.toml"
+        rules.write_text('[modules]\n"1" = "float"\n')
+    amp.initialize(model, opt_level=level, rules=rules, verbosity=0)
+    with torch.no_grad():
+        model[1].calls += 3000  # beyond the whole numbers of either half dtype
+        model[1].inner.calls += 3000
+    for _ in range(3):
+        model(X)
+    twin = copy.deepcopy(model)
+    twin(X)
+    assert [one.calls.item() for one in (twin[1], twin[1].inner)] == [3004, 3004]
+    assert model.state_dict()["1.calls"].item() == 3003
+    amp.deactivate()
+    model(X)
+    assert [one.calls.item() for one in (model[1], model[1].inner)] == [3004, 3004]
+
+
+def test_a_buffer_that_came_in_half_is_in_float32_by_a_rule_and_half_again(amp) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    table = torch.rand(3).bfloat16()
+    model[1].register_buffer("table", table)
+    amp.initialize(model, opt_level="O2", rules={"modules": {"1": "float"}}, verbosity=0)
+    assert torch.equal(model[1].table, table.float())
+    amp.deactivate()
+    assert model[1].table.dtype is torch.bfloat16
+    assert torch.equal(model[1].table, table)
