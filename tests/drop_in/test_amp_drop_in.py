@@ -246,6 +246,7 @@ def test_a_check_taken_over_says_what_it_found(amp) -> None:
     model, optimizer = trained(amp)
     backward(amp, model, optimizer, value=float("inf"), delay_overflow_check=True)
     assert amp._amp_state.loss_scalers[0].update_scale() is True
+    assert amp._amp_state.loss_scalers[0]._overflow_buf.item() == 1  # also where it comes late
     assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
 
 

@@ -112,10 +112,9 @@ class LossScaler:
             self._loss_scale = min(max_loss_scale, init_scale)
 
     def _set_core(self, core: CoreScaler) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         self._core = core
         core.override = self
-        self._buffer = torch.zeros(1, dtype=torch.int32, device=device)
+        self._buffer: Tensor | None = None
         self._is_behind = False
         self._overflow = False
 
@@ -161,6 +160,9 @@ class LossScaler:
     @property
     def _overflow_buf(self) -> Tensor:
         self._core.is_by_hand = True  # who only logs the scale asks for its number
+        if self._buffer is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._buffer = torch.zeros(1, dtype=torch.int32, device=device)
         if self._is_behind:
             self._is_behind = False
             self._core.settle()
@@ -195,8 +197,8 @@ class LossScaler:
         Returns:
             Whether the step is to be skipped; always False of a static scale.
         """
-        found = session.optimizers.take_over(self._core)
-        found = bool(self._overflow_buf.item()) or self._overflow or found
+        found = bool(self._overflow_buf.item()) or self._overflow
+        found = session.optimizers.take_over(self._core) or found
         self._overflow = False
         skip = self._core.update(found and self.dynamic)
         self._overflow = False
