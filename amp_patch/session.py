@@ -234,7 +234,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
-        torch_compile.call_before(self._torch_patches, self.optimizers.show_writes)
+        torch_compile.call_before(self._torch_patches, self.show_writes)
         self.libraries.install()
         self._step_hooks = [
             register_optimizer_step_pre_hook(_before_any_step),
@@ -267,6 +267,16 @@ class Session:
         """Have something of the caller's undone with the rest; once, however often it is said."""
         if undo not in self._at_deactivate:
             self._at_deactivate.append(undo)
+
+    def show_writes(self, model: nn.Module | None = None) -> None:
+        """Have what was written to masters and to the last state dicts in the parameters.
+
+        Args:
+            model: whose forward comes next; None: any may.
+        """
+        if self.store.handed_out.are_held:
+            self.store.handed_out.take_over(None if model is None else model.modules())
+        self.optimizers.show_writes()
 
     def settle(self) -> None:
         """Wait for every outcome on its way from a device, and say what is to be said of it."""
@@ -352,7 +362,7 @@ class Session:
 
 def _observe_model(model: nn.Module) -> None:
     session.models.follow_device(model)
-    session.optimizers.show_writes()
+    session.show_writes(model)
 
 
 def _observe_cast_model(model: nn.Module) -> None:
@@ -391,6 +401,8 @@ def _announce(message: str) -> None:
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if session.store.handed_out.are_held:
+        session.store.handed_out.take_over()
     session.guard.before_step(optimizer)
 
 

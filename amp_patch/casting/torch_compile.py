@@ -61,7 +61,8 @@ def call_before(patches: Patches, notice: Callable[[], None]) -> None:
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
-            notice()
+            if callback is not None:  # else it calls what is not compiled, as torch.manual_seed
+                notice()
             return original(callback)
 
         patches.replace(owner, name, callback_from_stance)

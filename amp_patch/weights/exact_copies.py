@@ -47,6 +47,7 @@ class ExactCopies:
             if tensor.dtype not in HALVES:
                 return original(tensor, memo)
             if _COPYING not in memo:
+                self._store.handed_out.take_over()
                 memo[_COPYING] = _Copying(self._owners())
             copying = memo[_COPYING]
             copied = self._copied_master(tensor, copying, memo)

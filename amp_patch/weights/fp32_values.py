@@ -20,6 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import place, same_numbers
 
+from .handed_out import HandedOut
+
 
 class _Value:
     """One fp32 value, and what tells whether it was written to since the parameter equalled it.
@@ -82,10 +84,12 @@ class FP32Values:
 
     Attributes:
         loads: how often values were set from a state dict.
+        handed_out: the copies in state dicts that are not the values themselves.
     """
 
     def __init__(self) -> None:
         self.loads = 0
+        self.handed_out = HandedOut(self._take_over)
         self.clear()
 
     def clear(self) -> None:
@@ -254,19 +258,31 @@ class FP32Values:
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""
-        for name, param in module._parameters.items():
-            if param is None or prefix + name not in state:
+        self.handed_out.take_over([module])
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is None or prefix + name not in state:
                 continue
-            if param.dtype in HALVES or param in self._came_in:
+            if tensor.dtype in HALVES or tensor in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True
-                state[prefix + name] = self.exact(param).requires_grad_(attached)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.dtype in HALVES and prefix + name in state:
-                state[prefix + name] = self.exact(buffer)
+                value = state[prefix + name] = self.exact(tensor).requires_grad_(attached)
+                if not self._is_stepped(tensor, value):
+                    self.handed_out.add(module, tensor, value)
 
+    def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
+        """Return whether a value is a master, of which any write is seen."""
+        known = self.value_of(tensor)
+        return isinstance(known, nn.Parameter) and _share_memory(known, value)
+
+    def _take_over(self, tensor: Tensor, written: Tensor) -> None:
+        self._follow(tensor, written)
+        if not same_numbers(written.to(tensor), tensor):
+            tensor.copy_(written)
+
+    @torch.inference_mode(False)  # what is kept of the state must be no inference tensors
     @torch.no_grad()
     def read_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Set the values of ``module`` itself from a state dict that is about to be loaded."""
+        self.handed_out.take_over([module])
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             new = state.get(prefix + name)
             if tensor is not None and isinstance(new, Tensor) and new.shape == tensor.shape:

@@ -147,6 +147,7 @@ class PreparedModels:
         Returns:
             Whether any model was stored in half.
         """
+        self._store.handed_out.take_over()
         models = list(self.levels.items())
         for model, level in models:
             if model in self._converted and level.cast_model_type is not None:

@@ -1,0 +1,242 @@
+"""``own = model.state_dict(); own[name].copy_(value)`` reaches the model, as in torch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from amp_patch.session import session
+
+EVERY_LEVEL = True
+HALF_OF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def made(seed: int, base: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model with a layer that is frozen, one that no optimizer steps, and a buffer."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(*layers)
+    model[2].to(base).requires_grad_(base is torch.float32)
+    model[3].requires_grad_(False)
+    model[3].register_buffer("table", torch.rand(3))
+    return model
+
+
+def prepared(amp: ModuleType, level: str, model: nn.Module) -> tuple[nn.Module, SGD]:
+    optimizer = SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    step(amp, model, optimizer)
+    return model, optimizer
+
+
+def step(amp: ModuleType, model: nn.Module, optimizer: SGD) -> None:
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def load(own: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """What scripts do to load a part of a state."""
+    with torch.no_grad():
+        for name, value in state.items():
+            own[name].copy_(value)
+
+
+def expected_at(level: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the model is to hold: parameters that no fp32 value stands behind are rounded."""
+    rounded = {"O3": ("0.", "1.weight", "1.bias", "2.", "3.weight", "3.bias")}
+    rounds = rounded.get(level, ("3.weight", "3.bias"))
+    return {
+        name: value.to(HALF_OF[level]).float() if name.startswith(rounds) else value
+        for name, value in state.items()
+    }
+
+
+def outputs_in_float32(model: nn.Module) -> Tensor:
+    plain = made(0)
+    plain.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    return plain.eval()(X)
+
+
+def forward(model: nn.Module) -> dict[str, Tensor]:
+    model.eval()
+    rounding = torch.finfo(model[0].weight.dtype).eps * 8
+    found = model(X)
+    torch.testing.assert_close(found, outputs_in_float32(model), rtol=rounding, atol=rounding)
+    return model.state_dict()
+
+
+def after_compiled(model: nn.Module) -> dict[str, Tensor]:
+    model.eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(X), model(X), rtol=0, atol=0)
+    torch._dynamo.reset()
+    return model.state_dict()
+
+
+def after_a_load(model: nn.Module) -> dict[str, Tensor]:
+    model.load_state_dict({"3.weight": model.state_dict()["3.weight"]}, strict=False)
+    return model.state_dict()
+
+
+def in_inference(model: nn.Module) -> dict[str, Tensor]:
+    with torch.inference_mode():
+        return forward(model)
+
+
+SEEN_BY: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
+    "a forward": forward,
+    "a forward in inference mode": in_inference,
+    "a compiled forward": after_compiled,
+    "a state": lambda model: model.state_dict(),
+    "a load": after_a_load,
+    "a copy": lambda model: copy.deepcopy(model).state_dict(),
+}
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+@pytest.mark.parametrize("seen_by", SEEN_BY)
+def test_what_is_written_to_a_state_dict_is_in_the_model(
+    amp: ModuleType, level: str, seen_by: str
+) -> None:
+    model, _ = prepared(amp, level, made(0))
+    new = made(1).state_dict()
+    load(model.state_dict(), new)
+    found = SEEN_BY[seen_by](model)
+    assert differing(found, expected_at(level, new)) == []
+    amp.deactivate()
+    assert differing(model.state_dict(), expected_at(level, new)) == []
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_what_is_written_is_there_after_deactivate(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level, made(0))
+    new = made(1).state_dict()
+    load(model.state_dict(), new)
+    amp.deactivate()
+    assert differing(model.state_dict(), expected_at(level, new)) == []
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_a_step_begins_from_what_was_written(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, made(0))
+    new = made(1).state_dict()
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    load(model.state_dict(), new)
+    for param in amp.master_params(optimizer):
+        param.grad.zero_()
+    optimizer.step()
+    assert differing(model.state_dict(), expected_at(level, new)) == []
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+@pytest.mark.parametrize("base", [torch.float16, torch.bfloat16])
+def test_a_base_that_came_in_half_is_written_to(
+    amp: ModuleType, level: str, base: torch.dtype
+) -> None:
+    model, _ = prepared(amp, level, made(0, base))
+    new = made(1, base).state_dict()
+    load(model.state_dict(), new)
+    found = forward(model)
+    assert found["2.weight"].dtype is base
+    assert torch.equal(found["2.weight"], new["2.weight"])
+    amp.deactivate()
+    assert torch.equal(model[2].weight, new["2.weight"])
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_a_part_that_was_written_by_hand_before_is_written_to(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, made(0))
+    with torch.no_grad():
+        model[0].weight[0] = 0.5
+    model.state_dict()["0.weight"].fill_(0.25)
+    assert torch.equal(forward(model)["0.weight"], torch.full((4, 4), 0.25))
+    assert torch.equal(next(amp.master_params(optimizer)).float(), torch.full((4, 4), 0.25))
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_equal_values_change_nothing(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level, made(0))
+    before = copy.deepcopy(model.state_dict())
+    tensors = [
+        one for one in [*model.parameters(), *model.buffers()] if one.dtype is HALF_OF[level]
+    ]
+    versions = [one._version for one in tensors]
+    load(model.state_dict(), before)
+    model.eval()(X)
+    assert [one._version for one in tensors] == versions
+    assert differing(model.state_dict(), before) == []
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+@pytest.mark.parametrize("event", ["a forward", "a step", "a state", "a load", "deactivate"])
+def test_a_state_that_is_only_saved_is_not_held(amp: ModuleType, level: str, event: str) -> None:
+    model, optimizer = prepared(amp, level, made(0))
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    copies = [weakref.ref(value) for value in model.state_dict().values()]
+    events: dict[str, Callable[[], object]] = {
+        "a forward": lambda: model(X),
+        "a step": optimizer.step,
+        "a state": model.state_dict,
+        "a load": lambda: model.load_state_dict(made(1).state_dict()),
+        "deactivate": amp.deactivate,
+    }
+    events[event]()
+    gc.collect()
+    assert [one() for one in copies if one() is not None] == []
+
+
+def test_masters_are_not_held(amp: ModuleType) -> None:
+    model = nn.Linear(4, 4)
+    amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    model.state_dict()
+    assert not session.store.handed_out.are_held
+
+
+def test_a_forward_of_another_model_lets_writes_through(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O2", made(0))
+    other, _ = prepared(amp, "O2", made(0))
+    own = model.state_dict()
+    other(X)
+    load(own, new := made(1).state_dict())
+    other(X)
+    assert differing(forward(model), expected_at("O2", new)) == []
+    step(amp, model, optimizer)
+
+
+def test_a_dropped_model_is_freed_in_spite_of_its_state(amp: ModuleType) -> None:
+    model, _ = prepared(amp, "O3", made(0))
+    state, dead = model.state_dict(), weakref.ref(model)
+    del model
+    gc.collect()
+    assert dead() is None
+    assert state["0.weight"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_states_in_inference_mode(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, made(0))
+    new = made(1).state_dict()
+    with torch.inference_mode():
+        assert model.state_dict()["3.weight"].dtype is torch.float32
+        model.load_state_dict({name: value.clone() for name, value in new.items()})
+    assert differing(model.state_dict(), expected_at(level, new)) == []
+    step(amp, model, optimizer)
