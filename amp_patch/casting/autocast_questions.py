@@ -24,6 +24,9 @@ Function = Callable[..., Any]
 
 # Nothing is replaced in the namespace of torch's C code: its answer is torch's own.
 _autocast_is_on = torch._C.is_autocast_enabled
+# Libraries that would cast once more what a rule of ours has cast for their functions, and on a GPU
+# alone, see `library_rules`.
+_CAST_BY_RULES = {"dgl"}
 # Where a block that is given no dtype takes on the one around it.
 _BLOCK = torch.amp.autocast_mode.autocast.__init__.__code__
 
@@ -93,7 +96,9 @@ def _for_all_but_torch(original: Function, answer: Function) -> Function:
 
 def _is_about_casts(caller: Any) -> bool:
     """Tell whether what this frame asks is to be answered by our casts."""
-    return caller.f_code is _BLOCK or not is_left_alone(caller.f_globals.get("__name__", ""))
+    name = caller.f_globals.get("__name__", "")
+    is_answered = not is_left_alone(name) and name.partition(".")[0] not in _CAST_BY_RULES
+    return is_answered or caller.f_code is _BLOCK
 
 
 def trace(patches: Patches, questions: Mapping[str, Function]) -> None:

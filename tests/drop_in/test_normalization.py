@@ -173,8 +173,11 @@ def test_autocast_decides_the_output(norms: Any, name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_casts_of_functions_do_not(apex: Any, norms: Any, name: str, level: str) -> None:
     model = apex.amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
-    assert torch.is_autocast_enabled()
-    assert getattr(norms, name)(4)(torch.randn(5, 4)).dtype is torch.float32
+    try:
+        assert torch.is_autocast_enabled()
+        assert getattr(norms, name)(4)(torch.randn(5, 4)).dtype is torch.float32
+    finally:
+        amp_patch.amp.deactivate()
     del model
 
 
