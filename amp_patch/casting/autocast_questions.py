@@ -59,24 +59,26 @@ def _whether(device: str, original: Function) -> Function:
     """
 
     def is_enabled(*args: Any, **kwargs: Any) -> bool:
-        own = original(*args, **kwargs)
-        return own or dtype_of_casts(_device(device, *args, **kwargs)) is not None
+        is_cast = _asked(original, device, args, kwargs) is not None
+        return is_cast or original(*args, **kwargs)
 
     return _for_all_but_torch(original, is_enabled)
 
 
-def _which(device: str, original: Function) -> Function:
-    """Name the dtype that functions cast to; as `_whether`."""
+def _which(device: str | None, original: Function) -> Function:
+    """Name the dtype that functions cast to; as `_whether`, None where a call must name one."""
 
     def get_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
-        own = original(*args, **kwargs)
-        return dtype_of_casts(_device(device, *args, **kwargs)) or own
+        return _asked(original, device, args, kwargs) or original(*args, **kwargs)
 
     return _for_all_but_torch(original, get_dtype)
 
 
-def _device(default: str, device_type: str = "") -> str:
-    return device_type or default
+def _asked(original: Function, default: str | None, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return `dtype_of_casts` for the device that a call asks about."""
+    if args or kwargs or default is None:
+        original(*args, **kwargs)  # refuses what it does not take
+    return dtype_of_casts([*args, *kwargs.values(), default][0])
 
 
 def _for_all_but_torch(original: Function, answer: Function) -> Function:
@@ -137,7 +139,7 @@ def _handler(path: str) -> Function:
 _QUESTIONS: dict[str, Callable[[Function], Function]] = {
     "is_autocast_enabled": functools.partial(_whether, ""),
     "is_autocast_cpu_enabled": functools.partial(_whether, "cpu"),
-    "get_autocast_dtype": functools.partial(_which, ""),
+    "get_autocast_dtype": functools.partial(_which, None),
     "get_autocast_gpu_dtype": functools.partial(_which, ""),
     "get_autocast_cpu_dtype": functools.partial(_which, "cpu"),
 }

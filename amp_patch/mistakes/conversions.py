@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
 from amp_patch.warn_once import warn_once
 
@@ -61,6 +62,8 @@ def _tell(
         # with masters every weight is where it should be, a batch norm's in float32
         if (new <= {stored} and not level.master_weights) or not _share(module, model):
             continue
+        if new <= {torch.float32} and _keeps_a_layer(module, model):
+            continue
         warn_once(
             f"amp.initialize(..., opt_level={level.name!r}) {_rule(new, stored)}; got "
             f"{type(module).__name__}.{name}() afterwards, which stores them in "
@@ -68,6 +71,16 @@ def _tell(
             f"{_other_call(new, stored)}."
         )
         return
+
+
+def _keeps_a_layer(module: nn.Module, model: nn.Module) -> bool:
+    """Tell whether a model's own forward casts a layer of its to float32, as routers do.
+
+    It casts what the layer takes as well. A float32 weight holds all that its master does: from the
+    half numbers on that the first forward hands it, it trains as without amp.
+    """
+    parts = set(map(id, model.modules()))
+    return id(model) not in map(id, module.modules()) and not parts.isdisjoint(running_modules())
 
 
 def _rule(new: set[torch.dtype], stored: torch.dtype) -> str:

@@ -436,6 +436,13 @@ def test_libraries_compute_what_they_compute_under_autocast(amp, opt_level, libr
     assert not OWN.is_autocast_enabled("cpu")
 
 
+@pytest.mark.usefixtures("o1")
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_torch_warns_of_no_old_question_that_it_does_not_answer():
+    assert torch.get_autocast_gpu_dtype() is torch.get_autocast_cpu_dtype() is torch.float16
+    assert torch.is_autocast_cpu_enabled()
+
+
 class Proxies(nn.Module):
     """A loss that casts its own parameter, unless autocast does: as pytorch-metric-learning's."""
 
@@ -460,7 +467,7 @@ def test_a_loss_that_casts_its_parameters_unless_autocast_is_on_keeps_them(amp, 
 
 
 def every_answer(amp, x):
-    """Ask in every way that torch.compile takes; `is_on` calls one that it does not."""
+    """Ask in every way that torch.compile takes."""
     seen = []
     blocks = (contextlib.nullcontext, amp.half_region, amp.float_region, amp.disable_casts, off)
     for block in blocks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 import sys
 import traceback
@@ -356,3 +358,77 @@ def test_conversions_that_change_nothing_are_not_told_of(amp: ModuleType, level:
         other.half()
         model.to("cpu")
         model.half() if level == "O2" else model.float()
+
+
+class Router(nn.Module):
+    """Casts a layer of its own in each forward, as that of Hugging Face's Switch Transformers."""
+
+    def __init__(self, dtype: torch.dtype, whole: bool = False) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(4, 3)
+        self.dtype, self.whole = dtype, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self if self.whole else self.classifier).to(self.dtype)
+        return self.classifier(x.to(self.dtype)).float().log_softmax(-1)
+
+
+def train_a_router(amp: ModuleType | None, level: str) -> Tensor:
+    """Return how far the router's weights went, by updates that half weights would round away."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 4), Router(torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    if amp is not None:
+        model, optimizer = amp.initialize(
+            model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0
+        )
+    name = "1.classifier.weight"
+    model(X)  # from now on the weights are float32, and begin as the half ones that they were
+    before = model.state_dict()[name].float().clone()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = -model(X)[:, 0].mean()
+        with (
+            contextlib.nullcontext(loss) if amp is None else amp.scale_loss(loss, optimizer) as one
+        ):
+            one.backward()
+        optimizer.step()
+    assert model.get_parameter(name).dtype is torch.float32
+    return (model.state_dict()[name] - before) * 1e5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
+def test_a_layer_that_its_model_keeps_in_float32_trains_in_it_without_a_word(
+    amp: ModuleType, level: str
+) -> None:
+    expected = train_a_router(None, level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved = train_a_router(amp, level)
+    torch.testing.assert_close(moved, expected, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("level", "router"),
+    [
+        ("O1", Router(torch.float16)),  # whose small updates are rounded away
+        ("O4", Router(torch.bfloat16)),
+        ("O2", Router(torch.float64)),
+        ("O2", Router(torch.float32, whole=True)),
+    ],
+)
+def test_another_conversion_in_a_forward_is_told_of(
+    amp: ModuleType, level: str, router: Router
+) -> None:
+    router = copy.deepcopy(router)
+    optimizer = torch.optim.SGD(router.parameters(), lr=0.1)
+    amp.initialize(router, optimizer, opt_level=level, verbosity=0)
+    with pytest.warns(UserWarning, match=r"\.to\(\) afterwards, which stores them in"):
+        router(X)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_cast_outside_of_a_forward_is_told_of(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level)
+    with pytest.warns(UserWarning, match=r"Linear.to\(\) afterwards, which stores them in"):
+        model.first.to(torch.float32)
