@@ -36,6 +36,7 @@ from amp_patch.weights.lazy_gradients import (
 from .gradient_buffers import GradientBuffers
 from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
+from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients
 from .shown_gradients import WatchedBits, show
 from .used_gradients import Reference, UsedGradients, is_of
@@ -61,9 +62,7 @@ class Gradients:
         self.scaled = ScaledGradients()
         # (parameter, its gradient before the pass)
         self._aside: list[tuple[Tensor, Tensor]] = []
-        # for each pass: half parameters, and the versions of the gradients that masters were given,
-        # and what tells these from others
-        self._received: list[tuple[list[Tensor], list[int], Sequence[Reference]]] = []
+        self._received = ReceivedGradients()
         self._watched = WatchedBits()
         # of the last pass, until `show` and `finish`
         self._written: ParamPairs | None = None
@@ -84,13 +83,10 @@ class Gradients:
         """True where gradients that no step has used yet are not as a backward left them."""
         if self.scaled.scale is not None:
             return True
+        if not self._received.are_untouched():
+            return True
         watched = self._watched
-        for params, versions, references in self._received:
-            if not _untouched(params, versions, references):
-                return True
-            if watched.sums and watched.written(params):
-                return True
-        return False
+        return bool(watched.sums and watched.written(self._received.params()))
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -314,9 +310,8 @@ class Gradients:
         """The masters' gradients were clipped."""
         if self._received and self._lazy is None:
             self._used.add(map(weakref.ref, show(pairs)))
-            received = [param for params, _, _ in self._received for param in params]
+            params = [param for param in self._received.params() if _has_grad(param)]
             self._received.clear()
-            params = [param for param in received if _has_grad(param)]
             grads = list(map(_GRAD, params))
             self._note(params, grads, list(map(weakref.ref, grads)))
 
@@ -340,7 +335,7 @@ class Gradients:
             versions = source.versions  # it has asked these very gradients
         else:
             versions = list(map(_VERSION, grads))
-        self._received.append((params, versions, references))
+        self._received.note(params, versions, references)
         is_read = self._lazy is None or isinstance(source, LargeInHalf)
         if is_read and self._watched.passes_left:
             self._watched.note(params)
@@ -420,13 +415,9 @@ class Gradients:
         """Where the user cleared a half gradient, drop what its master was given of it, too."""
         if self.are_delayed(pairs):
             return
-        noted = {
-            id(param): (version, reference)
-            for row in self._received
-            for param, version, reference in zip(*row, strict=True)
-        }
+        noted = self._received.by_param()
         cleared: list[Tensor] = []
-        written = {key for params, _, _ in self._received for key in self._watched.written(params)}
+        written = self._watched.written(self._received.params())
         for param, master in zip(*pairs, strict=True):
             if param is master or id(param) not in noted:
                 continue
@@ -448,9 +439,7 @@ class Gradients:
             self._lazy.discard(cleared)
         for master in cleared:
             master.grad = None
-        left = [param for param in pairs.model if id(param) in noted]
-        versions = [noted[id(param)][0] for param in left]
-        self._received = [(left, versions, [noted[id(param)][1] for param in left])]
+        self._received.keep([param for param in pairs.model if id(param) in noted], noted)
 
     def _tell_of_write(self, grad: Tensor, is_another: bool) -> None:
         """Warn of a write to a half gradient that no step reads; to one that waits it is refused.
@@ -475,17 +464,6 @@ class Gradients:
                 "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() of the "
                 "optimizer into a scale_loss()."
             )
-
-
-def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:
-    """Return whether the gradients are those that were noted, and as they were."""
-    grads: list[Any] = look_up(_GRAD, params)
-    try:
-        if list(map(_VERSION, grads)) != versions:
-            return False
-    except AttributeError:  # None has no version
-        return False
-    return same(grads, references) or all(map(is_of, references, grads))
 
 
 def _has_grad(param: Tensor) -> bool:
