@@ -17,6 +17,7 @@ import torch
 from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches
 
+from . import library_rules
 from .mode import OFF, cast_dtype, process
 from .torch_compile import traced
 
@@ -24,11 +25,14 @@ Function = Callable[..., Any]
 
 # Nothing is replaced in the namespace of torch's C code: its answer is torch's own.
 _autocast_is_on = torch._C.is_autocast_enabled
-# Libraries that would cast once more what a rule of ours has cast for their functions, and on a GPU
-# alone, see `library_rules`.
-_CAST_BY_RULES = {"dgl"}
 # Where a block that is given no dtype takes on the one around it.
 _BLOCK = torch.amp.autocast_mode.autocast.__init__.__code__
+# Libraries that ask in order to cast what our own rules for their functions have cast: DGL.
+_CAST_BY_RULES = {
+    module.partition(".")[0]
+    for module, rules in library_rules.RULES.items()
+    if any(reason == "autocast" for *_, reason in rules.values())
+}
 
 
 def dtype_of_casts(device: str) -> torch.dtype | None:
@@ -99,8 +103,8 @@ def _for_all_but_torch(original: Function, answer: Function) -> Function:
 def _is_about_casts(caller: Any) -> bool:
     """Tell whether what this frame asks is to be answered by our casts."""
     name = caller.f_globals.get("__name__", "")
-    is_answered = not is_left_alone(name) and name.partition(".")[0] not in _CAST_BY_RULES
-    return is_answered or caller.f_code is _BLOCK
+    is_own = is_left_alone(name) or name.partition(".")[0] in _CAST_BY_RULES
+    return caller.f_code is _BLOCK or not is_own
 
 
 def trace(patches: Patches, questions: Mapping[str, Function]) -> None:
