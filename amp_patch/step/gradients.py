@@ -177,7 +177,7 @@ class Gradients:
         if not self._received:
             self.receive_unscaled(pairs)
         grads = list(map(_GRAD, pairs.model))
-        if self._lazy is not None and any([one is not None and one._is_view() for one in grads]):  # noqa: C419
+        if self._lazy is not None and any([one is not None and one._is_view() for one in grads]):  # noqa: C419  # faster
             self._lazy.materialize()  # while it is what a view of others' memory was
         for param, grad in zip(pairs.model, grads, strict=True):
             if grad is not None:

@@ -183,7 +183,7 @@ class PreparedOptimizers:
         Returns:
             Whether one of them found an overflow.
         """
-        return any([check.take_over(scaler) for check in self._pending()])  # noqa: C419
+        return any([check.take_over(scaler) for check in self._pending()])  # noqa: C419  # of all
 
     def has_found(self, scaler: LossScaler) -> bool:
         """Return whether a check of a scaler that was left open found an overflow."""

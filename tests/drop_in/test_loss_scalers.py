@@ -242,14 +242,13 @@ def test_unscale_notes_an_overflow_in_the_buffer(LossScaler, scale, stashed: boo
     scaler = LossScaler(scale)
     assert scaler.has_fused_kernel
     master = torch.zeros(2)
-    unscale = scaler.unscale
-    if stashed:
-        unscale = lambda grads, masters: scaler.unscale_with_stashed(  # noqa: E731
-            grads, [torch.ones(2)], masters
-        )
     found = []
     for value in (1.0, INF, 1.0):
-        unscale([torch.tensor([1.0, value]).half()], [master])
+        grads = [torch.tensor([1.0, value]).half()]
+        if stashed:
+            scaler.unscale_with_stashed(grads, [torch.ones(2)], [master])
+        else:
+            scaler.unscale(grads, [master])
         found.append(scaler._overflow_buf.item())
     assert found == [0, 1, 1]  # until a script clears it
     assert scaler._has_overflow == (scale == "dynamic")
