@@ -104,6 +104,8 @@ def install(
     cuda.nvrtc = Nvrtc()
     cuda.driver = ModuleType("cupy.cuda.driver")
     cuda.driver.launchKernel = launch
+    cuda.driver.ctxGetCurrent = lambda: 1
+    cuda.runtime = ModuleType("cupy.cuda.runtime")
     cuda.Module = type("Module", (Module,), {"loaded": []})
     cuda.get_cuda_path = lambda: cuda_path and str(cuda_path)
     monkeypatch.setitem(sys.modules, "cupy", cupy)

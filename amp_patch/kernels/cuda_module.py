@@ -96,13 +96,18 @@ class CudaModules:
 
         The current device is what it was before.
         """
-        from cupy.cuda import driver
+        from cupy.cuda import driver, runtime
 
+        index = _index(device)
         values = packed(kernel.parameters, arguments)
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        with torch.cuda.device(device):
+        with torch.cuda.device(index):
+            # torch's block calls CUDA only where the device is to change, and the driver, unlike
+            # torch's own launches, does not bind a thread to the device's context.
+            if not driver.ctxGetCurrent():
+                runtime.setDevice(index)
             driver.launchKernel(
-                self._function(kernel, _index(device)).ptr,
+                self._function(kernel, index).ptr,
                 *(grid, 1, 1),
                 *(kernel.threads, 1, 1),
                 0,

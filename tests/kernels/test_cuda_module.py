@@ -81,6 +81,21 @@ def test_a_launch_goes_to_the_tensors_device_and_its_current_stream(gpus: Gpus) 
 
 
 @linux_only
+def test_a_thread_without_a_context_is_bound_to_the_devices_before_it_launches(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(gpus.cuda.driver, "ctxGetCurrent", lambda: 5 if calls else 0)
+    monkeypatch.setattr(gpus.cuda.driver, "launchKernel", lambda *_: calls.append("launch"))
+    bind = lambda index: calls.append((index, gpus.current))  # noqa: E731 - a note of the call
+    monkeypatch.setattr(gpus.cuda.runtime, "setDevice", bind, raising=False)
+    rows = torch.zeros(3)
+    for _ in range(2):
+        CudaModules().launch(RECONCILE, 1, gpu(1), rows, rows)
+    assert calls == [(1, 1), "launch", "launch"]
+
+
+@linux_only
 def test_every_argument_has_its_c_type(gpus: Gpus) -> None:
     state = torch.zeros(40, dtype=torch.uint8)
     kinds = ("longlong", "longlong", "int", "double", "double", "longlong", "longlong")
