@@ -6,7 +6,7 @@ Knows modules of torch; no optimizer, no scale.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 def keeps_gradients(module: Any) -> bool:
     """Return whether ``set_requires_gradient_sync(False)`` holds for a sharded module."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return group is not None and not group.reduce_grads
+    return not all(group.reduce_grads for group in _groups_of(module._get_fsdp_state()))
 
 
 def reshard(model: nn.Module) -> None:
@@ -68,7 +67,8 @@ def refuse_other_dtypes(
         RuntimeError: as said.
     """
     for model in models:
-        asked = [group.mp_policy.param_dtype for group in _groups(model)]
+        states = [module._get_fsdp_state() for module in sharded_modules(model)]
+        asked = [one._mp_policy.param_dtype for one in states if _groups_of(one)]
         asked += [one.mixed_precision.param_dtype for one in flat_parameters.flat_modules(model)]
         for dtype in asked:
             if dtype in _HALVES and dtype is not half:
@@ -107,6 +107,13 @@ def refuse_mixed_groups(models: Iterable[nn.Module], kept: Collection[int]) -> N
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in sharded_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            yield group
+        yield from _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """Return what FSDP gathers together of one module: a group for each mesh of parameters."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    group = state._fsdp_param_group  # of older versions of torch: one, or none
+    return [] if group is None else [group]

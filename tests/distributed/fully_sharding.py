@@ -8,6 +8,7 @@ from typing import Any
 import rank_training as training
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -72,6 +73,19 @@ def batch_norms(are_apart: bool) -> str | list[float]:
     except RuntimeError as error:
         assert {param.dtype for param in model.parameters()} == {torch.float32}
         return str(error)
+    return _losses(model, optimizer)
+
+
+def two_groups(level: str) -> list[float]:
+    """Return the losses of a module whose biases are gathered by a process group of their own."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    others = FSDPMeshInfo(DeviceMesh.from_group(distributed.new_group(), "cpu"), shard_mesh_dim=0)
+    model = training.make_model()
+    apart = ShardPlacementResult(placement=None, mesh_info=others)
+    fully_shard(model, shard_placement_fn=lambda param: apart if param.ndim == 1 else None)
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     return _losses(model, optimizer)
 
 
