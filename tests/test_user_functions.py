@@ -108,13 +108,23 @@ class Product(torch.autograd.Function):
         return grad @ weight.t(), x.t() @ grad
 
 
-def test_apply_of_an_autograd_function_casts_and_gives_gradients(amp: ModuleType) -> None:
+class AppliedInC(Product):
+    """As all autograd functions of torch 2.15 are."""
+
+    apply = vars(torch._C._FunctionBase)["apply"]
+
+
+@pytest.mark.parametrize("owner", [Product, AppliedInC])
+def test_apply_of_an_autograd_function_casts_and_gives_gradients(
+    amp: ModuleType, owner: type[torch.autograd.Function]
+) -> None:
     """NVIDIA's Mask R-CNN registers that of its convolution."""
+    before = dict(vars(owner))
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(4, 4, generator=generator, requires_grad=True) for _ in range(2))
-    amp.register_half_function(Product, "apply")
+    amp.register_half_function(owner, "apply")
     model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
-    found = Product.apply(x, weight)
+    found = owner.apply(x, weight)
     assert found.dtype is F16
     found.float().sum().backward()
     exact = torch.ones(4, 4, dtype=torch.float64)
@@ -122,8 +132,8 @@ def test_apply_of_an_autograd_function_casts_and_gives_gradients(amp: ModuleType
     for leaf, grad in zip((x, weight), expected, strict=True):
         torch.testing.assert_close(leaf.grad.double(), grad, rtol=2e-3, atol=2e-3)
     amp.deactivate()
-    assert "apply" not in vars(Product)
-    assert Product.apply(x, weight).dtype is F32
+    assert dict(vars(owner)) == before
+    assert owner.apply(x, weight).dtype is F32
     del model
 
 

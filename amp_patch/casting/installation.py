@@ -118,6 +118,8 @@ class _Installation:
         owner, name, original = target
         if rule == "off" and not alone:
             return original
+        if isinstance(original, types.ClassMethodDescriptorType):
+            original = classmethod(_of_class(original))
         if isinstance(original, (classmethod, staticmethod)):
             # What stands in a class is called by way of the function inside.
             inside = self._wrap(original.__func__, rule, alone)
@@ -136,6 +138,16 @@ class _Installation:
 
 def _is_torchs(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
+def _of_class(descriptor: types.ClassMethodDescriptorType) -> Function:
+    """Return a function that calls a class method in C, as `apply` of autograd functions may be."""
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return descriptor.__get__(None, cls)(*args, **kwargs)
+
+    call.__name__ = descriptor.__name__
+    return call
 
 
 def _method(name: str) -> Function:

@@ -393,6 +393,7 @@ WAYS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:functools.partial will be:FutureWarning")  # Python 3.13
 @pytest.mark.parametrize("opt_level", LEVELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_attributes_of_classes_are_reached_and_put_back(amp, opt_level, way) -> None:
