@@ -114,7 +114,7 @@ class Tracer(StepObserver):
             self._models.add(model)
             self._handles += [
                 model.register_forward_pre_hook(_before, with_kwargs=True, prepend=True),
-                model.register_forward_hook(_after),
+                model.register_forward_hook(_after, always_call=True),
             ]
             order_hooks(model._forward_pre_hooks)
 
