@@ -35,6 +35,7 @@ class Cause:
         model: the class of the model, numbered where there are several of a class.
         module: the path of the module, "" for the model itself.
         path: the same as a rules file names it: "1:head" is of the second model.
+        called: the path of the module that the script called, "" for the model itself.
         call: which call of the module in its model's forward, from 1.
         operator: the function, such as "linear"; "cast" where a dtype changed.
         dtype: of what the operator returned.
@@ -56,6 +57,7 @@ class Cause:
     model: str = ""
     module: str = ""
     path: str = ""
+    called: str = ""
     call: int = 1
     operator: str = ""
     dtype: str = ""
@@ -87,7 +89,7 @@ class Cause:
         if self.is_loss_scale or self.mended_by not in ("module", "model"):
             return {}
         number = self.path[: len(self.path) - len(self.module)]
-        return {self.path if self.mended_by == "module" else number or "": "float"}
+        return {self.path if self.mended_by == "module" else number + self.called: "float"}
 
     def title(self) -> str:
         """Return one line: where it was."""
@@ -185,7 +187,7 @@ def _of_operator(cause: Cause) -> str:
             "In float32 all of it is finite, but the weights of this level have their gradients in "
             "float16, which cannot hold them even unscaled: take O1, or O5 for bfloat16."
         )
-    module = "" if cause.mended_by == "model" else cause.module
+    module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
     if cause.level in ("O1", "O4") and _has_rule(cause.operator) and cause.mended_by != "model":
         rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'

@@ -50,3 +50,44 @@ def test_a_forward_that_was_interrupted_ends_no_tracing_of_later_steps(amp) -> N
     optimizer.step()
     train(amp, model, optimizer)
     assert the_cause(amp).module == "0.1.1"
+
+
+class Autoencoder(nn.Module):
+    """Its parts are called by themselves; no call of it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = around(Scores()), nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_part_that_is_called_by_itself_is_traced(amp, others: int) -> None:
+    model = Autoencoder()
+    first = [nn.Linear(2, 2)] * others
+    models = [*first, model]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(models, optimizer, opt_level="O1", verbosity=0, trace_overflow=True)
+    inputs = torch.randn(4, WIDTH)
+    train(amp, lambda _: model.decoder(model.encode(inputs)), optimizer)
+    cause = the_cause(amp)
+    assert (cause.model, cause.module, cause.level) == ("Autoencoder", "encoder.1.1", "O1")
+    assert cause.rule == {"1:encoder.1.1" if others else "encoder.1.1": "float"}
+
+
+class Product(nn.Module):
+    """Hands on a number that float16 cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.0 + x.new_tensor(60000.0) * 2.0
+
+
+def test_what_only_the_part_that_was_called_mends_is_advised_for_it(amp) -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(Product(), nn.Linear(WIDTH, WIDTH))})
+    model, optimizer = prepared(amp, model, "O1")
+    train(amp, lambda x: square(model["body"](x.half())), optimizer, lambda loss: loss)
+    cause = the_cause(amp)
+    assert (cause.module, cause.mended_by, cause.rule) == ("body.0", "model", {"body": "float"})
+    assert "Compute `body` in" in cause.advice()
