@@ -50,6 +50,7 @@ class Cause:
         note: further words.
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
+        in_half: of a loss, an operator that the script computes in half, "" for none.
     """
 
     where: Where
@@ -72,6 +73,7 @@ class Cause:
     note: str = ""
     is_static: bool = False
     zero_eps: float | None = None
+    in_half: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -224,8 +226,9 @@ def _of_input(cause: Cause) -> str:
 
 
 def _of_loss(cause: Cause) -> str:
-    if cause.dtype in ("float16", "bfloat16"):
-        return "Compute the loss in float32: loss_function(model(x).float(), target)."
+    if cause.in_half or cause.dtype in ("float16", "bfloat16"):
+        why = f"`{cause.in_half}` in it is computed in half precision. " if cause.in_half else ""
+        return f"{why}Compute the loss in float32: loss_function(model(x).float(), target)."
     return (
         "Look at the loss: a division by zero, a square root or logarithm of 0 (add an epsilon); "
         "precision has no part in it, for it is computed in float32."

@@ -117,7 +117,13 @@ class Search:
 
     def _of_loss(self, result: Range, **more: Any) -> Cause:
         return Cause(
-            "loss", self._scale, dtype=result.dtype, level=self._level(), result=result, **more
+            "loss",
+            self._scale,
+            dtype=result.dtype,
+            level=self._level(),
+            result=result,
+            in_half=self._watch.in_half,
+            **more,
         )
 
     def _level(self) -> str:

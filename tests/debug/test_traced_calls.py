@@ -91,3 +91,18 @@ def test_what_only_the_part_that_was_called_mends_is_advised_for_it(amp) -> None
     cause = the_cause(amp)
     assert (cause.module, cause.mended_by, cause.rule) == ("body.0", "model", {"body": "float"})
     assert "Compute `body` in" in cause.advice()
+
+
+@pytest.mark.parametrize("in_half", [True, False])
+def test_a_loss_that_is_computed_in_half_outside_of_the_model_is_told_so(amp, in_half) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+
+    def loss_of(outputs: Tensor) -> Tensor:
+        outputs = outputs[:, 0] if in_half else outputs[:, 0].float()
+        return ((outputs * 0.0 + 60000.0) * (2.0 if in_half else torch.inf)).float().mean()
+
+    train(amp, model, optimizer, loss_of)
+    cause = the_cause(amp)
+    assert (cause.where, cause.in_half) == ("loss", "mul" if in_half else "")
+    assert ("`mul` in it is computed in half" in cause.advice()) == in_half
+    assert ("precision has no part in it" in cause.advice()) != in_half
