@@ -15,7 +15,7 @@ from torch import Tensor
 from amp_patch.casting.mode import HALVES
 
 from .places import readable
-from .ranges import Range, can_look, ranges_of
+from .ranges import Range, can_look, numbers_of, ranges_of
 
 #: Nodes that are looked at: the graph of a loss has a few; more is a model that nobody initialized.
 _MOST_NODES = 500
@@ -95,5 +95,5 @@ def enumerate_as(name: str, tensors: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def _are_finite(tensors: tuple[Any, ...]) -> bool:
-    bounds = [torch.stack(torch.aminmax(one.detach())) for one in tensors if can_look(one)]
+    bounds = [torch.stack(torch.aminmax(numbers_of(one))) for one in tensors if can_look(one)]
     return all(math.isfinite(one) for bound in bounds for one in bound.tolist())

@@ -86,6 +86,8 @@ class Search:
             return self._of_loss(result, operator=found.operator, operands=found.given)
         # What was cast has the shape of an output: look whether the model bears it unscaled.
         unscaled, fits = found.uncast / self._scale, largest_scale(_peak(found.given) / self._scale)
+        if 0.0 < fits < 1.0:
+            return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
         for call in reversed(self._calls):
             grads = {
                 index: unscaled.to(grad.dtype)
