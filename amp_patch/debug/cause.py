@@ -184,8 +184,8 @@ def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
         return (
             "float32 does not help, for it comes out so there, too: look for a division by zero, "
-            "the square root or logarithm of 0, a softmax over nothing but -inf (a row that is masked "
-            "throughout), or for values that grow from step to step (the learning rate)."
+            "the square root or logarithm of 0, a softmax over nothing but -inf (a row that is "
+            "masked throughout), or for values that grow from step to step (the learning rate)."
         )
     if cause.mended_by == "level" and cause.where == "forward":
         return (
