@@ -274,6 +274,11 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"[rank1]: Traceback (most recent call last):\n[rank1]:   File 'x'\n"
          b"[rank1]: x.Full: no\nTraceback (most recent call last):\n  File 'run'\n"
          b"torch.ChildFailedError: \n", 1, "x.Full: no"),
+        (b'  File "a b.py", line 2\n    def f(:\n          ^\nSyntaxError: invalid syntax\n', 1,
+         "SyntaxError: invalid syntax (a b.py, line 2)"),
+        (b'[rank1]: Traceback (most recent call last):\n[rank1]:   File "t.py", line 3\n'
+         b'[rank1]:   File "m.py", line 9\n[rank1]:     x\n[rank1]: IndentationError: dedent\n', 1,
+         "IndentationError: dedent (m.py, line 9)"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
         (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
