@@ -115,6 +115,7 @@ def _refuse_numbers(**options: Any) -> None:
     Raises:
         ValueError: one is out of range, or no number.
     """
+    kind: Any
     for name, least, kind in (
         ("steps", 1, numbers.Integral),
         ("repeat", 1, numbers.Integral),
