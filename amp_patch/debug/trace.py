@@ -113,6 +113,8 @@ class Tracer(StepObserver):
         for model in set(models) - set(self._models):
             self._models.add(model)
             for module in model.modules():  # a script may call `model.encoder(x)` by itself
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
                 self._handles += [
                     module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True),
                     module.register_forward_hook(_after, always_call=True),

@@ -106,3 +106,11 @@ def test_a_loss_that_is_computed_in_half_outside_of_the_model_is_told_so(amp, in
     assert (cause.where, cause.in_half) == ("loss", "mul" if in_half else "")
     assert ("`mul` in it is computed in half" in cause.advice()) == in_half
     assert ("precision has no part in it" in cause.advice()) != in_half
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_part_of_torch_jit_takes_no_hooks_and_the_model_is_traced(amp) -> None:
+    compiled = torch.jit.script(nn.ReLU())
+    model, optimizer = prepared(amp, nn.Sequential(around(Scores()), compiled), "O1")
+    train(amp, model, optimizer)
+    assert the_cause(amp).module == "0.1.1"
