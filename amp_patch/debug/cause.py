@@ -240,13 +240,15 @@ def _of_input(cause: Cause) -> str:
 
 
 def _of_loss(cause: Cause) -> str:
-    if cause.in_half or cause.dtype in ("float16", "bfloat16"):
-        why = f"`{cause.in_half}` in it is computed in half precision. " if cause.in_half else ""
-        return f"{why}Compute the loss in float32: loss_function(model(x).float(), target)."
-    return (
+    in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
+    if cause.dtype in ("float16", "bfloat16"):
+        return _capital(in_float)
+    look = (
         "Look at the loss: a division by zero, a square root or logarithm of 0 (add an epsilon); "
-        "precision has no part in it, for it is computed in float32."
     )
+    if cause.in_half:
+        return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
+    return f"{look}precision has no part in it, for it is computed in float32."
 
 
 def _of_sum(cause: Cause) -> str:
