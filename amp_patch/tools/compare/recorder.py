@@ -44,7 +44,6 @@ SKIPS = 20
 def start(module: ModuleType) -> None:
     """Record this process; called with ``amp_patch.session``."""
     options = child.begin(module)
-    child.seed_everything(options["seed"])
     recorder = Recorder(module.session, options["steps"], options["skipped"])
     atexit.register(recorder.save, Path(options["out"]))
     recorder.begin()
