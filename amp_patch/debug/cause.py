@@ -21,6 +21,12 @@ from .watch import Counts
 #: Where it came up: in the model's forward or backward, in what the model was given or holds, in
 #: the loss outside of the models, in their gradients' sum; or it could not be found.
 Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "unknown"]
+#: Operators that make inf or NaN of 0 in every precision.
+_OF_ZERO = {"div", "divide", "log", "log10", "log2", "pow", "reciprocal", "rsqrt", "true_divide"}
+_OF_LARGE_LOSS = (
+    "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
+    "where a mean would do?"
+)
 #: What in fp32 makes the step finite; "level" where all is finite in fp32, but what the level keeps
 #: in half is not. None where that was not tried.
 Mend = Literal["module", "model", "level", "nothing"]
@@ -35,6 +41,7 @@ class Cause:
         model: the class of the model, numbered where there are several of a class.
         module: the path of the module, "" for the model itself.
         path: the same as a rules file names it: "1:head" is of the second model.
+        called: the path of the module that the script called, "" for the model itself.
         call: which call of the module in its model's forward, from 1.
         operator: the function, such as "linear"; "cast" where a dtype changed.
         dtype: of what the operator returned.
@@ -49,6 +56,7 @@ class Cause:
         note: further words.
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
+        in_half: of a loss, an operator that the script computes in half, "" for none.
     """
 
     where: Where
@@ -56,6 +64,7 @@ class Cause:
     model: str = ""
     module: str = ""
     path: str = ""
+    called: str = ""
     call: int = 1
     operator: str = ""
     dtype: str = ""
@@ -70,6 +79,7 @@ class Cause:
     note: str = ""
     is_static: bool = False
     zero_eps: float | None = None
+    in_half: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -87,7 +97,7 @@ class Cause:
         if self.is_loss_scale or self.mended_by not in ("module", "model"):
             return {}
         number = self.path[: len(self.path) - len(self.module)]
-        return {self.path if self.mended_by == "module" else number or "": "float"}
+        return {self.path if self.mended_by == "module" else number + self.called: "float"}
 
     def title(self) -> str:
         """Return one line: where it was."""
@@ -112,6 +122,8 @@ class Cause:
         """Return what mends it, in a sentence or two."""
         if self.is_loss_scale:
             return _of_loss_scale(self)
+        if self.fits is not None and 0.0 < self.fits < 1.0:
+            return _OF_LARGE_LOSS
         return _ADVICE[self.where](self)
 
     def to_json(self) -> dict[str, Any]:
@@ -172,8 +184,8 @@ def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
         return (
             "float32 does not help, for it comes out so there, too: look for a division by zero, "
-            "the square root or logarithm of 0, or for values that grow from step to step (the "
-            "learning rate)."
+            "the square root or logarithm of 0, a softmax over nothing but -inf (a row that is "
+            "masked throughout), or for values that grow from step to step (the learning rate)."
         )
     if cause.mended_by == "level" and cause.where == "forward":
         return (
@@ -181,19 +193,18 @@ def _of_operator(cause: Cause) -> str:
             "(normalize the input, say), or take O5, for bfloat16 has the range of float32."
         )
     if cause.mended_by == "level":
-        return (
-            "In float32 all of it is finite, but the weights of this level have their gradients in "
-            "float16, which cannot hold them even unscaled: take O1, or O5 for bfloat16."
-        )
-    module = "" if cause.mended_by == "model" else cause.module
+        return f"{_OF_LARGE_LOSS} Or take O5: bfloat16 has the range of float32."
+    module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
-    if cause.level in ("O1", "O4") and _has_rule(cause.operator) and cause.mended_by != "model":
+    if cause.level in ("O1", "O4") and _has_rule(cause) and cause.mended_by != "model":
         rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'
     after = ""
     if module and cause.level not in ("O0", "O1", "O4"):
         after = " Hand its result on in the dtype of its input (`.to(x.dtype)`)."
-    if cause.mended_by == "model":
+    if cause.mended_by == "model" and cause.where == "forward":
         after = " What it returns is too large for float16 wherever it is used next."
+    elif cause.mended_by == "model":
+        after = f" {_OF_LARGE_LOSS}"
     return (
         f"{_capital(_region(module))}{rule}.{after} Or train at "
         f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
@@ -207,11 +218,18 @@ def _of_weight(cause: Cause) -> str:
             f"{cause.dtype}, in which this level steps, so it divides by 0. Give the optimizer "
             "eps=1e-4, or take O2 or O5, which step in float32."
         )
-    if cause.result is not None and "NaN" not in cause.result.kinds:
+    kinds = () if cause.result is None else cause.result.kinds
+    if "NaN" not in kinds and cause.dtype != "float32":
+        grows = " If it grows from step to step, lower the learning rate."
         if cause.level in ("O1", "O4"):
-            return f"It is too large for float16: {_region(cause.module)}, or take O4."
-        return "It is too large for float16, in which this level stores weights: take O5, or O1."
-    return "It was so before this step: a step before wrote it, or a checkpoint has it."
+            return f"It is too large for float16: {_region(cause.module)}, or take O4.{grows}"
+        return (
+            f"It is too large for float16, in which the level has weights: take O5, or O1.{grows}"
+        )
+    return (
+        "It was so before this step: a step before wrote it (is the learning rate too high?), or a "
+        "checkpoint has it."
+    )
 
 
 def _of_input(cause: Cause) -> str:
@@ -222,12 +240,15 @@ def _of_input(cause: Cause) -> str:
 
 
 def _of_loss(cause: Cause) -> str:
+    in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
     if cause.dtype in ("float16", "bfloat16"):
-        return "Compute the loss in float32: loss_function(model(x).float(), target)."
-    return (
+        return _capital(in_float)
+    look = (
         "Look at the loss: a division by zero, a square root or logarithm of 0 (add an epsilon); "
-        "precision has no part in it, for it is computed in float32."
     )
+    if cause.in_half:
+        return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
+    return f"{look}precision has no part in it, for it is computed in float32."
 
 
 def _of_sum(cause: Cause) -> str:
@@ -249,12 +270,14 @@ _ADVICE = {
 }
 
 
-def _has_rule(operator: str) -> bool:
-    """Return whether a rule would keep the operator in fp32, and costs little."""
-    if operator in rules.HALF:
+def _has_rule(cause: Cause) -> bool:
+    """Return whether a rule would keep the operator in fp32, costs little, and is enough."""
+    if cause.operator in rules.HALF:
         return False  # the products that half precision is for
+    if cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands):
+        return False  # it was rounded to 0 before
     try:
-        return bool(targets.user_rule_targets(operator))
+        return bool(targets.user_rule_targets(cause.operator))
     except ValueError:
         return False
 

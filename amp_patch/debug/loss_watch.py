@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_patch.casting.mode import HALVES
+
 from .places import readable
-from .ranges import Range, can_look, ranges_of
+from .ranges import Range, can_look, numbers_of, ranges_of
 
 #: Nodes that are looked at: the graph of a loss has a few; more is a model that nobody initialized.
 _MOST_NODES = 500
+#: Operators that compute nothing, on the outputs of a model in half.
+_MOVING = {
+    *("as_strided", "cat", "clone", "expand", "index", "permute", "select", "slice", "split"),
+    *("squeeze", "stack", "t", "transpose", "unbind", "unsafe_view", "unsqueeze", "view"),
+}
 
 
 class LossStep(NamedTuple):
@@ -44,11 +51,13 @@ class LossWatch:
     Attributes:
         loss: the loss's range.
         found: what was not finite first; None where all was.
+        in_half: an operator whose result is in half, "" for none.
     """
 
     def __init__(self, loss: Tensor, made_in_model: Callable[[Any], bool]) -> None:
         self.loss = ranges_of({"loss": loss.detach()})
         self.found: LossStep | None = None
+        self.in_half = ""
         waiting: list[Any] = [loss.grad_fn]
         seen: set[Any] = set()
         while waiting and len(seen) < _MOST_NODES:
@@ -58,6 +67,9 @@ class LossWatch:
             seen.add(node)
             if node.name() != "torch::autograd::AccumulateGrad":
                 node.register_hook(_Look(self, node.name()))
+                if any(one.dtype in HALVES for one in node._input_metadata):
+                    name = readable(node.name())
+                    self.in_half = name if name not in _MOVING else self.in_half
             waiting += [following for following, _ in node.next_functions]
 
 
@@ -83,5 +95,5 @@ def enumerate_as(name: str, tensors: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def _are_finite(tensors: tuple[Any, ...]) -> bool:
-    bounds = [torch.stack(torch.aminmax(one.detach())) for one in tensors if can_look(one)]
+    bounds = [torch.stack(torch.aminmax(numbers_of(one))) for one in tensors if can_look(one)]
     return all(math.isfinite(one) for bound in bounds for one in bound.tolist())

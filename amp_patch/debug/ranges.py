@@ -49,20 +49,26 @@ class Range:
 
 
 def can_look(tensor: Any) -> bool:
-    """Return whether a tensor holds floating numbers that can be read."""
+    """Return whether a tensor holds floating or complex numbers that can be read."""
     return (
         isinstance(tensor, Tensor)
-        and tensor.is_floating_point()
+        and (tensor.is_floating_point() or tensor.is_complex())
         and tensor.device.type != "meta"
         and tensor.layout in (torch.strided, torch.sparse_coo)
-        and values(tensor).numel() > 0
+        and numbers_of(tensor).numel() > 0
     )
+
+
+@torch.no_grad()
+def numbers_of(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor holds, of complex ones both parts."""
+    return values(tensor.detach().resolve_conj())
 
 
 @torch.no_grad()
 def kinds_of(tensor: Tensor) -> tuple[str, ...]:
     """Return which of `KINDS` a tensor holds; most often none, which is one pass."""
-    numbers = values(tensor.detach())
+    numbers = numbers_of(tensor)
     low, high = (bound.item() for bound in torch.aminmax(numbers))
     if math.isfinite(low) and math.isfinite(high):
         return ()
@@ -73,7 +79,7 @@ def kinds_of(tensor: Tensor) -> tuple[str, ...]:
 @torch.no_grad()
 def range_of(name: str, tensor: Tensor) -> Range:
     """Return the range of a tensor's values."""
-    numbers = values(tensor.detach()).float()
+    numbers = numbers_of(tensor).float()
     finite = numbers[numbers.isfinite()].abs()
     smallest, largest = (finite.min().item(), finite.max().item()) if len(finite) else (None, None)
     dtype = str(tensor.dtype).removeprefix("torch.")

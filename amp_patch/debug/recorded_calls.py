@@ -72,8 +72,9 @@ class RecordedCalls:
         self._count = 0
 
     def forget(self) -> None:
-        """The step is over: its gradients are used up."""
+        """The step is over: its gradients are used up, and no forward of this thread runs."""
         self.reached.clear()
+        self._open.calls.clear()  # what Ctrl-C has ended, in a notebook
         self._ungraphed.clear()
 
     def of_pass(self, number: int) -> list[Call]:
@@ -108,15 +109,15 @@ class RecordedCalls:
         self._open.calls.append((model, Call(model, args, kwargs, sorted(names))))
 
     def after(self, model: nn.Module, outputs: Any) -> None:
-        """The forward has ended."""
+        """The forward has ended; without outputs where it raised."""
         calls = self._open.calls
-        while calls:  # a forward that raised has no end
+        while calls:
             known, call = calls.pop()
             if known is model:
                 break
         else:
             return
-        if call is None:
+        if call is None or outputs is None:
             return
         self._count += 1
         self._order[call] = self._count

@@ -86,6 +86,8 @@ class Search:
             return self._of_loss(result, operator=found.operator, operands=found.given)
         # What was cast has the shape of an output: look whether the model bears it unscaled.
         unscaled, fits = found.uncast / self._scale, largest_scale(_peak(found.given) / self._scale)
+        if 0.0 < fits < 1.0:
+            return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
         for call in reversed(self._calls):
             grads = {
                 index: unscaled.to(grad.dtype)
@@ -117,28 +119,37 @@ class Search:
 
     def _of_loss(self, result: Range, **more: Any) -> Cause:
         return Cause(
-            "loss", self._scale, dtype=result.dtype, level=self._level(), result=result, **more
+            "loss",
+            self._scale,
+            dtype=result.dtype,
+            level=self._level(),
+            result=result,
+            in_half=self._watch.in_half,
+            **more,
         )
 
     def _level(self) -> str:
         models = [call.model() for call in self._calls]
-        return next((_level_of(one) for one in models if one is not None), "")
+        return next((_level_of(root_of(one)[0]) for one in models if one is not None), "")
 
 
 def _in_model(
     one: Rerun, origin: Origin, scale: float, mended_by: Mend | None, fits: float | None = None
 ) -> Cause:
     assert origin.source != "mask"
+    root, called = root_of(one.model)
+    module = joined(called, origin.place.module)
     return Cause(
         origin.source,
         scale,
-        model=session.models.label_of(one.model) or type(one.model).__name__,
-        module=origin.place.module,
-        path=_path(one.model, origin.place.module),
+        model=session.models.label_of(root) or type(root).__name__,
+        module=module,
+        path=_path(root, module),
+        called=called,
         call=origin.place.call,
         operator=origin.place.operator or origin.result.name,
         dtype=origin.result.dtype,
-        level=_level_of(one.model),
+        level=_level_of(root),
         fits=fits,
         mended_by=mended_by,
         result=origin.result,
@@ -206,6 +217,20 @@ def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
             if origin.place.module not in left:
                 yield _in_model(one, origin, 1.0, name)
                 break
+
+
+def root_of(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the initialized model that a module is of, and the path of the module in it."""
+    for root in [one for one in (module, *session.models.levels) if one in session.models.levels]:
+        for path, one in root.named_modules():
+            if one is module:
+                return root, path
+    return module, ""
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of a module in one that has a path itself."""
+    return ".".join(filter(None, (path, name)))
 
 
 def _level_of(model: nn.Module) -> str:

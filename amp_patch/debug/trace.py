@@ -28,7 +28,7 @@ from .cause import Cause
 from .loss_watch import LossWatch
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
-from .search import Search, hidden
+from .search import Search, hidden, joined, root_of
 from .watch import Counts, near_limits
 
 logger = logging.getLogger(__name__)
@@ -112,10 +112,13 @@ class Tracer(StepObserver):
         session.call_at_deactivate(self.stop)
         for model in set(models) - set(self._models):
             self._models.add(model)
-            self._handles += [
-                model.register_forward_pre_hook(_before, with_kwargs=True, prepend=True),
-                model.register_forward_hook(_after),
-            ]
+            for module in model.modules():  # a script may call `model.encoder(x)` by itself
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+                self._handles += [
+                    module.register_forward_pre_hook(_before, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(_after, always_call=True),
+                ]
             order_hooks(model._forward_pre_hooks)
 
     def scaled(
@@ -160,9 +163,10 @@ class Tracer(StepObserver):
                 one.forward()
                 found.hidden += hidden(call, one)
                 one.backward(call.grads[last.number])
-                label = session.models.label_of(one.model)
+                root, path = root_of(one.model)
+                label = session.models.label_of(root)
                 for name, counts in near_limits(one.watched.counts).items():
-                    found.counts[": ".join(filter(None, (label, name)))] = counts
+                    found.counts[": ".join(filter(None, (label, joined(path, name))))] = counts
         return found
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:

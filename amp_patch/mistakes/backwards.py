@@ -19,6 +19,13 @@ from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
 from amp_patch.step.scalar_backward import short_for_scalars
 
+#: Nodes of functions whose gradients are no multiples of a factor that their argument has.
+_CURVED = {
+    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Exp", "HuberLoss", "KlDiv"),
+    *("Log", "Log1P", "LogSigmoid", "LogSoftmax", "Logsumexp", "MseLoss", "Pow", "Sigmoid"),
+    *("SmoothL1Loss", "Softmax", "Softplus", "Sqrt", "Tanh"),
+}
+
 
 class _Block:
     """A block of one thread.
@@ -98,30 +105,72 @@ class Backwards:
                 return
         self.last_was_plain = True
         nodes = {block.node for block in blocks} - {None}
-        reached = {id(leaf) for leaf in _leaves(tensors, inputs, nodes)} if nodes else set()
+        if not nodes:
+            return
+        graph = _Graph(tensors, nodes)
+        reached = set(map(id, graph.leaves(inputs)))
         for block in blocks:
             if block.params is not None and not reached.isdisjoint(map(id, block.params())):
                 refuse_another_backward()
+        _refuse_curved(graph.behind(nodes))
 
 
-def _leaves(tensors: Any, inputs: Any, stops: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the leaves that a backward writes to, on ways that do not lead through ``stops``.
+def _refuse_curved(nodes: Iterable[Any]) -> None:
+    """Raise for a function of the scaled loss that does not hand on its factor.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    names = (node.name().rstrip("0123456789").removesuffix("Backward") for node in nodes)
+    curved = next((name for name in names if name in _CURVED), None)
+    if curved is not None:
+        raise RuntimeError(
+            "the loss that a scale_loss() block yields must go backward as it is, or summed up; "
+            f"got a backward of what {curved} made of it, whose gradients are not those of the "
+            "loss times the scale. Compute the loss before: `with amp.scale_loss(criterion("
+            "model(inputs), targets), optimizer) as scaled_loss: scaled_loss.backward()`."
+        )
+
+
+class _Graph:
+    """What a backward comes to, on ways that do not lead through some nodes.
 
     Args:
-        tensors, inputs: of ``torch.autograd.backward``.
-        stops: nodes of graphs.
+        tensors: of ``torch.autograd.backward``.
+        stops: these nodes.
     """
-    if inputs is not None:
-        wanted = {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
-    seen = {None, *stops}
-    given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    nodes: list[Any] = [getattr(one, "grad_fn", None) for one in given]
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and (inputs is None or id(leaf) in wanted):
-            yield leaf
-        nodes += [following for following, _ in node.next_functions]
+
+    def __init__(self, tensors: Any, stops: Iterable[Any]) -> None:
+        seen = {None, *stops}
+        given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        nodes: list[Any] = [getattr(one, "grad_fn", None) for one in given]
+        self._callers: dict[Any, list[Any]] = {}
+        self._nodes: list[Any] = []
+        while nodes:
+            node = nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            self._nodes.append(node)
+            for following, _ in node.next_functions:
+                self._callers.setdefault(following, []).append(node)
+                nodes.append(following)
+
+    def leaves(self, inputs: Any) -> Iterator[Tensor]:
+        """Yield the leaves that are written to: all, or those of ``inputs``."""
+        if inputs is not None:
+            wanted = {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
+        for node in self._nodes:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and (inputs is None or id(leaf) in wanted):
+                yield leaf
+
+    def behind(self, nodes: Iterable[Any]) -> Iterator[Any]:
+        """Yield the nodes of what was computed from the results of these."""
+        seen: set[Any] = set()
+        waiting = list(nodes)
+        while waiting:
+            new = set(self._callers.get(waiting.pop(), ())) - seen
+            seen |= new
+            waiting += new
+            yield from new

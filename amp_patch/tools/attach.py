@@ -5,7 +5,10 @@ Knows the variables of the environment that `launch` sets; imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
+import random
+from typing import Any
 
 from wrapt import register_post_import_hook
 
@@ -22,4 +25,24 @@ def attach() -> None:
     tool = os.environ.get(TOOL)
     if tool:
         register_post_import_hook(tool, "amp_patch.session")
-        early_notice.watch(os.environ[OPTIONS])
+        options = json.loads(os.environ[OPTIONS])
+        early_notice.watch(options)
+        if "seed" in options:
+            seed_everything(options["seed"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's random numbers, and torch's and NumPy's as soon as they are imported.
+
+    That is before a script makes its model, which may be before it imports amp.
+    """
+    random.seed(seed)
+
+    def seed_torch(torch: Any) -> None:
+        torch.manual_seed(seed)
+
+    def seed_numpy(numpy: Any) -> None:
+        numpy.random.seed(seed)
+
+    register_post_import_hook(seed_torch, "torch")
+    register_post_import_hook(seed_numpy, "numpy")

@@ -1,4 +1,4 @@
-"""What the tools share in the process of the user's script: their options, seeds, files by rank.
+"""What the tools share in the process of the user's script: their options, files by rank.
 
 A tool is started there by `amp_patch/apex/startup/sitecustomize.py`, when the script imports
 amp_patch or, through the drop-in, apex.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import random
 import signal
-import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -57,14 +55,6 @@ def options() -> dict[str, Any]:
     """Return what the command line passed to the tool in this process."""
     found: dict[str, Any] = json.loads(os.environ[OPTIONS])
     return found
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, torch's and, if the script has imported it, NumPy's random numbers."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def rank() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Commands(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit; every error of click's is one line."""
         kwargs["standalone_mode"] = False
+        if isinstance(sys.stdout, io.TextIOWrapper):  # not all encodings have a table's lines
+            sys.stdout.reconfigure(errors="replace")
         try:
             with signals_interrupt():
                 sys.exit(super().main(*args, **kwargs))
@@ -74,6 +77,10 @@ class Commands(click.Group):
             sys.exit(error.exit_code)
         except click.Abort as error:
             sys.exit(exit_code_of(error.__cause__))
+        except OSError as error:  # a full disk, a folder that is gone
+            line = "amp-patch: files must stay readable and writable while a command runs; got"
+            click.echo(f"{line} {error}", err=True)
+            sys.exit(1)
 
 
 def _called(error: click.ClickException) -> str:

@@ -13,6 +13,9 @@ _RANK = r"^(?:\[[^\]]*\]:?\s*)?"
 _ERROR = re.compile(_RANK + r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 #: What amp_patch adds to errors of torch's (`dtype_notes`): where it was, and the mend.
 _NOTE = re.compile(_RANK + r"(amp_patch: .*)")
+_PLACE = re.compile(_RANK + r'File "(.+)", line (\d+)')
+#: Errors whose own text does not say where they are.
+_OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
 _TRACEBACK = "Traceback (most recent call last):"
 _PREFIX = re.compile(r"^\[[^\]]*\]:? ?")
 #: What Python ends with for an exception that nobody caught, and argparse and click for arguments.
@@ -47,16 +50,20 @@ def _errors(raw: Sequence[str]) -> list[str]:
     has_tracebacks = any(_TRACEBACK in line for line in raw)
     found: list[str] = []
     is_in_frames = False
+    place = ""
     for one in raw:
         line = plain(one)
+        if match := _PLACE.match(line):
+            place = f" ({match[1]}, line {match[2]})"
         if _TRACEBACK in line:
             is_in_frames = True
         elif is_in_frames:
             if _PREFIX.sub("", _ESCAPES.sub("", one))[:1].strip():  # frames are indented
                 is_in_frames = False
-                found.append(_PREFIX.sub("", line))
+                line = _PREFIX.sub("", line)
+                found.append(line + place * line.startswith(_OF_SYNTAX))
         elif not has_tracebacks and (match := _ERROR.match(line)):
-            found.append(match[1])
+            found.append(match[1] + place * match[1].startswith(_OF_SYNTAX))
         elif found and (match := _NOTE.match(line)) and match[1] not in found[-1]:
             found[-1] += f"; {match[1]}"
     return found

@@ -6,9 +6,9 @@ anything is known. Whoever reads the note ends the script. Imports no torch by i
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,13 @@ def most_steps() -> int:
     return int(given)
 
 
-def watch(options: str) -> None:
+def watch(options: Mapping[str, Any]) -> None:
     """Count the steps of all optimizers, until amp is used or there are `most_steps`.
 
     Args:
-        options: JSON of the tool's options, of which "out" is the folder.
+        options: the tool's, of which "out" is the folder.
     """
-    note = Path(json.loads(options)["out"], NAME)
+    note = Path(options["out"], NAME)
     register_post_import_hook(lambda module: _Count(module, note), "torch.optim.optimizer")
 
 

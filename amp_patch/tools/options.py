@@ -93,7 +93,10 @@ def steps(text: str, least: int = 1, default: int | None = None) -> Decorator:
 
 def seed(text: str) -> Decorator:
     """Return the option ``--seed``."""
-    return click.option("--seed", type=int, default=0, show_default=True, metavar="N", help=text)
+    numbers = click.IntRange(0, 2**32 - 1)  # what NumPy takes
+    return click.option(
+        "--seed", type=numbers, default=0, show_default=True, metavar="N", help=text
+    )
 
 
 def tolerance(default: str, text: str, may_be_zero: bool) -> Decorator:

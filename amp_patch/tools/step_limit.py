@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch.optim import Optimizer
 
@@ -28,6 +32,7 @@ class StepLimit(StepObserver):
 
     def __init__(self, limit: int, at_end: Callable[[], None]) -> None:
         self._limit, self._at_end = limit, at_end
+        self._end = ScriptEnd()
         self._counts: Counter[int] = Counter()
 
     @property
@@ -39,8 +44,29 @@ class StepLimit(StepObserver):
         """See `StepObserver`."""
         self._counts[id(optimizer)] += 1
         if self._limit and is_enough(self._counts, self._limit):
-            self._at_end()
-            raise SystemExit(0)
+            if not self._end.was_called:
+                self._at_end()
+            self._end()
+
+
+class ScriptEnd:
+    """Ends the script when it is called, though the script may catch what the first call raises.
+
+    Attributes:
+        was_called: once, so the script has gone on.
+    """
+
+    def __init__(self) -> None:
+        self.was_called = False
+
+    def __call__(self) -> NoReturn:
+        """Raise SystemExit; see the class."""
+        if self.was_called:
+            sys.stdout.flush()
+            atexit._run_exitfuncs()
+            os._exit(0)
+        self.was_called = True
+        raise SystemExit(0)
 
 
 def is_enough(counts: Counter[int], limit: int) -> bool:

@@ -105,6 +105,11 @@ def with_scaled(act: Callable[[Any, Any], None]) -> Callable[..., None]:
     return run
 
 
+def around_forward(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(model(INPUTS), optimizer) as outputs:
+        nn.functional.cross_entropy(outputs, torch.zeros(len(INPUTS), dtype=torch.long)).backward()
+
+
 ANOTHER, LATE = "must be that of the loss it yields", "must run inside of its scale_loss"
 REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "clip before backward": (with_scaled(clip_before_backward), "Move it behind", LEVELS),
@@ -120,6 +125,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     ),
     "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),
     "backward outside": (late_backward, LATE, ("O1", "O2")),
+    "a loss of scaled outputs": (around_forward, "of what LogSoftmax made of it", ("O1", "O2")),
 }
 
 

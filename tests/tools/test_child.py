@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from amp_patch.tools import child
+from amp_patch.tools import attach, child, early_notice
+from amp_patch.tools.compare import recorder as compare
 from amp_patch.tools.recorded import read_lines
+from amp_patch.tools.sweep import recorder as sweep
+from amp_patch.tools.tune import recorder as tune
 
 
 def test_options_come_as_they_were_given(monkeypatch) -> None:
@@ -17,13 +22,34 @@ def test_options_come_as_they_were_given(monkeypatch) -> None:
     assert child.options() == {"out": "x", "steps": 3}
 
 
-def test_a_seed_sets_all_random_numbers() -> None:
+def test_a_seed_is_set_before_amp_is_imported(monkeypatch) -> None:
     numpy = pytest.importorskip("numpy")
+    monkeypatch.setenv("AMP_PATCH_TOOL", "builtins:id")
+    monkeypatch.setenv("AMP_PATCH_TOOL_OPTIONS", '{"out": "x", "seed": 3}')
+    monkeypatch.setattr(early_notice, "watch", lambda options: None)
     drawn = []
     for _ in range(2):
-        child.seed_everything(3)
+        attach.attach()  # as Python does when it starts
         drawn.append((random.random(), torch.rand(()).item(), numpy.random.random()))
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("tool", [compare, sweep, tune])
+def test_a_script_that_seeds_itself_before_it_imports_amp_wins(tool, monkeypatch) -> None:
+    options = {"out": "x", "seed": 3, "steps": 1, "skipped": [], "timed": True}
+    monkeypatch.setenv("AMP_PATCH_TOOL_OPTIONS", json.dumps(options))
+    for name in ("atexit", "hear_sigint"):
+        monkeypatch.setattr(child, name, MagicMock())
+    if hasattr(tool, "atexit"):
+        monkeypatch.setattr(tool, "atexit", MagicMock())
+    for name in ("begin", "watch_clipping"):
+        if hasattr(tool, "Recorder"):
+            monkeypatch.setattr(tool.Recorder, name, MagicMock(), raising=False)
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    tool.start(MagicMock())
+    assert torch.equal(torch.rand(()), expected)
 
 
 def test_lines_can_be_read_while_they_are_written(tmp_path: Path) -> None:

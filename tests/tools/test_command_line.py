@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import subprocess
 import sys
 
@@ -94,3 +96,28 @@ def test_help_shows_how_it_is_called() -> None:
 def test_a_small_letter_o_will_do() -> None:
     assert options.known_levels(None, None, "o0, O2,o2") == ["O0", "O2"]  # type: ignore[arg-type]
     assert options.known_level(None, None, "o1") == "O1"  # type: ignore[arg-type]
+
+
+def test_an_error_of_files_is_told_in_one_line(monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "sweep.json")
+
+    monkeypatch.setattr(command_line.Commands, "get_command", full)
+    code, output = called("doctor")
+    assert code == 1
+    assert output == (
+        "amp-patch: files must stay readable and writable while a command runs; got "
+        f"[Errno {errno.ENOSPC}] No space left on device: 'sweep.json'\n"
+    )
+
+
+def test_what_the_terminal_cannot_show_does_not_end_a_command() -> None:
+    code = (
+        "from amp_patch.tools import command_line\n"
+        "command_line.Commands.invoke = lambda *_: print('\\u2500 end')\n"
+        "command_line.main(['doctor'])"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert result.stdout.split() == [b"?", b"end"], result.stderr

@@ -62,6 +62,11 @@ def command(paths: tuple[Path, ...]) -> None:
 def _scripts(paths: tuple[Path, ...]) -> Iterator[Path]:
     """Yield files, and those of folders in the order of their names; hidden folders are passed."""
     for path in paths:
+        if path.suffix == ".ipynb":  # JSON reads like Python, and says nothing
+            raise BadArguments(
+                f"a script must be Python; got the notebook {path}; call jupyter nbconvert --to "
+                f"script {path}, and amp-patch check with what it writes"
+            )
         if not path.is_dir():
             yield path
             continue

@@ -100,9 +100,14 @@ class Trace:
         ]
 
     def initializations(self, call: Call) -> list[Initialization]:
-        """Return the calls of ``initialize`` in runs that come to a call."""
+        """Return the calls of ``initialize`` in runs that come to a call, and were not undone."""
         found = self.with_call(call, self.named("amp.initialize"))
-        return [one for one in map(Initialization, found) if one.is_enabled]
+        ends = [one.order for one in self.with_call(call, self.named("amp.deactivate"))]
+        return [
+            one
+            for one in map(Initialization, found)
+            if one.is_enabled and not any(one.call.order < end < call.order for end in ends)
+        ]
 
     def uses_amp(self, call: Call) -> bool:
         """Return whether a run that comes to a call initializes amp, or scales losses."""

@@ -30,7 +30,7 @@ from amp_patch.step.skip import Skip
 from amp_patch.tools import child
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
-from amp_patch.tools.step_limit import is_enough
+from amp_patch.tools.step_limit import ScriptEnd, is_enough
 
 from .functions import FunctionWatch
 from .samples import sample
@@ -44,7 +44,6 @@ SKIPS = 20
 def start(module: ModuleType) -> None:
     """Record this process; called with ``amp_patch.session``."""
     options = child.begin(module)
-    child.seed_everything(options["seed"])
     recorder = Recorder(module.session, options["steps"], options["skipped"])
     atexit.register(recorder.save, Path(options["out"]))
     recorder.begin()
@@ -77,6 +76,7 @@ class Recorder(StepObserver):
         self._skipped: list[list[int]] = []
         self._overflows: list[dict[str, Any]] = []
         self._functions = FunctionWatch(self._place)
+        self._end = ScriptEnd()
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """Have the cause of each overflow found, for functions are not heard of in backward."""
@@ -123,7 +123,7 @@ class Recorder(StepObserver):
         if self._steps is not None and (
             is_enough(self._made, self._steps) or count[1] >= self._steps + SKIPS
         ):
-            raise SystemExit(0)
+            self._end()
 
     def save(self, folder: Path) -> None:
         """Write what was noted, if there was anything, to a file of this rank's."""

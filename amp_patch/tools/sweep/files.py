@@ -61,20 +61,26 @@ def load(folder: Path) -> tuple[Settings, str, list[Run]]:
     """
     try:
         found = json.loads((folder / NAME).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadArguments(f"--resume must name the folder of a sweep; got {folder}") from error
-    if found.get("schema") != SCHEMA:
+        if found.get("schema") != SCHEMA:
+            raise BadArguments(
+                f"--resume must name a sweep of schema {SCHEMA}; got {found.get('schema')} in "
+                f"{folder}"
+            )
+        runs = [
+            Run(one["level"], one["round"], Outcome(one["outcome"], one["reason"]), one["seconds"])
+            for one in found["runs"]
+        ]
+        settings, started = Settings.from_json(found["settings"]), found["started"]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise BadArguments(
-            f"--resume must name a sweep of schema {SCHEMA}; got {found.get('schema')} in {folder}"
-        )
-    runs = []
-    for one in found["runs"]:
-        run = Run(one["level"], one["round"], Outcome(one["outcome"], one["reason"]))
-        run.seconds = one["seconds"]
-        if run.is_finished:
-            take(run, Folder(folder_of(folder, run)))
-            runs.append(run)
-    return Settings.from_json(found["settings"]), found["started"], runs
+            f"--resume must name the folder of a sweep; got {folder}, whose {NAME} is not there or "
+            f"not as a sweep writes it: {error!r}"
+        ) from error
+    finished = [run for run in runs if run.is_finished]
+    for run in finished:
+        take(run, Folder(folder_of(folder, run)))
+    # Without what it recorded a run is made anew.
+    return settings, started, [run for run in finished if run.steps]
 
 
 def machine(runs: Sequence[Run]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the rest is the sweep's, as of the command.
 from __future__ import annotations
 
 import inspect
+import numbers
 import os
 import pickle
 import sys
@@ -112,13 +113,23 @@ def _refuse_numbers(**options: Any) -> None:
     """Check the numbers as the command line checks its own.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is out of range, or no number.
     """
-    for name, least in (("steps", 1), ("repeat", 1), ("tolerance", 0), ("timeout", 0)):
+    kind: Any
+    for name, least, kind in (
+        ("steps", 1, numbers.Integral),
+        ("repeat", 1, numbers.Integral),
+        ("seed", 0, numbers.Integral),
+        ("tolerance", 0, numbers.Real),
+        ("timeout", 0, numbers.Real),
+    ):
         value = options.get(name)
-        if value is not None and not value >= least:
+        if value is None and name in ("steps", "timeout"):
+            continue
+        if not (isinstance(value, kind) and value >= least):
+            whole = "a whole number of at" if kind is numbers.Integral else "a number of at"
             raise ValueError(
-                f"{name} must be at least {least}; got {value!r}; call "
+                f"{name} must be {whole} least {least}; got {value!r}; call "
                 f"amp_patch.sweep(train, {name}={least or 1})."
             )
 

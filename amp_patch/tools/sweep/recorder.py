@@ -43,7 +43,6 @@ def start(module: types.ModuleType) -> None:
     """
     options = child.options()
     child.hear_sigint()
-    child.seed_everything(options["seed"])
     recorder = Recorder(module.session, child.Lines(options["out"], NAME), options["steps"])
     module.session.observers.attach(recorder)
     recorder.watch_clipping(Patches())

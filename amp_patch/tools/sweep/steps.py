@@ -5,6 +5,7 @@ The recorder writes such lines in the script's process, and the command reads th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,8 @@ class Reader:
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            self.recording.take(json.loads(line))
+            with contextlib.suppress(ValueError):  # cut off, where the disk was full
+                self.recording.take(json.loads(line))
         return self.recording
 
 

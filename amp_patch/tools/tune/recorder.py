@@ -22,7 +22,6 @@ from amp_patch.tools.step_limit import StepLimit
 def start(module: ModuleType) -> None:
     """Record this process; called with ``amp_patch.session``."""
     options = child.begin(module)
-    child.seed_everything(options["seed"])
     lines = child.Lines(options["out"], "steps")
     if not options["timed"]:
         SameRandomNumbers().__enter__()

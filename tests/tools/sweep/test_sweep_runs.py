@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import sys
 import textwrap
@@ -221,7 +222,24 @@ def test_after_each_run_all_is_told(tmp_path: Path) -> None:
     assert told == [["finished", "not run"], ["finished", "finished"]]
 
 
-@pytest.mark.parametrize("content", [None, "no json", '{"schema": 0}'])
+def test_a_run_whose_recording_is_gone_is_made_anew_and_a_damaged_line_is_left_out(
+    tmp_path: Path,
+) -> None:
+    one = runner(tmp_path, "", levels=["O0", "O1"])
+    found = one.run()
+    saved(tmp_path, one, found)
+    shutil.rmtree(tmp_path / "runs" / "O1-round1")
+    with next((tmp_path / "runs" / "O0-round1").glob("steps-*")).open("a") as file:
+        file.write('{"seconds": 0.{"end": "yes"}\n')
+    _, _, kept = files.load(tmp_path)
+    assert [(run.level, run.steps) for run in kept] == [("O0", found[0].steps)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "no json", '{"schema": 0}', "[]", '{"schema": 1}', '{"schema": 1, "runs": [{}]}']
+    + ['{"schema": 1, "runs": [], "started": "", "settings": {"stepz": 1}}'],
+)
 def test_a_folder_without_a_sweep_cannot_go_on(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "sweep.json").write_text(content)
@@ -256,6 +274,11 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
         (b"[rank1]: Traceback (most recent call last):\n[rank1]:   File 'x'\n"
          b"[rank1]: x.Full: no\nTraceback (most recent call last):\n  File 'run'\n"
          b"torch.ChildFailedError: \n", 1, "x.Full: no"),
+        (b'  File "a b.py", line 2\n    def f(:\n          ^\nSyntaxError: invalid syntax\n', 1,
+         "SyntaxError: invalid syntax (a b.py, line 2)"),
+        (b'[rank1]: Traceback (most recent call last):\n[rank1]:   File "t.py", line 3\n'
+         b'[rank1]:   File "m.py", line 9\n[rank1]:     x\n[rank1]: IndentationError: dedent\n', 1,
+         "IndentationError: dedent (m.py, line 9)"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
         (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),

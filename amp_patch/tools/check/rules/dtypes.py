@@ -41,8 +41,7 @@ def cast_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     for call in trace.calls:
         if isinstance(call.result, Cast) and call.result.dtype not in names.HALVES:
             inits = trace.of_models(call.receiver, call) if call.receiver is not None else []
-            undone = any(one.order < call.order for one in trace.named("amp.deactivate"))
-            if any(one.call.order < call.order for one in inits) and not undone:
+            if any(one.call.order < call.order for one in inits):
                 yield call.node, f"a cast of the model to {call.result.dtype} after initialize"
 
 

@@ -35,7 +35,7 @@ def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         if optimizer in seen or not inits or not is_optimizer(optimizer):
             continue
         is_out = not any(_may_hold(one, optimizer) for one in inits)
-        if is_out and not _is_undone(trace, call) and _meets_amp(trace, optimizer, call, inits):
+        if is_out and _meets_amp(trace, optimizer, call, inits):
             seen.add(optimizer)
             made = root(optimizer).source
             where = f" (made in line {line_of(made.node)})" if made else ""
@@ -47,10 +47,6 @@ def _may_hold(one: Initialization, optimizer: Value) -> bool:
     return one.call.arguments.is_open or any(
         optimizer is other or optimizer in other.deps for other in given
     )
-
-
-def _is_undone(trace: Trace, call: Call) -> bool:
-    return any(one.order < call.order for one in trace.named("amp.deactivate"))
 
 
 def _meets_amp(trace: Trace, optimizer: Value, call: Call, inits: list[Initialization]) -> bool:

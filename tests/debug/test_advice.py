@@ -1,0 +1,71 @@
+"""What is advised against an overflow is what mends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plants import WIDTH, around, prepared, square, train
+from torch import Tensor, nn
+
+from amp_patch.debug.cause import Cause
+
+
+def the_cause(amp: Any) -> Cause:
+    ((cause, _),) = amp.overflow_report().causes
+    return cause
+
+
+class Normalized(nn.Module):
+    """Divides by a mean; an eps that float16 cannot hold is to keep that above 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.half() * 0.0
+        return x / (x.abs().mean() + 1e-8)
+
+
+def test_no_rule_of_a_division_is_advised_where_its_divisor_was_rounded_to_0(amp) -> None:
+    model, optimizer = prepared(amp, around(Normalized()), "O1")
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.module, cause.operator, cause.mended_by) == ("1.1", "div", "module")
+    assert "float_region" in cause.advice()
+    assert "rules=" not in cause.advice()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_that_float32_cannot_hold_is_not_said_to_be_too_large_for_float16(amp, level):
+    model = around(nn.Tanh())
+    model[1][0].weight.data.fill_(torch.inf)
+    model, optimizer = prepared(amp, model, level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator) == ("weight", "weight")
+    assert "learning rate" in cause.advice()
+    assert ("too large for float16" in cause.advice()) == (level == "O2")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_that_no_scale_makes_fit_is_said_to_be_large(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), level)
+    train(amp, model, optimizer, lambda outputs: square(outputs + 1.0) * 1e7)
+    cause = the_cause(amp)
+    assert cause.where == ("loss" if level == "O1" else "backward")
+    assert "even at a loss scale of 1" in cause.advice()
+
+
+class Spectral(nn.Module):
+    """A division of complex numbers by 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(x.float())
+        return (spectrum / (spectrum.conj() * 0.0)).real
+
+
+def test_an_operator_on_complex_numbers_is_named(amp) -> None:
+    model, optimizer = prepared(amp, around(Spectral()), "O1")
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.module, cause.operator) == ("1.1", "div")
+    assert cause.operands[0].shape == (4, WIDTH)

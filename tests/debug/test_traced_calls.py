@@ -1,0 +1,116 @@
+"""Which calls of models are traced: those after a forward that raised, and those of their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plants import WIDTH, Scores, around, prepared, square, train
+from torch import Tensor, nn
+
+from amp_patch.debug.cause import Cause
+
+
+def the_cause(amp: Any) -> Cause:
+    ((cause, _),) = amp.overflow_report().causes
+    return cause
+
+
+class Failing(nn.Module):
+    """Raises once."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.errors = [error]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.errors:
+            raise self.errors.pop()
+        return x
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_forward_that_raised_ends_no_tracing(amp, level: str) -> None:
+    model = nn.Sequential(around(Scores()), Failing(RuntimeError("out of memory")))
+    model, optimizer = prepared(amp, model, level)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(torch.ones(2, WIDTH))
+    train(amp, model, optimizer)
+    assert (the_cause(amp).module, the_cause(amp).operator) == ("0.1.1", "matmul")
+
+
+def test_a_forward_that_was_interrupted_ends_no_tracing_of_later_steps(amp) -> None:
+    # Ctrl-C in a notebook: no hook hears of it
+    model, optimizer = prepared(
+        amp, nn.Sequential(around(Scores()), Failing(KeyboardInterrupt())), "O1"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, WIDTH))
+    optimizer.step()
+    train(amp, model, optimizer)
+    assert the_cause(amp).module == "0.1.1"
+
+
+class Autoencoder(nn.Module):
+    """Its parts are called by themselves; no call of it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = around(Scores()), nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_part_that_is_called_by_itself_is_traced(amp, others: int) -> None:
+    model = Autoencoder()
+    first = [nn.Linear(2, 2)] * others
+    models = [*first, model]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(models, optimizer, opt_level="O1", verbosity=0, trace_overflow=True)
+    inputs = torch.randn(4, WIDTH)
+    train(amp, lambda _: model.decoder(model.encode(inputs)), optimizer)
+    cause = the_cause(amp)
+    assert (cause.model, cause.module, cause.level) == ("Autoencoder", "encoder.1.1", "O1")
+    assert cause.rule == {"1:encoder.1.1" if others else "encoder.1.1": "float"}
+
+
+class Product(nn.Module):
+    """Hands on a number that float16 cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.0 + x.new_tensor(60000.0) * 2.0
+
+
+def test_what_only_the_part_that_was_called_mends_is_advised_for_it(amp) -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(Product(), nn.Linear(WIDTH, WIDTH))})
+    model, optimizer = prepared(amp, model, "O1")
+    train(amp, lambda x: square(model["body"](x.half())), optimizer, lambda loss: loss)
+    cause = the_cause(amp)
+    assert (cause.module, cause.mended_by, cause.rule) == ("body.0", "model", {"body": "float"})
+    assert "Compute `body` in" in cause.advice()
+
+
+@pytest.mark.parametrize("in_half", [True, False])
+def test_a_loss_that_is_computed_in_half_outside_of_the_model_is_told_so(amp, in_half) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+
+    def loss_of(outputs: Tensor) -> Tensor:
+        outputs = outputs[:, 0] if in_half else outputs[:, 0].float()
+        return ((outputs * 0.0 + 60000.0) * (2.0 if in_half else torch.inf)).float().mean()
+
+    train(amp, model, optimizer, loss_of)
+    cause = the_cause(amp)
+    assert (cause.where, cause.in_half) == ("loss", "mul" if in_half else "")
+    assert ("or at `mul` in it, which is in half" in cause.advice()) == in_half
+    assert ("precision has no part in it" in cause.advice()) != in_half
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_a_part_of_torch_jit_takes_no_hooks_and_the_model_is_traced(amp) -> None:
+    compiled = torch.jit.script(nn.ReLU())
+    model, optimizer = prepared(amp, nn.Sequential(around(Scores()), compiled), "O1")
+    train(amp, model, optimizer)
+    assert the_cause(amp).module == "0.1.1"
