@@ -11,9 +11,12 @@ stands for that method of every class that the module, or one inside of it, defi
   precision (O2, O3, O5) the result has the model's dtype.
 - "stored": in such a model to its dtype, and its results too; elsewhere not at all. Where the
   second word says float32, all that is computed inside is, with the half weights of the model.
+- "float": to float32 at every level but O0, with all that is computed inside; in such a model the
+  results have its dtype.
 - "result": not at all; at O1 and O4 the results are cast to the level's half dtype.
 - "frames": as "stored", for what DGL makes of frames of features; those are cast when read.
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
+- "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones) or "always". Results come in the dtype that they would have had.
@@ -26,7 +29,9 @@ REASONS = {
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
+    "large": "it adds up over whole graphs, which soon leaves float16's range",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
+    "float32 state": "it writes what it computes to float32 tensors of its own, by index",
     "matrix": "a matrix product, for which the CPU has no half kernel",
     "not finite": "torch's kernel for it makes inf and NaN of half numbers",
     "no kernel": "it calls cdist, for which torch has no half kernel",
@@ -112,6 +117,9 @@ RULES = {
     "torch_geometric.nn.aggr.equilibrium": {
         "*.__call__": ("stored", "never", "layer"),
     },
+    "torch_geometric.nn.aggr.fused": {
+        "FusedAggregation.forward": ("promote", "always", "hubs"),
+    },
     "torch_geometric.nn.conv.gat_conv": {
         "GATConv.forward": ("result", "never", "bias"),
     },
@@ -121,14 +129,34 @@ RULES = {
     "torch_geometric.nn.conv.gcn_conv": {
         "GCNConv.forward": ("result", "never", "bias"),
     },
+    "torch_geometric.nn.conv.gmm_conv": {
+        "GMMConv.forward": ("stored", "always", "tiny"),
+    },
+    "torch_geometric.nn.conv.mf_conv": {
+        "MFConv.forward": ("float", "always", "float32 state"),
+    },
     "torch_geometric.nn.dense.diff_pool": {
-        "dense_diff_pool": ("stored", "never", "layer"),
+        "dense_diff_pool": ("stored", "always", "tiny"),
+    },
+    "torch_geometric.nn.dense.dmon_pool": {
+        "DMoNPooling.forward": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn.dense.mincut_pool": {
-        "dense_mincut_pool": ("stored", "never", "layer"),
+        "dense_mincut_pool": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn.models.graph_unet": {
         "GraphUNet.augment_adj": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.nn.models.tgn": {
+        "TimeEncoder.forward": ("float", "always", "large"),
+        "TGNMemory.forward": ("float", "always", "float32 state"),
+        "TGNMemory.update_state": ("float", "always", "float32 state"),
+    },
+    "torch_geometric.nn.norm.instance_norm": {
+        "InstanceNorm.forward": ("float", "always", "large"),
+    },
+    "torch_geometric.nn.norm.layer_norm": {
+        "LayerNorm.forward": ("float", "always", "large"),
     },
     "torch_geometric.nn.pool.asap": {
         "ASAPooling.forward": ("stored", "cpu", "matrix"),
@@ -138,6 +166,12 @@ RULES = {
     },
     "torch_geometric.nn.pool.mem_pool": {
         "MemPooling.forward": ("stored", "always", "no kernel"),
+    },
+    "torch_geometric.nn.unpool.knn_interpolate": {
+        "knn_interpolate": ("stored", "always", "tiny"),
+    },
+    "torch_geometric.utils._degree": {
+        "degree": ("told", "always", "hubs"),
     },
     "torch_geometric.utils._scatter": {
         "scatter": ("promote", "always", "hubs"),

@@ -189,7 +189,7 @@ def test_a_name_that_a_version_has_not_is_passed_over(amp: ModuleType, library: 
 
 def test_wrong_words_are_refused_before_anything_changes(amp: ModuleType, library: str) -> None:
     rules = dict(session.libraries._rules)
-    for wrong in ({"casts": "float"}, {"in_float": "gpu"}):
+    for wrong in ({"casts": "double"}, {"in_float": "gpu"}):
         with pytest.raises(ValueError, match="must be one of"):
             amp.register_library_function(f"{library}.ops", "multiply", **wrong)
     with pytest.raises(TypeError, match="two strings"):
@@ -303,6 +303,10 @@ class Doubling(nn.Module):
         ("O5", Rule("stored"), BF16, BF16),
         ("O1", Rule("stored", "always"), F16, F16),
         ("O0", Rule("stored", "always"), F32, F32),
+        ("O1", Rule("float"), F32, F32),
+        ("O2", Rule("float"), F32, F16),
+        ("O5", Rule("float"), F32, BF16),
+        ("O0", Rule("float"), F32, F32),
         ("O0", Rule("result"), F32, F32),
     ],
 )
@@ -323,6 +327,20 @@ def test_a_result_is_half_where_functions_cast(amp: ModuleType, level: str) -> N
     found = called_at(level, "inside", function, torch.ones(2, 4, dtype=HALF_OF.get(level, F16)))
     assert found.dtype is (HALF_OF[level] if level in ("O1", "O4") else F32)
     assert called_at(level, "float_region", function, torch.ones(2, 4)).dtype is F32
+
+
+@pytest.mark.parametrize("dtype", [F16, F32, F64, torch.long])
+def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> None:
+    def count(size: int, dtype: torch.dtype) -> Tensor:
+        SEEN.append((dtype,))
+        return torch.full((1,), size, dtype=dtype)
+
+    function = wrap(count, Rule("told"))
+    for found in (function(3, dtype), function(3, dtype=dtype)):
+        assert found.dtype is dtype
+        assert found.item() == 3
+        assert SEEN.pop() == (F32 if dtype is F16 else dtype,)
+    assert wrap(int, Rule("told"))("3") == 3
 
 
 class ZeroRows(nn.Module):
