@@ -38,6 +38,7 @@ REASONS = {
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
     "parts": "a function that is made of others in this table",
+    "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "weights": "float32 weights of edges would make float32 messages",
 }
@@ -102,6 +103,10 @@ RULES = {
     "torch": {
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
+    },
+    "torch.sparse": {
+        "addmm": ("half", "cpu", "sparse"),
+        "mm": ("half", "cpu", "sparse"),
     },
     "torch.linalg": {
         "matrix_exp": ("promote", "always", "not finite"),

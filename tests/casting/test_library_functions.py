@@ -343,6 +343,39 @@ def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> No
     assert wrap(int, Rule("told"))("3") == 3
 
 
+class Propagating(nn.Module):
+    """A graph convolution in torch's own functions, on a matrix that is no input of the model."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(4, 4), [matrix]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sparse.mm(self.matrix[0], self.layer(x))
+        SEEN.append((x.dtype,))
+        return torch.sparse.addmm(x, self.matrix[0], x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_sparse_matrix_takes_features_of_another_dtype(
+    amp: ModuleType, level: str, layout: torch.layout
+) -> None:
+    torch.manual_seed(0)
+    matrix, x = torch.rand(3, 3).relu().to_sparse(layout=layout), torch.randn(3, 4)
+    model = Propagating(matrix)
+    expected = model(x)
+    expected.sum().backward()
+    grad, model.layer.weight.grad = model.layer.weight.grad, None
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(x)
+    assert SEEN.pop() == (HALF_OF.get(level, F32),)
+    found.float().sum().backward()
+    assert torch.allclose(found.float(), expected, rtol=0.02, atol=0.02)
+    assert torch.allclose(model.layer.weight.grad.float(), grad, rtol=0.02, atol=0.05)
+
+
 class ZeroRows(nn.Module):
     """Divides by the lengths of rows, of which one is zero."""
 
