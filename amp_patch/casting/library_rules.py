@@ -101,6 +101,7 @@ RULES = {
         "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
     },
     "torch": {
+        "cosine_similarity": ("stored", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
     },
@@ -115,6 +116,7 @@ RULES = {
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("stored", "always", "tiny"),
         "cosine_similarity": ("stored", "always", "tiny"),
+        "cosine_embedding_loss": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),
