@@ -104,11 +104,12 @@ def register_library_function(
             not is passed over.
         casts: "promote" to the widest dtype where they are mixed; "half" to the level's half dtype
             at O1 and O4, and "promote" elsewhere; "stored" to the model's dtype in a model that is
-            stored in half precision (O2, O3, O5), results as well; "result" not at all, and results
-            to half at O1 and O4.
+            stored in half precision (O2, O3, O5), results as well; "float" to float32 at O1, at O4
+            and in such a model, which gets results in its dtype, with all that the function
+            computes; "result" not at all, and results to half at O1 and O4.
         in_float: where half arguments are computed in float32, "never", on the "cpu", there and
             where they are "mixed" with float32 ones, or "always". The result comes in the dtype
-            that it would have had.
+            that it would have had. "float" goes without it.
 
     Raises:
         TypeError: module or name is no string.

@@ -31,9 +31,9 @@ from .regions import FloatRegion
 
 Function = Callable[..., Any]
 
-CASTS = ("half", "promote", "stored", "result")
-#: For methods of DGL's objects, of which only `library_rules` knows.
-DGL_CASTS = ("frames", "rows")
+CASTS = ("half", "promote", "stored", "float", "result")
+#: Of which only `library_rules` knows: the first two for methods of DGL's objects.
+OWN_CASTS = ("frames", "rows", "told")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 
 
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     """How a function's floating arguments are cast, and where half ones are computed in float32.
 
     Attributes:
-        casts: one of `CASTS` or `DGL_CASTS`.
+        casts: one of `CASTS` or `OWN_CASTS`.
         in_float: one of `IN_FLOAT`.
     """
 
@@ -186,10 +186,39 @@ def _run_stored(
     if not _in_float(rule, _floats_in(args, kwargs) if rule.in_float != "never" else []):
         args, kwargs = _cast((args, dict(kwargs)), dtype)
         return _cast(function(*args, **kwargs), dtype)
+    return _cast(_in_float_region(function, args, kwargs), dtype)
+
+
+def _run_float(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it in float32 where a level casts; in a stored model with results in its dtype."""
+    level, dtype = mode.dtype or process.dtype, mode.stored
+    if mode.region is not None or (level is OFF and dtype is None):
+        return function(*args, **kwargs)
+    found = _in_float_region(function, args, kwargs)
+    return found if dtype is None else _cast(found, dtype)
+
+
+def _in_float_region(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     args, kwargs = _cast((args, dict(kwargs)), torch.float32)
-    with FloatRegion():  # the layers inside have half weights
-        found = function(*args, **kwargs)
-    return _cast(found, dtype)
+    with FloatRegion():  # layers inside may have half weights
+        return function(*args, **kwargs)
+
+
+def _run_told(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call what is told the dtype of its result: for a half one it computes in float32."""
+    told = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    if not told or told[0] not in HALVES:
+        return function(*args, **kwargs)
+
+    def wide(one: Any) -> Any:
+        return torch.float32 if isinstance(one, torch.dtype) else one
+
+    found = function(*map(wide, args), **{name: wide(one) for name, one in kwargs.items()})
+    return map_tensors(lambda tensor: tensor.to(told[0]), found)
 
 
 def _run_result(
@@ -263,6 +292,8 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
 
 _RUN = {
     "stored": _run_stored,
+    "float": _run_float,
+    "told": _run_told,
     "result": _run_result,
     "frames": _run_frames,
     "rows": _run_rows,

@@ -11,9 +11,12 @@ stands for that method of every class that the module, or one inside of it, defi
   precision (O2, O3, O5) the result has the model's dtype.
 - "stored": in such a model to its dtype, and its results too; elsewhere not at all. Where the
   second word says float32, all that is computed inside is, with the half weights of the model.
+- "float": to float32 at every level but O0, with all that is computed inside; in such a model the
+  results have its dtype.
 - "result": not at all; at O1 and O4 the results are cast to the level's half dtype.
 - "frames": as "stored", for what DGL makes of frames of features; those are cast when read.
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
+- "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones) or "always". Results come in the dtype that they would have had.
@@ -26,13 +29,16 @@ REASONS = {
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
+    "large": "it adds up over whole graphs, which soon leaves float16's range",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
+    "float32 state": "it writes what it computes to float32 tensors of its own, by index",
     "matrix": "a matrix product, for which the CPU has no half kernel",
     "not finite": "torch's kernel for it makes inf and NaN of half numbers",
     "no kernel": "it calls cdist, for which torch has no half kernel",
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
     "parts": "a function that is made of others in this table",
+    "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "weights": "float32 weights of edges would make float32 messages",
 }
@@ -95,8 +101,13 @@ RULES = {
         "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
     },
     "torch": {
+        "cosine_similarity": ("stored", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
+    },
+    "torch.sparse": {
+        "addmm": ("half", "cpu", "sparse"),
+        "mm": ("half", "cpu", "sparse"),
     },
     "torch.linalg": {
         "matrix_exp": ("promote", "always", "not finite"),
@@ -105,12 +116,16 @@ RULES = {
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("stored", "always", "tiny"),
         "cosine_similarity": ("stored", "always", "tiny"),
+        "cosine_embedding_loss": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),
     },
     "torch_geometric.nn.aggr.equilibrium": {
         "*.__call__": ("stored", "never", "layer"),
+    },
+    "torch_geometric.nn.aggr.fused": {
+        "FusedAggregation.forward": ("promote", "always", "hubs"),
     },
     "torch_geometric.nn.conv.gat_conv": {
         "GATConv.forward": ("result", "never", "bias"),
@@ -121,14 +136,34 @@ RULES = {
     "torch_geometric.nn.conv.gcn_conv": {
         "GCNConv.forward": ("result", "never", "bias"),
     },
+    "torch_geometric.nn.conv.gmm_conv": {
+        "GMMConv.forward": ("stored", "always", "tiny"),
+    },
+    "torch_geometric.nn.conv.mf_conv": {
+        "MFConv.forward": ("float", "always", "float32 state"),
+    },
     "torch_geometric.nn.dense.diff_pool": {
-        "dense_diff_pool": ("stored", "never", "layer"),
+        "dense_diff_pool": ("stored", "always", "tiny"),
+    },
+    "torch_geometric.nn.dense.dmon_pool": {
+        "DMoNPooling.forward": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn.dense.mincut_pool": {
-        "dense_mincut_pool": ("stored", "never", "layer"),
+        "dense_mincut_pool": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn.models.graph_unet": {
         "GraphUNet.augment_adj": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.nn.models.tgn": {
+        "TimeEncoder.forward": ("float", "always", "large"),
+        "TGNMemory.forward": ("float", "always", "float32 state"),
+        "TGNMemory.update_state": ("float", "always", "float32 state"),
+    },
+    "torch_geometric.nn.norm.instance_norm": {
+        "InstanceNorm.forward": ("float", "always", "large"),
+    },
+    "torch_geometric.nn.norm.layer_norm": {
+        "LayerNorm.forward": ("float", "always", "large"),
     },
     "torch_geometric.nn.pool.asap": {
         "ASAPooling.forward": ("stored", "cpu", "matrix"),
@@ -138,6 +173,12 @@ RULES = {
     },
     "torch_geometric.nn.pool.mem_pool": {
         "MemPooling.forward": ("stored", "always", "no kernel"),
+    },
+    "torch_geometric.nn.unpool.knn_interpolate": {
+        "knn_interpolate": ("stored", "always", "tiny"),
+    },
+    "torch_geometric.utils._degree": {
+        "degree": ("told", "always", "hubs"),
     },
     "torch_geometric.utils._scatter": {
         "scatter": ("promote", "always", "hubs"),

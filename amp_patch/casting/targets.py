@@ -40,6 +40,9 @@ _VF_NAMES = (
     "rnn_tanh_cell",
 )
 
+# Operators that a module of torch has imported by name.
+_IMPORTED = {"softplus": ["torch.distributions.transforms.softplus"]}
+
 # Computing functions of torch.nn.functional that are no operators: a region casts at their entry.
 _REGION_COMPOSITES = (
     "adaptive_max_pool1d_with_indices",
@@ -199,7 +202,7 @@ def _paths(op: str) -> list[str]:
     ]
     if op in _VF_NAMES:
         paths.append(f"torch._VF.{op}")
-    return paths
+    return paths + _IMPORTED.get(op, [])
 
 
 def _bare_name_paths(name: str) -> list[str]:

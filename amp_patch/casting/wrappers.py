@@ -159,7 +159,7 @@ def _is_torchs_in_c(function: Function) -> bool:
 
 
 #: Products of two matrices of which one may be sparse.
-_TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "matmul", "mm"})
+_TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "dsmm", "matmul", "mm", "spmm"})
 
 
 def _is_sparse_on_cpu(value: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -134,7 +134,8 @@ def find(
         models: whose modules are named as ``named_modules()`` does, "" being the model itself.
         numbers: of the models; what a rule for one of several models begins with: ``"1:head"``.
         rules: path or pattern (`fnmatch`: a star also stands for dots) -> precision. Of several
-            that match, the last one decides.
+            that match, the last one decides. One for a module without a forward, as an
+            ``nn.ModuleList`` is, stands for each in it that has no rule of its own.
 
     Raises:
         ValueError: a rule names no module of these models, and none of a model with a number that
@@ -153,7 +154,22 @@ def find(
                 found[i][name] = precision
         if meant and not any(matched.values()):
             raise ValueError(_unknown(pattern, [path for i in meant for path in paths[i]]))
+    for model, precisions in zip(models, found, strict=True):
+        for path in sorted(precisions, key=lambda path: path.count("."), reverse=True):
+            for inner in _called(model, path):
+                precisions.setdefault(inner, precisions[path])
     return found
+
+
+def _called(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield the path, or of a module that has no forward those of what is in it."""
+    module = model.get_submodule(path)
+    if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+        yield path
+        return
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _called(model, f"{path}.{name}".lstrip("."))
 
 
 def _innermost(path: str, precisions: Mapping[str, str]) -> str | None:

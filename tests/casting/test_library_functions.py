@@ -189,7 +189,7 @@ def test_a_name_that_a_version_has_not_is_passed_over(amp: ModuleType, library: 
 
 def test_wrong_words_are_refused_before_anything_changes(amp: ModuleType, library: str) -> None:
     rules = dict(session.libraries._rules)
-    for wrong in ({"casts": "float"}, {"in_float": "gpu"}):
+    for wrong in ({"casts": "double"}, {"in_float": "gpu"}):
         with pytest.raises(ValueError, match="must be one of"):
             amp.register_library_function(f"{library}.ops", "multiply", **wrong)
     with pytest.raises(TypeError, match="two strings"):
@@ -303,6 +303,10 @@ class Doubling(nn.Module):
         ("O5", Rule("stored"), BF16, BF16),
         ("O1", Rule("stored", "always"), F16, F16),
         ("O0", Rule("stored", "always"), F32, F32),
+        ("O1", Rule("float"), F32, F32),
+        ("O2", Rule("float"), F32, F16),
+        ("O5", Rule("float"), F32, BF16),
+        ("O0", Rule("float"), F32, F32),
         ("O0", Rule("result"), F32, F32),
     ],
 )
@@ -325,6 +329,53 @@ def test_a_result_is_half_where_functions_cast(amp: ModuleType, level: str) -> N
     assert called_at(level, "float_region", function, torch.ones(2, 4)).dtype is F32
 
 
+@pytest.mark.parametrize("dtype", [F16, F32, F64, torch.long])
+def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> None:
+    def count(size: int, dtype: torch.dtype) -> Tensor:
+        SEEN.append((dtype,))
+        return torch.full((1,), size, dtype=dtype)
+
+    function = wrap(count, Rule("told"))
+    for found in (function(3, dtype), function(3, dtype=dtype)):
+        assert found.dtype is dtype
+        assert found.item() == 3
+        assert SEEN.pop() == (F32 if dtype is F16 else dtype,)
+    assert wrap(int, Rule("told"))("3") == 3
+
+
+class Propagating(nn.Module):
+    """A graph convolution in torch's own functions, on a matrix that is no input of the model."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(4, 4), [matrix]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sparse.mm(self.matrix[0], self.layer(x))
+        SEEN.append((x.dtype,))
+        return torch.sparse.addmm(x, self.matrix[0], x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_sparse_matrix_takes_features_of_another_dtype(
+    amp: ModuleType, level: str, layout: torch.layout
+) -> None:
+    torch.manual_seed(0)
+    matrix, x = torch.rand(3, 3).relu().to_sparse(layout=layout), torch.randn(3, 4)
+    model = Propagating(matrix)
+    expected = model(x)
+    expected.sum().backward()
+    grad, model.layer.weight.grad = model.layer.weight.grad, None
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(x)
+    assert SEEN.pop() == (HALF_OF.get(level, F32),)
+    found.float().sum().backward()
+    assert torch.allclose(found.float(), expected, rtol=0.02, atol=0.02)
+    assert torch.allclose(model.layer.weight.grad.float(), grad, rtol=0.02, atol=0.05)
+
+
 class ZeroRows(nn.Module):
     """Divides by the lengths of rows, of which one is zero."""
 
@@ -334,7 +385,9 @@ class ZeroRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layer(x)
-        return F.normalize(x).relu() + F.cosine_similarity(x, x).detach()[:, None]
+        alike = F.cosine_similarity(x, x) + torch.cosine_similarity(x, x)
+        alike = alike + F.cosine_embedding_loss(x, x, torch.ones(len(x)))
+        return F.normalize(x).relu() + alike.detach()[:, None]
 
 
 @pytest.mark.parametrize(

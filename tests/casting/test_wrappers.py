@@ -456,6 +456,8 @@ SPARSE_PRODUCTS = {
     "coo @ dense": lambda matrix, x: matrix @ x,
     "matmul": lambda matrix, x: torch.matmul(matrix.to_sparse_csr(), x),
     "mm": lambda matrix, x: matrix.mm(x),
+    "spmm": lambda matrix, x: torch.spmm(matrix, x),
+    "dsmm": lambda matrix, x: torch.dsmm(matrix.to_sparse_csr(), x),
     "csr @ csr": lambda matrix, x: (matrix.to_sparse_csr() @ x.to_sparse_csr()).to_dense(),
     "addmm": lambda matrix, x: torch.addmm(torch.zeros(3, 3), matrix.to_sparse_csr(), x),
 }

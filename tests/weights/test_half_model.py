@@ -325,6 +325,27 @@ def test_cast_model_outputs_decides_what_comes_out(
     assert model(ones()).dtype is dtype
 
 
+@pytest.mark.parametrize(("level", "half"), [("O2", F16), ("O5", BF16)])
+def test_an_output_in_half_is_what_the_other_was_computed_from(
+    amp: ModuleType, level: str, half: torch.dtype
+) -> None:
+    class Both(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = super().forward(x)
+            return hidden.sin(), hidden
+
+    model = Both(4, 4)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found, hidden = model(torch.ones(4))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(found.sum(), hidden)
+    amp.deactivate()
+    amp.initialize(model, opt_level=level, verbosity=0, cast_model_outputs=half)
+    found, hidden = model(torch.ones(4))
+    (grad,) = torch.autograd.grad(found.sum(), hidden)
+    assert torch.equal(grad, hidden.cos())
+
+
 def test_cast_model_type_false_leaves_model_and_inputs_alone(amp: ModuleType) -> None:
     model = prepared(amp, Echo(), cast_model_type=False)
     given = ones()

@@ -68,7 +68,7 @@ def no_region_is_left() -> bool:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("rule", ["blocks.1", "0:blocks.1", "blocks.[1]", "*.1"])
+@pytest.mark.parametrize("rule", ["blocks.1", "0:blocks.1", "blocks.[1]", "*.1", "blocks"])
 def test_a_module_in_float_mends_an_overflow_at_every_level(amp, level: str, rule: str) -> None:
     model, expected = prepared(amp, level, {rule: "float"})
     out = model(X).float()
@@ -109,6 +109,15 @@ def test_the_inner_module_decides_and_the_last_of_several_rules(amp, level: str)
     model, _ = prepared(amp, level, {"blocks.*": "half", "blocks.1*": "float"})
     model(X)
     assert model.blocks[1].dtypes == [torch.float32]
+
+
+def test_a_list_stands_for_what_is_in_it_and_has_no_rule_of_its_own() -> None:
+    inner = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleList([nn.Sequential(), Big()])})
+    inner.register_module("none", None)
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), inner]))
+    rules = {"0.1.b": "half", "0.1.b.0": "float", "0": "float"}
+    (found,) = module_rules.find([model], [0], rules)
+    assert found == {**rules, "0.0": "float", "0.1.a": "float", "0.1.b.1": "half"}
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -1,0 +1,186 @@
+"""Layers of PyTorch Geometric that half numbers would break: they compute in float32."""
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import graph_training
+import pytest
+import support
+import torch
+from graph_libraries import torch_geometric
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_geometric.nn.models import tgn
+from torch_geometric.nn.unpool import knn_interpolate as interpolate
+
+pyg, utils = torch_geometric.nn, torch_geometric.utils
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+LEVELS = support.nightly_but(["O1", "O2"], graph_training.LEVELS)
+WIDTH = 32
+
+
+class After(nn.Module):
+    """What a function or layer makes of half features."""
+
+    def __init__(self, then: Any) -> None:
+        super().__init__()
+        self.before, self.then = nn.Linear(WIDTH, WIDTH), then
+
+    def forward(self, *inputs: Tensor) -> Any:
+        *others, x = inputs
+        return self.then(self.before(x), *others)
+
+
+class First(nn.Module):
+    """A layer that gets the features as they come."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, edges: Tensor, x: Tensor) -> Any:
+        return self.layer(x, edges)
+
+
+def check(amp: ModuleType, then: Any, level: str, *inputs: Tensor) -> None:
+    torch.manual_seed(0)
+    graph_training.check_step(amp, After(then), inputs, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("norm", [pyg.LayerNorm, pyg.InstanceNorm])
+def test_a_graph_of_many_nodes_is_normalized(
+    amp: ModuleType, norm: type[nn.Module], level: str
+) -> None:
+    """They divide by 3000 nodes times 32 features, and a sum of 3000 times 30: more than 65504."""
+    graphs = (torch.arange(3100) >= 3000).long()
+    x = torch.randn(3100, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = After(norm(WIDTH))
+    model.before.weight.data = torch.eye(WIDTH)
+    model.before.bias.data.fill_(30.0)
+    graph_training.check_step(amp, model, (graphs, x), level)
+
+
+def diff_pool(x: Tensor, adjacency: Tensor, mask: Tensor) -> Tensor:
+    pooled, *_, link, entropy = pyg.dense_diff_pool(x, adjacency, x[..., :4], mask)
+    return torch.as_tensor(pooled + link + entropy)
+
+
+def mincut_pool(x: Tensor, adjacency: Tensor, mask: Tensor) -> Tensor:
+    pooled, between, _, _ = pyg.dense_mincut_pool(x, adjacency, x[..., :4], mask)
+    return torch.as_tensor(pooled + between.sum())
+
+
+class DMoN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = pyg.DMoNPooling(WIDTH, 4)
+
+    def forward(self, x: Tensor, adjacency: Tensor, mask: Tensor) -> Tensor:
+        _, pooled, between, *_ = self.pool(x, adjacency, mask)
+        return torch.as_tensor(pooled + between.sum())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("pool", [diff_pool, mincut_pool, DMoN])
+def test_padded_graphs_and_those_of_light_edges_are_pooled(
+    amp: ModuleType, pool: Any, level: str
+) -> None:
+    """The logarithm, or the quotient, of 0 + 1e-15 is none in float16."""
+    torch.manual_seed(0)
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    adjacency = (torch.rand(2, 9, 9) < 0.3).float() * mask[:, None] * mask[:, :, None]
+    if pool is not diff_pool:
+        adjacency[0] *= 1e-6
+    then = pool if pool is not DMoN else DMoN()
+    check(amp, then, level, adjacency, mask, torch.randn(2, 9, WIDTH))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_kernel_that_is_nearly_a_point_has_gradients(amp: ModuleType, level: str) -> None:
+    torch.manual_seed(0)
+    edges, places = torch.randint(20, (2, 60)), torch.rand(60, 2)
+    conv = pyg.GMMConv(WIDTH, 8, 2, 3)
+    conv.sigma.data[0] = 1e-4  # its square is zero in float16
+    check(amp, conv, level, edges, places, torch.randn(20, WIDTH))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_point_interpolates_one_at_its_own_place(
+    amp: ModuleType, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which divides by a distance of 0 that is at least 1e-16."""
+    found = torch.arange(10).repeat_interleave(2), torch.arange(20) % 7
+    monkeypatch.setitem(interpolate.__globals__, "knn", lambda *_, **__: found)
+    places = torch.rand(10, 3, generator=torch.Generator().manual_seed(0))
+
+    def then(x: Tensor, places: Tensor) -> Any:
+        return torch_geometric.nn.unpool.knn_interpolate(x[:7], places[:7], places)
+
+    check(amp, then, level, places, torch.randn(10, WIDTH))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_for_each_degree_writes_to_one_result(amp: ModuleType, level: str) -> None:
+    """In the dtype that its sums of neighbours have: float32 where the features are."""
+    torch.manual_seed(0)
+    edges, conv = torch.randint(20, (2, 60)), pyg.MFConv(WIDTH, 8)
+    graph_training.check_step(amp, First(conv), (edges, torch.randn(20, WIDTH)), level)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_memory_of_float32_is_written_to(amp: ModuleType, level: str) -> None:
+    """At times that float16 does not hold, and bfloat16 not exactly."""
+    torch.manual_seed(0)
+    memory = tgn.TGNMemory(9, 4, 8, 6, tgn.IdentityMessage(4, 8, 6), tgn.LastAggregator())
+    memory.train()
+    plain = copy.deepcopy(memory)
+    plain.reset_state()
+    source, target, messages = torch.arange(4), torch.arange(4, 8), torch.randn(4, 4)
+    memory = amp.initialize(memory, opt_level=level, verbosity=0)
+    memory.reset_state()
+    for each in (plain, memory):
+        for time in (70_001, 140_003):
+            each.update_state(source, target, torch.full((4,), time), messages)
+    found, expected = memory(torch.arange(9))[0], plain(torch.arange(9))[0]
+    assert torch.allclose(found.float(), expected, atol=1e-5)
+    assert torch.allclose(memory.memory, plain.memory, atol=1e-5)
+
+
+class Sums(TorchDispatchMode):
+    """Notes the dtypes in which values are added up by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::scatter"):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+INDEX = torch.arange(12) % 3
+COUNTS: dict[str, Callable[[], Tensor]] = {
+    "degree": lambda: utils.degree(INDEX, 3, dtype=BF16),
+    "several": lambda: torch.cat(
+        pyg.aggr.fused.FusedAggregation(["sum", "mean", "std"])(
+            torch.ones(12, 2, dtype=BF16), INDEX
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_nothing_is_counted_in_half(amp: ModuleType, name: str) -> None:
+    """On a GPU a count in bfloat16 ends at 256."""
+    amp.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
+    with Sums() as sums:
+        found = COUNTS[name]()
+    assert found.dtype is BF16
+    assert found[0].unique().item() == 4
+    assert sums.dtypes == {F32}
+    assert F.relu(found).dtype is BF16
