@@ -280,6 +280,27 @@ def test_nothing_of_a_hundred_dropped_models_is_kept(amp: ModuleType, level: str
     assert len(session.cache._groups) <= 1
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_the_memory_of_a_dropped_model_is_free_at_once(amp: ModuleType, level: str) -> None:
+    """Python's collector may not come before the next model needs the memory."""
+
+    def run_once() -> list[weakref.ref[Any]]:
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        scaled_backward(amp, model(torch.ones(2, 4)).sum(), optimizer)
+        optimizer.step()
+        masters = amp.master_params(optimizer)
+        return [weakref.ref(item) for item in (model, *model.parameters(), *masters)]
+
+    run_once()  # what is done once may make cycles
+    gc.disable()
+    try:
+        assert [item() for item in run_once()] == [None] * 9
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("level", CASTING)
 def test_functions_are_unpatched_when_the_last_model_they_were_for_is_gone(
     amp: ModuleType, level: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from types import ModuleType
 from typing import Any
@@ -93,6 +94,24 @@ def test_functions_of_a_class_cast_however_they_are_called_and_are_put_back(
     amp.deactivate()
     assert [dict(vars(kind)) for kind in (Library, Heir)] == before
     assert getattr(owner(), name)(one) == [F32]
+    del model
+
+
+class Dtypes:
+    def __call__(self, *tensors: Tensor) -> list[torch.dtype]:
+        return dtypes(*tensors)
+
+
+@pytest.mark.parametrize("function", [functools.partial(dtypes), Dtypes()])
+@pytest.mark.parametrize("rule", CAST)
+def test_a_function_needs_no_name(amp: ModuleType, rule: str, function: Any) -> None:
+    library = types.SimpleNamespace(function=function)
+    decorated = getattr(amp, f"{rule}_function")(function)
+    getattr(amp, f"register_{rule}_function")(library, "function")
+    model = amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=2)
+    tensors = torch.ones(2), torch.ones(2, dtype=F16)
+    for wrapped in (decorated, library.function):
+        assert wrapped(*tensors) == CAST[rule]((F32, F16), "O1")
     del model
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -34,10 +35,11 @@ def run_python(
     """Become ``python COMMAND``, with the options that this Python was started with.
 
     It is the very interpreter that runs the script, so arguments, paths, tracebacks, signals and
-    the exit code are Python's own.
+    the exit code are Python's own. Where the first word is a program's, become that.
 
     Args:
-        command: ``["script.py", "arg", ...]`` or ``["-m", "module", "arg", ...]``.
+        command: ``["script.py", "arg", ...]``, ``["-m", "module", "arg", ...]`` or
+            ``["torchrun", "arg", ...]``.
         opt_level: takes the place of what the script gives `initialize`; None leaves it.
         force: put the drop-in in the place of a real apex, too.
         rules: a profile, or the path of a rules file, in the place of what the script gives
@@ -53,14 +55,24 @@ def run_python(
             "amp-patch run tells Python of apex by PYTHONPATH and site; got a Python started with "
             "-I, -E or -S, which ignores one of them. Run python -m amp_patch run without it."
         )
-    argv = [sys.executable, *_options_of_python(), *command]
+    first, *rest = command
+    program = None if first == "-m" or Path(first).exists() else program_named(first)
+    start = [sys.executable, *_options_of_python(), first] if program is None else [program]
+    argv = [*start, *rest]
     environment = environment_of_run(os.environ, opt_level, force, rules, report)
     sys.stdout.flush()
     sys.stderr.flush()
-    environment[SCRIPT] = str(os.getpid())  # which exec keeps
+    if program is None:
+        environment[SCRIPT] = str(os.getpid())  # which exec keeps
     if os.name == "nt":  # where exec starts another process and ends this one at once
         sys.exit(subprocess.call(argv, env=environment))
-    os.execve(sys.executable, argv, environment)
+    os.execve(argv[0], argv, environment)
+
+
+def program_named(word: str) -> str | None:
+    """Return the path of a program, of this environment first (``torchrun``); None without one."""
+    beside = Path(sys.executable).parent / word
+    return str(beside) if beside.is_file() else shutil.which(word)
 
 
 def real_amp(paths: Sequence[str] | None = None) -> str | None:

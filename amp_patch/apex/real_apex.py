@@ -8,9 +8,12 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .finder import Finder, absent, is_of_amp_patch, supplied_in
@@ -49,7 +52,7 @@ class RealApex:
         if spec is None or spec.loader is None:
             return self._supplied.find_spec(fullname)
         lent = copy.copy(spec)
-        vars(lent)["loader"] = _Lending(spec.loader)
+        vars(lent)["loader"] = _Lending(spec.loader, self._supplied)
         return lent
 
     def uninstall(self) -> None:
@@ -61,17 +64,43 @@ class RealApex:
 
 
 class _Lending:
-    """A real apex's loader; after ``import apex`` alone ``apex.amp`` is there, as it once was."""
+    """A real apex's loader; after ``import apex`` alone ``apex.amp`` is there, as it once was.
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    What ``pip install apex`` brings is no NVIDIA's, and needs a web framework; a script of one's
+    own may have the name as well. Where such a one cannot be imported, ours takes its place.
+    """
+
+    def __init__(self, loader: Any, supplied: Finder) -> None:
+        self._loader, self._supplied = loader, supplied
 
     def exec_module(self, module: types.ModuleType) -> None:
-        self._loader.exec_module(module)
-        _lend(module)
+        try:
+            self._loader.exec_module(module)
+        except ImportError as error:
+            if is_nvidias(getattr(module, "__path__", ())):
+                raise
+            warnings.warn(
+                "`import apex` is to find NVIDIA's, or amp_patch's in its place; got "
+                f"{module.__file__}, which is another and fails ({error}), so that amp_patch's "
+                "stands in. Call pip uninstall apex, or rename it if it is yours.",
+                stacklevel=2,
+            )
+            self._put_ours_in_its_place()
+        else:
+            _lend(module)
+
+    def _put_ours_in_its_place(self) -> None:
+        spec: Any = self._supplied.find_spec(_NAME)
+        sys.modules[_NAME] = ours = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(ours)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def is_nvidias(places: Iterable[str]) -> bool:
+    """Tell NVIDIA's apex, of any age, by a package of it; ``places`` are its folders."""
+    return any(Path(place, name).exists() for place in places for name in supplied_in(_NAME))
 
 
 #: The `Patches` of real apexes.

@@ -91,7 +91,7 @@ class Casts:
         cast_weight = self._cache.cast
         # What torch does in C writes to no argument, and keeps none but for its backward.
         cast_activation = shared_cast if _is_torchs_in_c(original) else None
-        takes_sparse = original.__name__ in _TAKE_SPARSE
+        takes_sparse = _name(original) in _TAKE_SPARSE
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -121,8 +121,8 @@ class Casts:
         A half input stays as it is where torch's kernel for it rounds once, as this does.
         """
         cast_weight = self._cache.cast
-        cast = to_dtype if self.observer is None else _told(self.observer, original.__name__)
-        devices = ROUNDED_ONCE.get(original.__name__, ())
+        cast = to_dtype if self.observer is None else _told(self.observer, _name(original))
+        devices = ROUNDED_ONCE.get(_name(original), ())
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -143,6 +143,11 @@ class Casts:
 
 
 _USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction))
+
+
+def _name(function: Function) -> str:
+    """Return a function's name; that of its class for what has none, as ``functools.partial``."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_torchs(function: Function) -> bool:
@@ -198,7 +203,7 @@ def _observed(
         if on and not asked and not _untouched(kwargs):
             for tensor in tensors_in((args, kwargs)):
                 if tensor.dtype in dtypes and tensor.device.type in process.devices:
-                    observer(f"{words} ({function.__name__})")
+                    observer(f"{words} ({_name(function)})")
         return wrapper(*args, **kwargs)
 
     return observed

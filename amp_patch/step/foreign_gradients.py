@@ -27,14 +27,14 @@ class ForeignGradients:
     """Which of one optimizer's parameters have such gradients.
 
     Attributes:
-        found: parameters with these gradients, of which some may be gone; cleared by whoever clears
-            or steps all gradients.
+        found: parameters with these gradients, of which some may be gone; None for one that an own
+            pass has added to. Cleared by whoever clears or steps all gradients.
         own_passes: how many passes of the optimizer itself have ended, perhaps inside of the one
             that is watched; counted by whoever ends them.
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[Tensor, TensorWeakRef]] = []
+        self.found: list[tuple[Tensor, TensorWeakRef | None]] = []
         self.own_passes = 0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
@@ -56,10 +56,14 @@ class ForeignGradients:
             if now is not None and is_written and id(param) not in unscaled:
                 self.found.append((param, TensorWeakRef(now)))
 
-    def drop_cleared(self) -> None:
-        """Forget those that the user has dropped or set to zero."""
-        left = [(param, grad) for param, grad in self._left() if kernels.values(grad).any()]
-        self.found = [(param, TensorWeakRef(grad)) for param, grad in left]
+    def add_to(self) -> None:
+        """A pass of the optimizer itself begins, and adds to those not dropped or set to zero."""
+        left = [(param, None) for param, grad in self._left() if kernels.values(grad).any()]
+        self.found[:] = left
+
+    def drop(self, cleared: Collection[int]) -> None:
+        """The user clears the gradients of these parameters, by their ids."""
+        self.found = [row for row in self.found if id(row[0]) not in cleared]
 
     def refuse(self, caller: str) -> None:
         """Raise where there are any.
@@ -78,5 +82,9 @@ class ForeignGradients:
             )
 
     def _left(self) -> list[tuple[Tensor, Tensor]]:
-        now = ((param, stored_grad(param), noted()) for param, noted in self.found)
-        return [(param, grad) for param, grad, noted in now if grad is not None and grad is noted]
+        now = ((param, stored_grad(param), noted) for param, noted in self.found)
+        return [
+            (param, grad)
+            for param, grad, noted in now
+            if grad is not None and (noted is None or grad is noted())
+        ]

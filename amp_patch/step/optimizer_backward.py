@@ -188,7 +188,7 @@ class OptimizerBackward:
             is_scaled: False where the scale is 1, and hooks of the backward may step.
         """
         if self._foreign.found:
-            self._foreign.drop_cleared()
+            self._foreign.add_to()
         self._had_used = self.is_watched and self._has_used
         self.gradients.set_aside(pairs, scale, self.elsewhere)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
@@ -369,6 +369,7 @@ class OptimizerBackward:
         if cleared.isdisjoint(map(id, self.pairs().model)):
             return
         self.note_cleared()
+        self._foreign.drop(cleared)
         if self.is_open:  # else `drop_cleared` follows
             self.gradients.clear(self.pairs(), cleared)
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import click
 
-from amp_patch.apex.process import environment_of_run
+from amp_patch.apex.process import environment_of_run, program_named
 
 from .attach import OPTIONS as OPTIONS
 from .attach import TOOL as TOOL
@@ -105,8 +104,7 @@ def python_command(words: Sequence[str]) -> list[str]:
     first = words[0]
     if first == "-m" or Path(first).is_file():
         return [sys.executable, *words]
-    beside = Path(sys.executable).parent / first
-    program = str(beside) if beside.is_file() else shutil.which(first)
+    program = program_named(first)
     if program is None:
         raise BadArguments(f"what stands after -- must be a script; got {first}, which is no file")
     return [program, *words[1:]]

@@ -75,6 +75,7 @@ def command(
     """Run a script that imports apex, as `python SCRIPT ARGS` would, with apex in place.
 
     The processes that it starts find apex, too. What stands after SCRIPT is the script's.
+    SCRIPT may be a program that starts scripts: amp-patch run accelerate launch train.py
 
     \b
     amp-patch run train.py --epochs 10

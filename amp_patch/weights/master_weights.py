@@ -120,16 +120,16 @@ class MasterWeights:
             params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
         """
         known = dict(zip(map(id, self._params), self._masters, strict=True))
-
-        def replaced(param: Any) -> Any:
-            if isinstance(param, tuple):
-                return (*param[:-1], *map(replaced, param[-1:]))
+        replaced: list[Any] = []
+        for given in params:
+            names = given[:-1] if isinstance(given, tuple) else ()
+            param = given[-1] if isinstance(given, tuple) and given else given
             is_half = isinstance(param, Tensor) and param.dtype in HALVES
             if is_half and id(param) not in known and not self._values.is_frozen_half(param):
                 known[id(param)] = self._make(param)
-            return known.get(id(param), param)
-
-        return [replaced(param) for param in params]
+            stepped = known.get(id(param), param)
+            replaced.append((*names, stepped) if param is not given else stepped)
+        return replaced
 
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""

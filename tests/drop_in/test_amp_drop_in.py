@@ -602,6 +602,23 @@ def test_models_that_call_each_other_in_hooks_run(amp) -> None:
     assert torch.equal(outer.forward(torch.ones(1, 2)), expected.float())
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_forward_that_a_script_replaced_keeps_nothing(apex, amp, level: str) -> None:
+    model, optimizer = trained(amp, level)
+    model.forward = types.MethodType(lambda self, x: self[0](x).relu(), model)
+    for _ in range(3):
+        assert model(torch.ones(1, 4)).dtype is torch.float32
+    begun = apex.amp.frontend.cast_direct_calls.__globals__["_calls"].begun
+    assert len(begun) <= 1
+    other = Doubling()
+    amp.initialize(other, opt_level=level, verbosity=0)
+    assert other.forward(torch.ones(1, 2)).dtype is torch.float32
+    dropped = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert dropped() is None
+
+
 def test_a_model_with_a_forward_of_its_own_and_one_that_is_compiled_run(amp) -> None:
     model = Doubling()
     model.forward = lambda x: model.linear(x)

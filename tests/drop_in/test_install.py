@@ -146,6 +146,46 @@ def test_a_real_apex_has_what_it_lacks_after_import_apex_alone(
     assert not [one for one in sys.meta_path if type(one).__module__.startswith("amp_patch")]
 
 
+@pytest.fixture
+def another_apex(real_apex: Path) -> Path:
+    """What PyPI has under the name: not NVIDIA's, and not to be imported."""
+    (real_apex / "apex/optimizers/__init__.py").unlink()
+    (real_apex / "apex/optimizers").rename(real_apex / "apex/views")
+    (real_apex / "apex/__init__.py").write_text("import pyramid_mailer\n")
+    return real_apex
+
+
+def test_ours_stands_in_where_another_package_of_the_name_fails(another_apex: Path) -> None:
+    with amp_patch.apex.install():
+        with pytest.warns(UserWarning, match=r"No module named 'pyramid_mailer'.*uninstall apex"):
+            from apex import amp
+        assert callable(amp.initialize)
+        assert importlib.import_module("apex.optimizers").FusedAdam
+    with pytest.raises(ModuleNotFoundError, match="pyramid_mailer"):
+        importlib.import_module("apex")
+
+
+def test_a_script_of_the_name_imports_ours(
+    real_apex: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (real_apex / "scripts").mkdir()
+    (real_apex / "scripts/apex.py").write_text("from apex import amp\n")
+    monkeypatch.syspath_prepend(str(real_apex / "scripts"))
+    with amp_patch.apex.install():
+        with pytest.warns(UserWarning, match=r"scripts.apex\.py, which is another.*rename it"):
+            from apex import amp
+        assert callable(amp.initialize)
+
+
+def test_an_apex_of_nvidias_that_fails_is_pythons_error(real_apex: Path) -> None:
+    (real_apex / "apex/__init__.py").write_text("import missing_of_nvidia\n")
+    with (
+        amp_patch.apex.install(),
+        pytest.raises(ModuleNotFoundError, match="missing_of_nvidia"),
+    ):
+        importlib.import_module("apex")
+
+
 def test_what_is_forced_stays_under_another_install(real_apex: Path) -> None:
     with amp_patch.apex.install(force=True), amp_patch.apex.install():
         assert not hasattr(importlib.import_module("apex"), "origin")

@@ -69,6 +69,14 @@ def test_two_dashes_end_the_options_of_amp_patch(script: Path) -> None:
     assert f"[{str(script)!r}, 'exit']" in found.stdout
 
 
+def test_a_program_that_starts_python_may_stand_in_the_place_of_the_script(script: Path) -> None:
+    program = os.path.basename(sys.executable)  # found beside the Python that runs
+    found = run([*RUN, "--opt-level", "O2", program, script, "exit"])
+    assert found.returncode == 7, found.stderr
+    assert f"[{str(script)!r}, 'exit']" in found.stdout
+    assert "never called" not in found.stderr
+
+
 def test_a_script_that_is_not_there_is_pythons_error(tmp_path: Path) -> None:
     found = run([*RUN, "missing.py"], cwd=tmp_path)
     assert (found.returncode, found.stdout) == (2, "")

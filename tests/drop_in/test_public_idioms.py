@@ -253,6 +253,22 @@ def test_python_fallbacks_scale_add_and_find_overflows(apex: types.ModuleType) -
     assert master[1].isnan()
 
 
+@pytest.mark.parametrize("scale_is_second", [True, False])
+def test_a_gradient_penalty_is_unscaled_by_a_python_fallback(
+    apex: types.ModuleType, scale_is_second: bool
+) -> None:
+    """DeepPrivacy does, by the order of arguments that it had in spring 2019."""
+    weight, x = torch.tensor(3.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    unscale = apex.amp.scaler.scale_check_overflow_python
+    grad = torch.autograd.grad(1024.0 * weight * x**2, x, create_graph=True)[0]
+    assert unscale(*(grad, 1 / 1024, grad) if scale_is_second else (grad, grad, 1 / 1024)) is False
+    assert grad.item() == 12.0
+    grad.square().backward()  # (2 w x) ** 2
+    assert weight.grad.item() == 96.0
+    overflow = torch.tensor([float("inf")])
+    assert unscale(overflow, 1 / 1024, overflow) is True
+
+
 @pytest.mark.parametrize("override", [None, (8.0, 4.0, 2.0)])
 def test_gradients_of_masters_are_unscaled_and_added_to_earlier_ones(
     apex: types.ModuleType, override: Any

@@ -133,6 +133,37 @@ def test_gradients_that_nobody_unscales_are_refused(
     assert all(map(torch.equal, before, values(second)))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_own_pass_behind_them_makes_them_no_better(amp: ModuleType, level: str) -> None:
+    model, first, second = prepared(amp, level)
+    for optimizer in (first, second):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    before = values(second)
+    with pytest.raises(RuntimeError, match=r"got 2 that the backward\(\).*\[optimizer, other"):
+        second.step()
+    assert all(map(torch.equal, before, values(second)))
+    second.zero_grad()
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        scaled_loss.backward()
+    second.step()
+    assert not any(map(torch.equal, before, values(second)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_the_block_that_clears_them_first_trains(amp: ModuleType, level: str, clear: str) -> None:
+    model, first, second = prepared(amp, level)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    before = values(second)
+    with amp.scale_loss(loss_of(model), second) as scaled_loss:
+        CLEARED[clear](model, second)
+        scaled_loss.backward()
+    second.step()
+    assert not any(map(torch.equal, before, values(second)))
+
+
 CLEARED: dict[str, Callable[[Pair, Optimizer], Any]] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),

@@ -118,6 +118,12 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
             "real apex with apex.amp lies in /site/apex.*-> amp-patch run --force",
         ),
         (
+            replace(GOOD, apex="/site/apex/__init__.py", apex_is_nvidias=False),
+            "apex",
+            "note",
+            "/site/apex/__init__.py is not NVIDIA's apex, .*-> pip uninstall apex",
+        ),
+        (
             replace(GOOD, enabled=Path("/site"), is_enabled_whole=False),
             "enable",
             "note",

@@ -131,6 +131,9 @@ def _apex(machine: Machine) -> Iterator[Finding]:
     if machine.apex is not None and machine.apex_has_amp:
         text = f"a real apex with apex.amp lies in {machine.apex}; amp-patch run leaves it in place"
         yield Finding("apex", "note", text, "amp-patch run --force SCRIPT (or pip uninstall apex)")
+    elif machine.apex is not None and not machine.apex_is_nvidias:
+        text = f"{machine.apex} is not NVIDIA's apex, but another package of this name"
+        yield Finding("apex", "note", text, "pip uninstall apex")
     elif machine.apex is not None:
         text = f"a real apex lies in {machine.apex}, without apex.amp, which amp_patch supplies"
         yield Finding("apex", "ok", text)

@@ -19,6 +19,7 @@ import torch
 
 from amp_patch.apex import environment
 from amp_patch.apex.process import real_amp
+from amp_patch.apex.real_apex import is_nvidias
 from amp_patch.kernels import cuda_compiler
 
 #: Packages that only some commands and arguments need.
@@ -54,6 +55,7 @@ class Machine:
         toolchain_error: the exception's name and message.
         apex: where a real apex lies; None without.
         apex_has_amp: whether that has an ``apex.amp`` of its own.
+        apex_is_nvidias: whether it is NVIDIA's, and not what PyPI has under this name.
         enabled: the folder by which every process imports apex from amp_patch; None without.
         is_enabled_whole: whether that is as this amp_patch writes it.
         environ: the environment variables.
@@ -72,6 +74,7 @@ class Machine:
     toolchain_error: str = ""
     apex: str | None = None
     apex_has_amp: bool = False
+    apex_is_nvidias: bool = True
     enabled: Path | None = None
     is_enabled_whole: bool = True
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +103,7 @@ def look() -> Machine:
         toolchain_error=error,
         apex=None if spec is None or spec.loader is None else str(spec.origin),
         apex_has_amp=real_amp() is not None,
+        apex_is_nvidias=spec is None or is_nvidias(spec.submodule_search_locations or ()),
         enabled=enabled,
         is_enabled_whole=enabled is None or environment.look(enabled).is_whole,
         environ=dict(os.environ),

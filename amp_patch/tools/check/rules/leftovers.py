@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from amp_patch.tools.check.guards import Guards
 from amp_patch.tools.check.trace import Call, Trace, is_constant
 from amp_patch.tools.check.truth import truth_of
-from amp_patch.tools.check.values import Made, root
+from amp_patch.tools.check.values import Made, Value, root
 
 from .registry import line_of, rule
 
@@ -45,8 +45,11 @@ def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     "remove it: the level of amp.initialize casts (O1 float16, O4 bfloat16)",
 )
 def autocast(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """An autocast that is not for switching casts off."""
+    """An autocast that is not for switching casts off, nor on where they are on."""
     for call in trace.named("autocast"):
+        enabled = call.arguments.keywords.get("enabled")
+        if enabled is not None and _tells_of_casts(enabled):
+            continue
         if _is_beside_amp(trace, call) and _is_entered_beside_amp(trace, call):
             yield call.node, "an enabled autocast"
 
@@ -93,6 +96,12 @@ def _is_entered_beside_amp(trace: Trace, autocast: Call) -> bool:
         if one.node is autocast.node or one.receiver is autocast.result
     )
     return any(_can_meet_amp(trace, one) for one in (autocast, *entered))
+
+
+def _tells_of_casts(enabled: Value) -> bool:
+    """Return whether it is ``torch.is_autocast_enabled()``, which amp_patch answers."""
+    made = root(enabled)
+    return isinstance(made, Made) and made.dotted.startswith("torch.is_autocast_")
 
 
 def _is_known(source: Call) -> bool:

@@ -23,10 +23,13 @@ __all__ = ["cast_direct_calls"]
 
 
 class _Calls(threading.local):
-    """The models of this thread whose hooks have run, and whose forward comes next."""
+    """The models of this thread whose hooks have run, and whose forward comes next.
+
+    It does not come where another hook raised, or a script has replaced it.
+    """
 
     def __init__(self) -> None:
-        self.begun: list[nn.Module] = []
+        self.begun: list[weakref.ref[nn.Module]] = []
 
 
 _calls = _Calls()
@@ -54,8 +57,12 @@ def _undo(patches: Patches, hook: RemovableHandle) -> None:
 
 
 def _begin(model: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _calls.begun.append(model)
+    if torch.compiler.is_compiling():
+        return
+    begun = _calls.begun
+    if begun:
+        begun[:] = [one for one in begun if one() not in (None, model)]
+    begun.append(weakref.ref(model))
 
 
 def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -65,10 +72,13 @@ def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A replica of nn.DataParallel has the bound method of the model that it was made from.
         begun = _calls.begun
-        is_called = bool(begun) and (begun[-1] is self or hasattr(begun[-1], "_is_replica"))
-        if not is_called and not torch.compiler.is_compiling():
+        model = begun[-1]() if begun else None
+        if model is not None and (model is self or hasattr(model, "_is_replica")):
+            begun.pop()
+        elif torch.compiler.is_compiling():
+            model = self
+        else:
             return self(*args, **kwargs)
-        model = begun.pop() if is_called else self
         return own(*args, **kwargs) if own else kind.forward(model, *args, **kwargs)
 
     # Methods are pickled by the name of their function; a copy from a file has the class's own.

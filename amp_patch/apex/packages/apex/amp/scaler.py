@@ -22,15 +22,18 @@ def scale_check_overflow_python(
     """Write ``model_grad * scale`` to ``master_grad``; return whether the first is not finite.
 
     Args:
-        model_grad: of any floating dtype.
+        model_grad: of any floating dtype; a penalty may be computed from it.
         master_grad: of the same shape; may be the same tensor. Not written to after an overflow.
-        scale: a factor.
+        scale: a factor. Until spring 2019 it came second, and every call looked for overflows.
         check_overflow: whether to look for inf and NaN.
     """
+    if not isinstance(master_grad, Tensor):
+        master_grad, scale, check_overflow = scale, master_grad, True
     if check_overflow and not bool(model_grad.isfinite().all()):
         return True
-    with torch.no_grad():
-        master_grad.copy_(model_grad.to(master_grad.dtype) * scale)
+    if master_grad is not model_grad:
+        master_grad.copy_(model_grad)
+    master_grad.mul_(scale)
     return False
 
 
