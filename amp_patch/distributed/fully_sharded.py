@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.patching import remove
 
@@ -25,10 +25,19 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
 
 
-def keeps_gradients(module: Any) -> bool:
-    """Return whether ``set_requires_gradient_sync(False)`` holds for a sharded module."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return group is not None and not group.reduce_grads
+def unshared(module: Any) -> list[Tensor]:
+    """Return the parameters of a sharded module whose gradients a backward leaves on this rank.
+
+    ``set_requires_gradient_sync(False)`` has it do so, and of replicas
+    ``set_requires_all_reduce(False)``. The parameters are those that an optimizer has, also where
+    the module holds gathered ones.
+    """
+    return [
+        param.sharded_param
+        for group in _groups_of(module)
+        if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp))
+        for param in group.fsdp_params
+    ]
 
 
 def reshard(model: nn.Module) -> None:
@@ -107,6 +116,14 @@ def refuse_mixed_groups(models: Iterable[nn.Module], kept: Collection[int]) -> N
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in sharded_modules(model):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            yield group
+        yield from _groups_of(module)
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return what a module gathers together: one for each mesh that its parameters are on."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: list[Any] = state._fsdp_param_groups
+        return groups
+    # torch before 2.13 has one at most.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import rank_training as training
 from torch import Tensor, distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
@@ -24,7 +26,9 @@ def train(
     """Return the parameters, scales and skipped steps of a training by two micro-batches a step.
 
     Args:
-        engine: "ddp", "ddp-first" (before `amp.initialize`) or "fsdp2"; "none": this process alone.
+        engine: "ddp", "ddp-first" (before `amp.initialize`) or "fsdp2"; "none": this process alone;
+            "fsdp2-whole": FSDP2 keeps the gathered parameters from one micro-batch to the next;
+            "fsdp2-replicas": FSDP2 without ``all_reduce`` until the last micro-batch.
         level: "O1" ...
         delayed: whether the first block of a step has ``delay_unscale``.
         synced: whether its gradients are shared by all ranks, too.
@@ -36,8 +40,10 @@ def train(
     rank = 0 if is_alone else distributed.get_rank()
     size = 1 if is_alone else distributed.get_world_size()
     model = training.make_model()
-    if engine == "fsdp2":
-        training.sharded(model)
+    if "fsdp2" in engine:
+        names = ("replica", "shard")
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=names) if "rep" in engine else None
+        training.sharded(model, mesh)
     optimizer = training.adamw(model.parameters())
     if engine == "ddp-first":
         model = DistributedDataParallel(model)
@@ -56,7 +62,7 @@ def train(
             inputs, targets = training.rows(2 * step + part, rank, size)
             planted = infs and {2: (0, 1), 4: (1, 0)}.get(step) in ((part, rank), (part, 1 - rank))
             is_here = planted and (is_alone or {2: 1, 4: 0}[step] == rank)
-            with training.without_sync(model, not synced and part == 0):
+            with without_sync(engine, model, not synced and part == 0):
                 loss = (model(inputs).float() - targets).square().mean() / 2
                 with amp.scale_loss(
                     loss, optimizer, delay_unscale=delayed and part == 0
@@ -68,6 +74,16 @@ def train(
     params = list(training.whole_params(model).values())
     amp.deactivate()
     return params, held, skipped
+
+
+def without_sync(engine: str, model: Any, is_local: bool) -> AbstractContextManager[None]:
+    """Return a block that leaves gradients on this rank, if ``is_local``, as the engine does."""
+    if engine == "fsdp2-whole":
+        model.set_reshard_after_backward(not is_local)
+    if engine == "fsdp2-replicas":
+        model.set_requires_all_reduce(not is_local)
+        return nullcontext()
+    return training.without_sync(model, is_local)
 
 
 def train_all(engine: str, levels: tuple[str, ...], **options: Any) -> dict[str, Any]:

@@ -34,6 +34,13 @@ def test_gradients_that_only_one_rank_has_wait_for_the_others(engine: str, delay
     assert_alike(found, are_same_scales=True)
 
 
+@pytest.mark.parametrize("engine", ["fsdp2-whole", "fsdp2-replicas"])
+def test_gradients_that_fsdp2_keeps_to_itself_wait_for_the_others(engine: str) -> None:
+    levels = ("O2",)
+    found = ranks.run(accumulating.train_all, engine, levels, delayed=False, synced=False)
+    assert_alike(found, are_same_scales=True, levels=levels)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_blocks_that_all_share_are_added_unscaled(engine: str) -> None:
