@@ -107,7 +107,7 @@ def _clip_parts(
             f"{len(owners)} optimizers whose ranks differ. Call amp.clip_grad_norm_(optimizer, "
             "max_norm) for each of them."
         )
-    elsewhere = {id(param) for one in owners for param in one.elsewhere}
+    elsewhere = {id(param) for one in owners for param in one.gradients.elsewhere}
     grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
     total = clip_by_norm(grads, float(max_norm), float(norm_type), ranks)
     if error_if_nonfinite and not torch.isfinite(total):

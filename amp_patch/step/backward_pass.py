@@ -163,7 +163,8 @@ class BackwardPass:
         if self._pending is not None:
             return
         if self._unsynced is not None and any(
-            self._unsynced.left(pairs.model) for _, pairs in self._open
+            self._unsynced.left(chain(pairs.model, one.gradients.elsewhere))
+            for one, pairs in self._open
         ):
             self.leave_scaled()
             return
@@ -209,7 +210,7 @@ class BackwardPass:
         flag = agree(
             [flag for check, _ in found for flag in check.found_inf],
             without_repetition(groups),
-            self._optimizers[0].pairs().model[0].device,
+            self._optimizers[0].device,
             self._scale,
             self._optimizers[0].skip.count.steps,
         )

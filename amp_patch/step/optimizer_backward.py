@@ -69,8 +69,6 @@ class OptimizerBackward:
         has_scaled: True once the backward of a scaled loss has written gradients.
         is_watched: True in the first of them, in which mistakes of the script are looked for.
         was_cleared: True where the gradients of the last one were cleared before a step.
-        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
-            before the next pass, which would share them once more.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class OptimizerBackward:
         self.has_scaled = False
         self.is_watched = True
         self.was_cleared = False
-        self.elsewhere: list[Tensor] = []
         self._passes_stepped = 0
         self._had_used = False
         self._pairs = ParamPairs([], [])
@@ -145,6 +142,11 @@ class OptimizerBackward:
             group["params"][:] = self.masters.replace(group["params"])
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are, also on a rank whose share of them is empty (ZeRO)."""
+        return (self.pairs().model or self.gradients.elsewhere)[0].device
+
+    @property
     def takes_grads_as_they_are(self) -> bool:
         """True where a scale of 1 leaves nothing to do: no masters, nothing scaled."""
         return self.masters is None and self.gradients.scaled.scale is None
@@ -190,7 +192,7 @@ class OptimizerBackward:
         if self._foreign.found:
             self._foreign.drop_cleared()
         self._had_used = self.is_watched and self._has_used
-        self.gradients.set_aside(pairs, scale, self.elsewhere)
+        self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self.was_cleared = False
         self.passes += 1

@@ -165,7 +165,7 @@ class OptimizerStep:
             params = {p for group in zero.param_groups for p in group["params"]}
             elsewhere = params.difference(self.backward.pairs().model)
             store.forget(elsewhere)
-            self.backward.elsewhere = list(elsewhere)
+            self.backward.gradients.elsewhere = list(elsewhere)
 
     def save_masters(self, loading: Optimizer) -> None:
         """Save masters with the optimizer's state, for the model's has none of them.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import rank_training as training
-from torch import Tensor, distributed
+import torch
+from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -97,4 +99,34 @@ def train_all(engine: str, levels: tuple[str, ...], **options: Any) -> dict[str,
         is_first = distributed.get_rank() == 0
         alone = train("none", level, delayed=True, synced=True, infs=infs) if is_first else None
         found[level] = train(engine, level, infs=infs, **options), alone
+    return found
+
+
+def one_parameter(level: str) -> tuple[Tensor, Tensor]:
+    """Return the weight that ZeRO trains, which rank 0 alone steps, and that of a plain loop."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(1)
+    plain = nn.Linear(7, 3, bias=False)
+    model = copy.deepcopy(plain)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.02, eps=1e-3)
+    optimizer = training.zero_adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    wrapper = DistributedDataParallel(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for part in (0, 1):
+            inputs, targets = training.rows(2 * step + part, rank, size)
+            with training.without_sync(wrapper, part == 0):
+                loss = (wrapper(inputs).float() - targets).square().mean() / 2
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            inputs, targets = training.rows(2 * step + part, 0, 1)
+            ((plain(inputs) - targets).square().mean() / 2).backward()
+        amp.clip_grad_norm_(optimizer, 0.5)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        reference.step()
+    found = model.weight.detach().float().clone(), plain.weight.detach()
+    amp.deactivate()
     return found

@@ -41,6 +41,12 @@ def test_gradients_that_fsdp2_keeps_to_itself_wait_for_the_others(engine: str) -
     assert_alike(found, are_same_scales=True, levels=levels)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_rank_that_steps_no_parameter_keeps_its_part_of_the_gradients(level: str) -> None:
+    for trained, plain in ranks.run(accumulating.one_parameter, level):
+        torch.testing.assert_close(trained, plain, rtol=0.0, atol=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_blocks_that_all_share_are_added_unscaled(engine: str) -> None:

@@ -458,13 +458,14 @@ def test_gradients_of_what_other_ranks_step_follow_the_scale_or_go() -> None:
     own, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     pairs, gradients = ParamPairs([own], [own]), Gradients()
     own.grad, elsewhere.grad = torch.full((2,), 4.0), torch.full((2,), 12.0)
+    gradients.elsewhere = [elsewhere]
     gradients.delay(pairs, 4.0)
-    gradients.set_aside(pairs, 8.0, [elsewhere])
+    gradients.set_aside(pairs, 8.0)
     assert own.grad.tolist() == [8.0, 8.0]
     assert elsewhere.grad.tolist() == [24.0, 24.0]
     gradients.receive(pairs, 8.0)
     gradients.finish()
-    gradients.set_aside(pairs, 8.0, [elsewhere])
+    gradients.set_aside(pairs, 8.0)
     assert elsewhere.grad is None
 
 
