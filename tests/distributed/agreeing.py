@@ -92,7 +92,9 @@ def closure(failing: int) -> list[Any]:
             scaled_loss.backward()
         return loss * (float("inf") if distributed.get_rank() == failing else 1.0)
 
-    optimizer.step(evaluate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of torch, of what it is asked about a group
+        optimizer.step(evaluate)
     return [amp.step_was_skipped(optimizer), torch.equal(model.weight, before)]
 
 

@@ -25,7 +25,7 @@ def test_another_number_of_steps_is_told_of() -> None:
         assert "after 1 steps on rank 1" in message
 
 
-def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all() -> None:
+def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all_without_a_warning() -> None:
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
 
 
