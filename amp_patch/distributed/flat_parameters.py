@@ -61,7 +61,7 @@ def refuse_original_params(models: Iterable[nn.Module], level: str) -> None:
         RuntimeError: as said.
     """
     for model in models:
-        if any(one._use_orig_params for one in spread_modules(model)):
+        if any(one._use_orig_params for one in flat_modules(model)):
             raise RuntimeError(
                 f"opt_level {level} stores parameters in half, and those of a model in "
                 "FullyShardedDataParallel must be the flat ones; got use_orig_params=True, which "

@@ -50,6 +50,9 @@ def test_flat_parameters_that_others_are_views_of_stay_in_float32() -> None:
         assert keeps == "trains"
         assert "opt_level O2 stores parameters in half" in stores
         assert "use_orig_params=False" in stores
+    # of one rank, where torch shards nothing
+    ((stores,),) = ranks.run(fully_sharding.original_params, ("O2",), size=1)
+    assert "use_orig_params=False" in stores
 
 
 def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> None:
