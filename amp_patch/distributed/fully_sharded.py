@@ -41,8 +41,11 @@ def unshared(module: Any) -> list[Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have the sharded parameters in their modules, where whole ones may stand."""
+    """Have the sharded parameters of FSDP of either kind, where whole ones may stand."""
+    flat_parameters.reshard(model)
     for module in sharded_modules(model):
+        for group in _groups_of(module):
+            group.wait_for_unshard()  # which a backward that failed has begun ahead of its need
         module.reshard()
 
 

@@ -205,7 +205,7 @@ class Gradients:
         """The backward failed: drop what it wrote, restore what was there.
 
         What it added to scaled gradients cannot be taken away again: where it wrote to any, all of
-        them go.
+        them go. So do those of a flat parameter of FSDP1, which the backward has left gathered.
         """
         if self.scaled.scale is not None and not self.scaled.were_written():
             return
@@ -213,7 +213,7 @@ class Gradients:
         for param in pairs.model:
             param.grad = None
         for param, grad in self._aside:
-            param.grad = grad
+            param.grad = grad if grad.shape == param.shape else None
         self._aside.clear()
 
     def receive(

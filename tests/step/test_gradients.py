@@ -469,6 +469,17 @@ def test_gradients_of_what_other_ranks_step_follow_the_scale_or_go() -> None:
     assert elsewhere.grad is None
 
 
+def test_a_gradient_that_fits_no_more_does_not_hide_the_error_of_a_backward() -> None:
+    """A flat parameter of FSDP1 stays gathered where its backward fails."""
+    param = nn.Parameter(torch.zeros(2))
+    pairs, gradients = ParamPairs([param], [param]), Gradients()
+    param.grad = torch.ones(2)
+    gradients.set_aside(pairs, 8.0)
+    param.data = torch.zeros(4)
+    gradients.put_back(pairs)
+    assert param.grad is None
+
+
 class Pass(NamedTuple):
     """What one pass of an optimizer finds.
 
