@@ -71,6 +71,8 @@ class OptimizerBackward:
         has_scaled: True once the backward of a scaled loss has written gradients.
         is_watched: True in the first of them, in which mistakes of the script are looked for.
         was_cleared: True where the gradients of the last one were cleared before a step.
+        unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
+            a later one to share, which takes the same; None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
     """
 
@@ -94,6 +96,7 @@ class OptimizerBackward:
         self.has_scaled = False
         self.is_watched = True
         self.was_cleared = False
+        self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self._passes_stepped = 0
         self._had_used = False
@@ -247,6 +250,7 @@ class OptimizerBackward:
 
     def _end_pass(self) -> None:
         self._foreign.own_passes += 1
+        self.unshared_scale = None
         self._close()
 
     def has_shared_overflow(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
@@ -128,5 +129,38 @@ def one_parameter(level: str) -> tuple[Tensor, Tensor]:
         optimizer.step()
         reference.step()
     found = model.weight.detach().float().clone(), plain.weight.detach()
+    amp.deactivate()
+    return found
+
+
+def two_models(level: str) -> list[tuple[Tensor, Tensor]]:
+    """Return weights of two models that FSDP2 shards and one scale multiplies, and of plain ones.
+
+    The scale moves with the gradients of the first, when those of the second wait for the others.
+    """
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(1)
+    plain = [nn.Linear(7, 3), nn.Linear(7, 3)]
+    models = [fully_shard(copy.deepcopy(model)) for model in plain]
+    references = [torch.optim.SGD(model.parameters(), lr=0.02) for model in plain]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02) for model in models]
+    scales = {"loss_scale": "dynamic", "init_scale": 8.0, "growth_interval": 1}
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0, **scales)
+    for step in range(3):
+        for part in (0, 1):
+            inputs, targets = training.rows(2 * step + part, rank, size)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model.set_requires_gradient_sync(part == 1)
+                loss = (model(inputs).float() - targets).square().mean() / 2
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            inputs, targets = training.rows(2 * step + part, 0, 1)
+            for model in plain:
+                ((model(inputs) - targets).square().mean() / 2).backward()
+        for optimizer in (*optimizers, *references):
+            optimizer.step()
+            optimizer.zero_grad()
+    sharded = [model.state_dict()["weight"].full_tensor() for model in models]
+    found = [(one, other.weight.detach()) for one, other in zip(sharded, plain, strict=True)]
     amp.deactivate()
     return found

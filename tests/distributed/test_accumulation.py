@@ -41,6 +41,13 @@ def test_gradients_that_fsdp2_keeps_to_itself_wait_for_the_others(engine: str) -
     assert_alike(found, are_same_scales=True, levels=levels)
 
 
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
+def test_gradients_that_wait_have_one_scale_where_another_model_moves_it(level: str) -> None:
+    for pairs in ranks.run(accumulating.two_models, level):
+        for trained, plain in pairs:
+            torch.testing.assert_close(trained, plain, rtol=0.0, atol=0.005)
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_rank_that_steps_no_parameter_keeps_its_part_of_the_gradients(level: str) -> None:
     for trained, plain in ranks.run(accumulating.one_parameter, level):
