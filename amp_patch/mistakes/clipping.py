@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -152,7 +153,9 @@ def _stepped(
     owners = []
     for step in list(optimizers.steps.values()):
         pairs = step.backward.pairs()
-        if wanted.isdisjoint(map(id, pairs.model)) and wanted.isdisjoint(map(id, pairs.master)):
+        # This rank may step none of the parameters that all ranks clip together (ZeRO).
+        own = chain(*pairs, step.backward.gradients.elsewhere)
+        if wanted.isdisjoint(map(id, own)):
             continue
         step.backward.refuse_scaled(call)
         owners.append(step.backward)

@@ -400,7 +400,7 @@ class OptimizerStep:
             pairs = self.backward.pairs()
             clear_grads(pairs.master)
             if self.masters is not None:
-                clear_grads(pairs.model)
+                clear_grads(chain(pairs.model, self.backward.gradients.elsewhere))
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
@@ -408,6 +408,7 @@ class OptimizerStep:
                 original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
+                clear_grads(self.backward.gradients.elsewhere)
         self.backward.forget_gradients()
         self.skip.forget()  # what overflowed is gone
 

@@ -103,8 +103,13 @@ def train_all(engine: str, levels: tuple[str, ...], **options: Any) -> dict[str,
     return found
 
 
-def one_parameter(level: str) -> tuple[Tensor, Tensor]:
-    """Return the weight that ZeRO trains, which rank 0 alone steps, and that of a plain loop."""
+def one_parameter(level: str, is_scaled: bool) -> tuple[Tensor, Tensor]:
+    """Return the weight that ZeRO trains, which rank 0 alone steps, and that of a plain loop.
+
+    Args:
+        level: of `amp.initialize`.
+        is_scaled: whether amp scales and clips; else plain torch does as it does without amp.
+    """
     rank, size = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(1)
     plain = nn.Linear(7, 3, bias=False)
@@ -120,11 +125,15 @@ def one_parameter(level: str) -> tuple[Tensor, Tensor]:
             inputs, targets = training.rows(2 * step + part, rank, size)
             with training.without_sync(wrapper, part == 0):
                 loss = (wrapper(inputs).float() - targets).square().mean() / 2
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                block = amp.scale_loss(loss, optimizer) if is_scaled else nullcontext(loss)
+                with block as scaled_loss:
                     scaled_loss.backward()
             inputs, targets = training.rows(2 * step + part, 0, 1)
             ((plain(inputs) - targets).square().mean() / 2).backward()
-        amp.clip_grad_norm_(optimizer, 0.5)
+        if is_scaled:
+            amp.clip_grad_norm_(optimizer, 0.5)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
         reference.step()
