@@ -18,12 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import mode
+from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.half_eps import warn_of_eps
 from amp_patch.optimizers.registry import refuse_options
+from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
@@ -166,6 +168,12 @@ class OptimizerStep:
             elsewhere = params.difference(self.backward.pairs().model)
             store.forget(elsewhere)
             self.backward.gradients.elsewhere = list(elsewhere)
+
+    def refuse_join(self, zero: Optimizer) -> None:
+        """The user steps by this `ZeroRedundancyOptimizer`, whose steps may be skipped."""
+        patches = Patches()
+        patches.replace(zero, "join_hook", refuse_join)
+        self._undo.append(patches.undo)
 
     def save_masters(self, loading: Optimizer) -> None:
         """Save masters with the optimizer's state, for the model's has none of them.
