@@ -249,6 +249,7 @@ class Session:
         rules_of_modules.leave_all()
         mode.leave_all_models()
         self.observers.leaving()
+        self.models.reshard()
         self.optimizers.release()
         if self.models.release():
             self.optimizers.match_state()

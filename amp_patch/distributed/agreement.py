@@ -73,8 +73,8 @@ def any_rank(found: bool, groups: Sequence[ProcessGroup]) -> bool:
 
 def device_of(group: ProcessGroup) -> torch.device:
     """Return a device whose tensors the collectives of a group take."""
-    device: torch.device = torch.distributed.distributed_c10d._get_pg_default_device(group)
-    return device
+    devices: list[torch.device] = group._device_types
+    return next((one for one in devices if one.type == "cpu"), devices[0])
 
 
 #: Whole numbers below are exact in float32.

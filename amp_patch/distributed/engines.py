@@ -85,6 +85,20 @@ def refuse_bucket_views(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+def refuse_join(*_: Any, **__: Any) -> None:
+    """Stand in the place of ``join_hook`` of a `ZeroRedundancyOptimizer`.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "a ZeroRedundancyOptimizer must make each step on all ranks, or on none, at a level with "
+        "a loss scale or fp32 masters; got Join([..., optimizer]), by which a rank whose inputs "
+        "have ended makes steps that others skip, and has no gradients for them. Leave Join out "
+        "and give each rank as many batches, or call amp.initialize(..., opt_level='O4')."
+    )
+
+
 def is_zero(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is a `ZeroRedundancyOptimizer`."""
     kind = _known("torch.distributed.optim", "ZeroRedundancyOptimizer")

@@ -36,6 +36,14 @@ def keeps_gradients(module: Any) -> bool:
     return is_whole or not module._sync_gradients
 
 
+def reshard(model: nn.Module) -> None:
+    """Have this rank's part in the flat parameters, where a forward that failed left the whole."""
+    for module in flat_modules(model):
+        part = getattr(module._flat_param, "_local_shard", None)
+        if part is not None and part.shape != module._flat_param.shape:
+            module._handle.reshard(free_unsharded_flat_param=True)
+
+
 def follow_parameters(model: nn.Module) -> None:
     """Let the modules that have run gather what their flat parameters hold now, in its dtype."""
     for module in flat_modules(model):
@@ -61,7 +69,7 @@ def refuse_original_params(models: Iterable[nn.Module], level: str) -> None:
         RuntimeError: as said.
     """
     for model in models:
-        if any(one._use_orig_params for one in spread_modules(model)):
+        if any(one._use_orig_params for one in flat_modules(model)):
             raise RuntimeError(
                 f"opt_level {level} stores parameters in half, and those of a model in "
                 "FullyShardedDataParallel must be the flat ones; got use_orig_params=True, which "

@@ -6,11 +6,11 @@ Knows modules of torch; no optimizer, no scale.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.patching import remove
 
@@ -25,14 +25,27 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
 
 
-def keeps_gradients(module: Any) -> bool:
-    """Return whether ``set_requires_gradient_sync(False)`` holds for a sharded module."""
-    return not all(group.reduce_grads for group in _groups_of(module._get_fsdp_state()))
+def unshared(module: Any) -> list[Tensor]:
+    """Return the parameters of a sharded module whose gradients a backward leaves on this rank.
+
+    ``set_requires_gradient_sync(False)`` has it do so, and of replicas
+    ``set_requires_all_reduce(False)``. The parameters are those that an optimizer has, also where
+    the module holds gathered ones.
+    """
+    return [
+        param.sharded_param
+        for group in _groups_of(module)
+        if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp))
+        for param in group.fsdp_params
+    ]
 
 
 def reshard(model: nn.Module) -> None:
-    """Have the sharded parameters in their modules, where whole ones may stand."""
+    """Have the sharded parameters of FSDP of either kind, where whole ones may stand."""
+    flat_parameters.reshard(model)
     for module in sharded_modules(model):
+        for group in _groups_of(module):
+            group.wait_for_unshard()  # which a backward that failed has begun ahead of its need
         module.reshard()
 
 
@@ -67,8 +80,8 @@ def refuse_other_dtypes(
         RuntimeError: as said.
     """
     for model in models:
-        states = [module._get_fsdp_state() for module in sharded_modules(model)]
-        asked = [one._mp_policy.param_dtype for one in states if _groups_of(one)]
+        sharded = [module for module in sharded_modules(model) if _groups_of(module)]
+        asked = [module._get_fsdp_state()._mp_policy.param_dtype for module in sharded]
         asked += [one.mixed_precision.param_dtype for one in flat_parameters.flat_modules(model)]
         for dtype in asked:
             if dtype in _HALVES and dtype is not half:
@@ -107,13 +120,14 @@ def refuse_mixed_groups(models: Iterable[nn.Module], kept: Collection[int]) -> N
 
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in sharded_modules(model):
-        yield from _groups_of(module._get_fsdp_state())
+        yield from _groups_of(module)
 
 
-def _groups_of(state: Any) -> Sequence[Any]:
-    """Return what FSDP gathers together of one module: a group for each mesh of parameters."""
+def _groups_of(module: Any) -> list[Any]:
+    """Return what a module gathers together: one for each mesh that its parameters are on."""
+    state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
-        groups: Sequence[Any] = state._fsdp_param_groups
+        groups: list[Any] = state._fsdp_param_groups
         return groups
-    group = state._fsdp_param_group  # of older versions of torch: one, or none
-    return [] if group is None else [group]
+    # torch before 2.13 has one at most.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

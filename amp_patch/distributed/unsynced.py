@@ -1,8 +1,9 @@
 """Which models have left the gradients of their last backward on this rank alone.
 
 ``no_sync()`` of `DistributedDataParallel` and of FSDP1, and FSDP2's
-``set_requires_gradient_sync(False)`` do that, until a later backward shares the sum. Nothing may be
-decided by what one rank has until then. Knows modules of torch; no optimizer, no scale.
+``set_requires_gradient_sync(False)`` and ``set_requires_all_reduce(False)`` do that, until a later
+backward shares the sum. Nothing may be decided by what one rank has until then. Knows modules of
+torch; no optimizer, no scale.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,13 +69,13 @@ class Unsynced:
     def left(self, params: Iterable[Tensor]) -> bool:
         """Return whether the last backward has left gradients of some parameters here."""
         own = set(map(id, params))
-        wrappers = [wrapper for wrapper, is_local in list(self._wrapped.items()) if is_local]
-        local = [
-            *wrappers,
-            *[one for one in list(self._sharded) if fully_sharded.keeps_gradients(one)],
-            *[one for one in list(self._flat) if flat_parameters.keeps_gradients(one)],
-        ]
-        return any(id(param) in own for module in local for param in module.parameters())
+        local = [wrapper for wrapper, is_local in list(self._wrapped.items()) if is_local]
+        local += [one for one in list(self._flat) if flat_parameters.keeps_gradients(one)]
+        left = chain(
+            (param for module in local for param in module.parameters()),
+            chain.from_iterable(map(fully_sharded.unshared, list(self._sharded))),
+        )
+        return any(id(param) in own for param in left)
 
     def note(self, wrapper: Any) -> None:
         """A wrapper's forward begins: it decides whether the backward that follows shares."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def _clip_parts(
             f"{len(owners)} optimizers whose ranks differ. Call amp.clip_grad_norm_(optimizer, "
             "max_norm) for each of them."
         )
-    elsewhere = {id(param) for one in owners for param in one.elsewhere}
+    elsewhere = {id(param) for one in owners for param in one.gradients.elsewhere}
     grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
     total = clip_by_norm(grads, float(max_norm), float(norm_type), ranks)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -152,7 +153,9 @@ def _stepped(
     owners = []
     for step in list(optimizers.steps.values()):
         pairs = step.backward.pairs()
-        if wanted.isdisjoint(map(id, pairs.model)) and wanted.isdisjoint(map(id, pairs.master)):
+        # This rank may step none of the parameters that all ranks clip together (ZeRO).
+        own = chain(*pairs, step.backward.gradients.elsewhere)
+        if wanted.isdisjoint(map(id, own)):
             continue
         step.backward.refuse_scaled(call)
         owners.append(step.backward)

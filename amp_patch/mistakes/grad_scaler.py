@@ -198,8 +198,7 @@ class ServedScalers:
         if step is None:
             self._unscale_other(optimizer)
         elif step.backward.gradients.scaled.scale is not None:
-            device = step.backward.pairs().model[0].device
-            one = self._make_pass([step], self._scaling([step], device))
+            one = self._make_pass([step], self._scaling([step], step.backward.device))
             one.begin()
             one.unscale_()
 

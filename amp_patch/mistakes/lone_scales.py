@@ -1,7 +1,8 @@
-"""A loss scale that moves by what one rank alone finds, and multiplies losses of all ranks, too.
+"""Where one rank alone finds an overflow: in gradients that no engine shares.
 
-An overflow in a model that each rank has for itself would let the ranks scale the losses of a model
-that they share by different numbers, and train that apart without a word. Knows what was prepared.
+In a model that each rank has for itself it would let the ranks scale the losses of a model that
+they share by different numbers, and train that apart without a word. A script that shares the
+gradients by hand behind the block brings it to ranks that have found none. Knows what was prepared.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ class ScaleUsers:
         self._is_wrapped = is_wrapped
         self._found: dict[int, set[bool]] = {}
 
-    def note(self, steps: Iterable[OptimizerStep], scaler_id: int) -> None:
-        """Optimizers use a scaler that moves; warn where it is of both kinds."""
+    def note(self, steps: Iterable[OptimizerStep], scaler_id: int, is_moved: bool) -> None:
+        """Optimizers use a scaler; warn where it moves and is of both kinds."""
         found = self._found.setdefault(scaler_id, set())
         for step in steps:
             params = step.backward.pairs().model
-            found.add(bool(step.backward.ranks.groups) or self._is_wrapped(params))
-        if len(found) > 1:
+            is_shared = bool(step.backward.ranks.groups) or self._is_wrapped(params)
+            step.backward.decides_alone = not is_shared
+            found.add(is_shared)
+        if is_moved and len(found) > 1:
             warn_once(
                 "a loss scale must move alike on all ranks that share a model; got one for both a "
                 "model that ranks share and one that this rank has alone, whose overflows no other "

@@ -85,6 +85,10 @@ class BackwardPass:
         self._scaling, self._cache = scaling, cache
         self._on_scaled, self._unsynced = on_scaled, unsynced
         self._scale: float | Tensor = scaling.scale()
+        if unsynced is not None:  # those that FSDP2 keeps to itself cannot follow a scale
+            for one in optimizers:
+                if one.unshared_scale is not None:
+                    self._scale = one.unshared_scale
         self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._pending: PendingCheck | None = None
@@ -162,9 +166,7 @@ class BackwardPass:
         """
         if self._pending is not None:
             return
-        if self._unsynced is not None and any(
-            self._unsynced.left(pairs.model) for _, pairs in self._open
-        ):
+        if self._unsynced is not None and any(self._are_left(*row) for row in self._open):
             self.leave_scaled()
             return
         self._pending = PendingCheck(self._scaling, self._receive(), self._skips())
@@ -209,7 +211,7 @@ class BackwardPass:
         flag = agree(
             [flag for check, _ in found for flag in check.found_inf],
             without_repetition(groups),
-            self._optimizers[0].pairs().model[0].device,
+            self._optimizers[0].device,
             self._scale,
             self._optimizers[0].skip.count.steps,
         )
@@ -244,9 +246,16 @@ class BackwardPass:
         self._end_backward(is_last=False)
         if self._watched is not None:
             self._refuse_another(self._watched)
-        for one, _ in self._open:
+        for one, pairs in self._open:
             one.leave_scaled(self._scale)
+            if self._are_left(one, pairs):
+                one.unshared_scale = self._scale
         self._open = []
+
+    def _are_left(self, one: OptimizerBackward, pairs: ParamPairs) -> bool:
+        """Return whether the backward has left gradients of an optimizer on this rank alone."""
+        params = chain(pairs.model, one.gradients.elsewhere)
+        return self._unsynced is not None and self._unsynced.left(params)
 
     def abandon(self) -> None:
         """Give up: the scale does not move, and gradients are as before the pass.

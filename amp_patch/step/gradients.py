@@ -55,6 +55,8 @@ class Gradients:
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
+        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
+            before the next pass, which would share them once more, or stay scaled.
     """
 
     def __init__(self, lazy: LazyGradients | None = None) -> None:
@@ -72,6 +74,7 @@ class Gradients:
         self._used = UsedGradients()
         self._buffers = GradientBuffers(ParamPairs([], []))
         self._has_warned = False
+        self.elsewhere: list[Tensor] = []
 
     @property
     def are_pending(self) -> bool:
@@ -90,7 +93,8 @@ class Gradients:
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
-        if self.scaled.scale is not None and all(p.grad is None for p in pairs.model):
+        written = chain(pairs.model, self.elsewhere)
+        if self.scaled.scale is not None and all(param.grad is None for param in written):
             # The user dropped them (model.zero_grad(), p.grad = None) and all that came before.
             for param, master in zip(*pairs, strict=True):
                 if param is not master:
@@ -151,9 +155,7 @@ class Gradients:
             self._lazy.discard(masters)
         clear_grads(masters)
 
-    def set_aside(
-        self, pairs: ParamPairs, scale: float | Tensor, elsewhere: Sequence[Tensor] = ()
-    ) -> None:
+    def set_aside(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Make room for a backward of a loss multiplied by ``scale``.
 
         Unscaled gradients wait aside, and half gradients that a master was given, for the case that
@@ -164,13 +166,13 @@ class Gradients:
         Args:
             pairs: whose gradients these are.
             scale: factor of the loss.
-            elsewhere: parameters that other ranks step: their gradients go, or stay scaled.
         """
         if self.scaled.scale is not None:
+            elsewhere = self.elsewhere
             self.scaled.bring_to(scale, [*pairs.model, *elsewhere] if elsewhere else pairs.model)
             return
-        if elsewhere:
-            clear_grads(elsewhere)
+        if self.elsewhere:
+            clear_grads(self.elsewhere)
         self._aside.clear()
         if have_none(pairs.model):
             return
@@ -193,7 +195,8 @@ class Gradients:
 
     def delay(self, pairs: ParamPairs, scale: float | Tensor) -> None:
         """Leave what the backward wrote scaled."""
-        if self.scaled.scale is None and not any(map(_has_grad, pairs.model)):
+        written = chain(pairs.model, self.elsewhere)
+        if self.scaled.scale is None and not any(map(_has_grad, written)):
             self.finish()  # it reached none of them
         else:
             self.scaled.begin(scale)
@@ -202,7 +205,7 @@ class Gradients:
         """The backward failed: drop what it wrote, restore what was there.
 
         What it added to scaled gradients cannot be taken away again: where it wrote to any, all of
-        them go.
+        them go. So do those of a flat parameter of FSDP1, which the backward has left gathered.
         """
         if self.scaled.scale is not None and not self.scaled.were_written():
             return
@@ -210,7 +213,7 @@ class Gradients:
         for param in pairs.model:
             param.grad = None
         for param, grad in self._aside:
-            param.grad = grad
+            param.grad = grad if grad.shape == param.shape else None
         self._aside.clear()
 
     def receive(

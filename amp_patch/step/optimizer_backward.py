@@ -6,6 +6,7 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import threading
 import weakref
@@ -22,6 +23,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.groups import StepRanks, groups_of
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn, warn_once
 from amp_patch.weights.lazy_gradients import stored_grad
@@ -69,8 +71,9 @@ class OptimizerBackward:
         has_scaled: True once the backward of a scaled loss has written gradients.
         is_watched: True in the first of them, in which mistakes of the script are looked for.
         was_cleared: True where the gradients of the last one were cleared before a step.
-        elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
-            before the next pass, which would share them once more.
+        unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
+            a later one to share, which takes the same; None where there are none.
+        decides_alone: True where there are other ranks, and no engine shares gradients with them.
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class OptimizerBackward:
         self.has_scaled = False
         self.is_watched = True
         self.was_cleared = False
-        self.elsewhere: list[Tensor] = []
+        self.unshared_scale: float | Tensor | None = None
+        self.decides_alone = False
         self._passes_stepped = 0
         self._had_used = False
         self._pairs = ParamPairs([], [])
@@ -145,6 +149,11 @@ class OptimizerBackward:
             group["params"][:] = self.masters.replace(group["params"])
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are, also on a rank whose share of them is empty (ZeRO)."""
+        return (self.pairs().model or self.gradients.elsewhere)[0].device
+
+    @property
     def takes_grads_as_they_are(self) -> bool:
         """True where a scale of 1 leaves nothing to do: no masters, nothing scaled."""
         return self.masters is None and self.gradients.scaled.scale is None
@@ -190,7 +199,7 @@ class OptimizerBackward:
         if self._foreign.found:
             self._foreign.add_to()
         self._had_used = self.is_watched and self._has_used
-        self.gradients.set_aside(pairs, scale, self.elsewhere)
+        self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self.was_cleared = False
         self.passes += 1
@@ -241,7 +250,18 @@ class OptimizerBackward:
 
     def _end_pass(self) -> None:
         self._foreign.own_passes += 1
+        self.unshared_scale = None
         self._close()
+
+    def has_shared_overflow(self) -> bool:
+        """Return whether gradients that were found finite are not any more; waits for the device.
+
+        A script that shares them by hand brings in what another rank has found, and skips.
+        """
+        grads = [grad for grad in map(stored_grad, self.pairs().master) if grad is not None]
+        if not self._is_scaled or not grads or captures.are_made(grads[0].device):
+            return False
+        return not bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf)))
 
     def _close(self) -> None:
         self.is_open, self._pass = False, None

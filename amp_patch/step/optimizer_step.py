@@ -18,12 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import mode
+from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.optimizers.half_eps import warn_of_eps
 from amp_patch.optimizers.registry import refuse_options
+from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
@@ -165,7 +167,13 @@ class OptimizerStep:
             params = {p for group in zero.param_groups for p in group["params"]}
             elsewhere = params.difference(self.backward.pairs().model)
             store.forget(elsewhere)
-            self.backward.elsewhere = list(elsewhere)
+            self.backward.gradients.elsewhere = list(elsewhere)
+
+    def refuse_join(self, zero: Optimizer) -> None:
+        """The user steps by this `ZeroRedundancyOptimizer`, whose steps may be skipped."""
+        patches = Patches()
+        patches.replace(zero, "join_hook", refuse_join)
+        self._undo.append(patches.undo)
 
     def save_masters(self, loading: Optimizer) -> None:
         """Save masters with the optimizer's state, for the model's has none of them.
@@ -209,6 +217,8 @@ class OptimizerStep:
         if self.was_scaled is not None:
             self._look_for_scale(self.was_scaled)
         self.backward.tell_of_no_gradients()
+        if self.backward.decides_alone and not self.skip.is_certain:
+            self._look_at_shared()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
@@ -244,6 +254,13 @@ class OptimizerStep:
                 "loss that was not. Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
                 "scaled_loss.backward()` in the place of loss.backward(), or call "
                 "amp.initialize(..., loss_scale=1.0) to train without."
+            )
+
+    def _look_at_shared(self) -> None:
+        if self.backward.has_shared_overflow():
+            self.skip.ask(
+                "Gradient overflow.  Skipping step, gradients that ranks share behind scale_loss() "
+                "are not finite"
             )
 
     def _has_to_know(self) -> bool:
@@ -391,7 +408,7 @@ class OptimizerStep:
             pairs = self.backward.pairs()
             clear_grads(pairs.master)
             if self.masters is not None:
-                clear_grads(pairs.model)
+                clear_grads(chain(pairs.model, self.backward.gradients.elsewhere))
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
@@ -399,6 +416,7 @@ class OptimizerStep:
                 original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
+                clear_grads(self.backward.gradients.elsewhere)
         self.backward.forget_gradients()
         self.skip.forget()  # what overflowed is gone
 

@@ -93,8 +93,11 @@ class PreparedOptimizers:
                 together,
                 not level.casts_functions or _trains_halves(optimizer),
             )
-            if scale_rule.dynamic or scale_rule.init_scale != 1.0:
+            is_scaled = scale_rule.dynamic or scale_rule.init_scale != 1.0
+            if is_scaled:
                 step.was_scaled = self._was_scaled
+            if is_zero(given) and (is_scaled or level.master_weights):
+                step.refuse_join(given)
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)

@@ -141,6 +141,11 @@ class PreparedModels:
                 casting = replace(level, patch_torch_functions=True)
                 self._attach(model, casting, self._precisions[model])
 
+    def reshard(self) -> None:
+        """Have sharded models hold what their optimizers step; call it before these let go."""
+        for model in list(self._converted):
+            reshard(model)
+
     def release(self) -> bool:
         """Take every hook off; parameters in half hold their fp32 values again.
 
@@ -151,7 +156,6 @@ class PreparedModels:
         models = list(self.levels.items())
         for model, level in models:
             if model in self._converted and level.cast_model_type is not None:
-                reshard(model)
                 came_in_half, stored = self._converted.pop(model), list(model.buffers())
                 half_model.restore(model, level.cast_model_type, self._store.exact, came_in_half)
                 self._store.forget(stored)

@@ -54,6 +54,32 @@ def given_group(failing: int) -> list[bool]:
     return [step(model, optimizer, float("inf") if is_here and n == 1 else 1.0) for n in range(3)]
 
 
+def averaged_by_hand(levels: tuple[str, ...]) -> list[tuple[Tensor, list[bool]]]:
+    """Return the weight, and the skipped steps, where ranks average gradients behind the block.
+
+    Nothing tells which ranks step together. Rank 1 overflows in the second step.
+    """
+    found = []
+    for level in levels:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        skipped = []
+        for number in range(3):
+            optimizer.zero_grad()
+            factor = float("inf") if number == distributed.get_rank() == 1 else 1.0
+            loss = model(torch.ones(1, 2)).float().sum() * factor / 2.0**4
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            for param in amp.master_params(optimizer):
+                distributed.all_reduce(param.grad)
+            optimizer.step()
+            skipped.append(amp.step_was_skipped(optimizer))
+        found.append((model.weight.detach().float().clone(), skipped))
+        amp.deactivate()
+    return found
+
+
 def other_scale() -> str:
     """Return what is said where rank 1 has loaded another scale."""
     model, optimizer = one_parameter()
@@ -92,7 +118,9 @@ def closure(failing: int) -> list[Any]:
             scaled_loss.backward()
         return loss * (float("inf") if distributed.get_rank() == failing else 1.0)
 
-    optimizer.step(evaluate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of torch, of what it is asked about a group
+        optimizer.step(evaluate)
     return [amp.step_was_skipped(optimizer), torch.equal(model.weight, before)]
 
 

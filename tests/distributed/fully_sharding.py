@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -138,6 +139,33 @@ def before_and_after(engine: str, level: str) -> list[Any]:
             optimizer.step()
         found.append((next(model.parameters()).dtype, bool(torch.isfinite(output).all())))
     return found
+
+
+def given_up(engine: str, level: str, fails_in: str) -> list[torch.dtype]:
+    """Return the dtypes of a sharded model that is given back after a pass that failed, and runs.
+
+    Args:
+        engine, level: of the model.
+        fails_in: "forward" or "backward".
+    """
+
+    def fail(*_: Any) -> None:
+        raise ValueError("out of memory, say")
+
+    model = training.ENGINES[engine].before(training.make_model())
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    _losses(model, optimizer)
+    tanh = next(module for module in model.modules() if isinstance(module, nn.Tanh))
+    in_forward, in_backward = tanh.register_forward_hook, tanh.register_full_backward_pre_hook
+    handle = in_forward(fail) if fails_in == "forward" else in_backward(fail)
+    with contextlib.suppress(ValueError):
+        _losses(model, optimizer)
+    handle.remove()
+    amp.deactivate()
+    model(training.rows(0, 0, 1)[0]).sum().backward()
+    optimizer.step()
+    return sorted({param.dtype for param in model.parameters()}, key=str)
 
 
 def _losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

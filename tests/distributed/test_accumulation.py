@@ -34,6 +34,28 @@ def test_gradients_that_only_one_rank_has_wait_for_the_others(engine: str, delay
     assert_alike(found, are_same_scales=True)
 
 
+@pytest.mark.parametrize("engine", ["fsdp2-whole", "fsdp2-replicas"])
+def test_gradients_that_fsdp2_keeps_to_itself_wait_for_the_others(engine: str) -> None:
+    levels = ("O2",)
+    found = ranks.run(accumulating.train_all, engine, levels, delayed=False, synced=False)
+    assert_alike(found, are_same_scales=True, levels=levels)
+
+
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
+def test_gradients_that_wait_have_one_scale_where_another_model_moves_it(level: str) -> None:
+    for pairs in ranks.run(accumulating.two_models, level):
+        for trained, plain in pairs:
+            torch.testing.assert_close(trained, plain, rtol=0.0, atol=0.005)
+
+
+@pytest.mark.parametrize(("level", "is_scaled"), [("O2", True), ("O5", True), ("O5", False)])
+def test_a_rank_that_steps_no_parameter_keeps_its_part_of_the_gradients(
+    level: str, is_scaled: bool
+) -> None:
+    for trained, plain in ranks.run(accumulating.one_parameter, level, is_scaled, timeout=20):
+        torch.testing.assert_close(trained, plain, rtol=0.0, atol=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_blocks_that_all_share_are_added_unscaled(engine: str) -> None:

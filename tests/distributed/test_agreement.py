@@ -13,6 +13,14 @@ def test_ranks_of_a_given_group_skip_together(failing: int) -> None:
     assert ranks.run(agreeing.given_group, failing, size=3) == [[False, True, False]] * 3
 
 
+def test_an_overflow_that_is_averaged_by_hand_skips_on_all() -> None:
+    first, second = ranks.run(agreeing.averaged_by_hand, ("O1", "O2"))
+    for (weight, skipped), (other, others_skipped) in zip(first, second, strict=True):
+        assert skipped == others_skipped == [False, True, False]
+        assert torch.isfinite(weight).all()
+        assert torch.equal(weight, other)
+
+
 def test_another_scale_on_one_rank_is_told_of_on_all_with_their_names() -> None:
     for message in ranks.run(agreeing.other_scale):
         assert "1024.0 after 1 steps on rank 0, 2.0 after 1 steps on rank 1" in message
@@ -25,7 +33,7 @@ def test_another_number_of_steps_is_told_of() -> None:
         assert "after 1 steps on rank 1" in message
 
 
-def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all() -> None:
+def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all_without_a_warning() -> None:
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
 
 

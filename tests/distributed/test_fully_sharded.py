@@ -57,6 +57,9 @@ def test_flat_parameters_that_others_are_views_of_stay_in_float32() -> None:
         assert keeps == "trains"
         assert "opt_level O2 stores parameters in half" in stores
         assert "use_orig_params=False" in stores
+    # of one rank, where torch shards nothing
+    ((stores,),) = ranks.run(fully_sharding.original_params, ("O2",), size=1)
+    assert "use_orig_params=False" in stores
 
 
 def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> None:
@@ -69,3 +72,9 @@ def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> 
 def test_a_model_runs_before_and_after_a_level(engine: str) -> None:
     for found in ranks.run(fully_sharding.before_and_after, engine, "O2"):
         assert found == [(FLOAT, True), (HALF, True), (FLOAT, True)]
+
+
+@pytest.mark.parametrize(("engine", "fails_in"), [("fsdp2", "backward"), ("fsdp1", "forward")])
+def test_a_model_is_given_back_after_a_pass_that_failed(engine: str, fails_in: str) -> None:
+    for found in ranks.run(fully_sharding.given_up, engine, "O2", fails_in):
+        assert found == [FLOAT]

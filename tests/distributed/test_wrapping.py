@@ -8,6 +8,7 @@ import rank_training as training
 import ranks
 import torch
 import wrapping
+from support import nightly_but
 from test_accumulation import assert_alike
 from test_engines import PLANTS, assert_ranks_agree, assert_trained_alike
 from torch import nn
@@ -61,6 +62,12 @@ def test_zero_that_sends_buckets_is_refused_where_weights_are_in_half() -> None:
     for level in ("O1", "O2", "O3"):
         for said in ranks.run(wrapping.zero_with_views, level):
             assert ("parameters_as_bucket_view=True, whose buckets" in said) == (level != "O1")
+
+
+@pytest.mark.parametrize("level", nightly_but(["O1", "O2"], ["O1", "O2", "O4", "O5"]))
+def test_zero_that_steps_without_inputs_is_refused_where_others_may_skip(level: str) -> None:
+    for said in ranks.run(wrapping.zero_in_join, level, timeout=20):
+        assert ("got Join([..., optimizer])" in said) == (level != "O4")
 
 
 def trained(amp: ModuleType, level: str, when: str) -> list[torch.Tensor]:

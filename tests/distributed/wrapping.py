@@ -117,3 +117,22 @@ def zero_with_views(level: str) -> str:
         return str(error)
     amp.deactivate()
     return "nothing"
+
+
+def zero_in_join(level: str) -> str:
+    """Return what is said of ZeRO in a ``Join``, in which one rank has more batches."""
+    from torch.distributed.algorithms.join import Join
+
+    model = training.make_model()
+    optimizer = training.zero_adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapper = DistributedDataParallel(model)
+    try:
+        with Join([wrapper, optimizer]):
+            train(wrapper, optimizer, steps=1 + torch.distributed.get_rank())
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        amp.deactivate()
+    assert "join_hook" not in vars(optimizer)
+    return "nothing"

@@ -458,14 +458,26 @@ def test_gradients_of_what_other_ranks_step_follow_the_scale_or_go() -> None:
     own, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     pairs, gradients = ParamPairs([own], [own]), Gradients()
     own.grad, elsewhere.grad = torch.full((2,), 4.0), torch.full((2,), 12.0)
+    gradients.elsewhere = [elsewhere]
     gradients.delay(pairs, 4.0)
-    gradients.set_aside(pairs, 8.0, [elsewhere])
+    gradients.set_aside(pairs, 8.0)
     assert own.grad.tolist() == [8.0, 8.0]
     assert elsewhere.grad.tolist() == [24.0, 24.0]
     gradients.receive(pairs, 8.0)
     gradients.finish()
-    gradients.set_aside(pairs, 8.0, [elsewhere])
+    gradients.set_aside(pairs, 8.0)
     assert elsewhere.grad is None
+
+
+def test_a_gradient_that_fits_no_more_does_not_hide_the_error_of_a_backward() -> None:
+    """A flat parameter of FSDP1 stays gathered where its backward fails."""
+    param = nn.Parameter(torch.zeros(2))
+    pairs, gradients = ParamPairs([param], [param]), Gradients()
+    param.grad = torch.ones(2)
+    gradients.set_aside(pairs, 8.0)
+    param.data = torch.zeros(4)
+    gradients.put_back(pairs)
+    assert param.grad is None
 
 
 class Pass(NamedTuple):
