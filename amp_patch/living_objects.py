@@ -6,6 +6,7 @@ import gc
 from itertools import chain, starmap
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 Kind = TypeVar("Kind")
@@ -27,6 +28,17 @@ def instances(base: type[Kind]) -> list[Kind]:
     kinds = set(map(type, chain.from_iterable(starmap(gc.get_objects, [()]))))
     found: set[Any] = {kind for kind in kinds if issubclass(kind, base)}
     return [one for one in gc.get_referrers(*found) if type(one) in found]
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype | None:
+    """Return a tensor's dtype; None of one without memory that torch is about to free, or to fill.
+
+    A backward holds such tensors; those of torch 2.6 can be found, and raise when they are asked.
+    """
+    try:
+        return tensor.dtype
+    except RuntimeError:
+        return None
 
 
 def is_leaf(tensor: Tensor) -> bool:

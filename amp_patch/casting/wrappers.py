@@ -260,14 +260,15 @@ def _setting_dtype(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # the usual questions first: torch's softmax of torch.nn calls another with a dtype
+        # The usual questions first: torch's softmax of torch.nn calls another with a dtype. Types
+        # are looked for in a list, for torch 2.6 traces no "in" of a map.
         if (kwargs and kwargs.get("dtype")) or (mode.dtype or process.dtype) is OFF:
             return original(*args, **kwargs)
-        if _stay(args, kwargs, HALVES) or torch.dtype in map(type, args):
+        if _stay(args, kwargs, HALVES) or torch.dtype in list(map(type, args)):
             return original(*args, **kwargs)
         if not holds_half(args) and not holds_half(kwargs.values()):
             return original(*args, **kwargs)
-        if is_norm or not args or type(None) in map(type, args):
+        if is_norm or not args or type(None) in list(map(type, args)):
             # A nuclear norm takes no dtype above its input's. A positional None may stand for
             # the dtype: setting it again would be refused.
             kwargs = {key: to_float(value) for key, value in kwargs.items()}
@@ -278,7 +279,7 @@ def _setting_dtype(original: Function) -> Function:
 
 
 def _asks_for_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs and kwargs.get("dtype")) or torch.dtype in map(type, args)
+    return bool(kwargs and kwargs.get("dtype")) or torch.dtype in list(map(type, args))
 
 
 def _promoting(original: Function) -> Function:

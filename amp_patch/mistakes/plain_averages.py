@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.living_objects import instances, is_leaf
+from amp_patch.living_objects import dtype_of, instances, is_leaf
 from amp_patch.warn_once import warn_once
 
 #: Steps until the first look: an average has begun, and the loss scale has come down.
@@ -159,6 +159,6 @@ def _plain_tensors(known: set[int]) -> Iterator[Tensor]:
         known: addresses of parameters.
     """
     tensors = [one for one in instances(Tensor) if type(one) in (Tensor, nn.Parameter)]
-    halves = [one for one in tensors if one.layout is torch.strided and one.dtype in HALVES]
+    halves = [one for one in tensors if dtype_of(one) in HALVES and one.layout is torch.strided]
     trained = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)} | known
     return (one for one in halves if not one.requires_grad and one.data_ptr() not in trained)
