@@ -189,7 +189,7 @@ def dtype_of_weights(model: nn.Module) -> torch.dtype | None:
     for module in model.modules():
         dtypes = HALVES if isinstance(module, _BatchNorm) else FLOATS
         # A replica of nn.DataParallel holds its weights elsewhere.
-        params = module._parameters or vars(module).get("_former_parameters", {})
+        params = module._parameters or module.__dict__.get("_former_parameters", {})
         for param in params.values():
             if param is not None and param.dtype in dtypes:
                 return param.dtype

@@ -314,6 +314,8 @@ def test_what_the_rules_name_is_there(dotted: str) -> None:
     ],
 )
 def test_odd_scripts_are_read(text: str) -> None:
+    if "except*" in text and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 has no except*")
     ast.parse(text)
     findings_in(text)
 

@@ -67,7 +67,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def signalled(command: str, number: int) -> Result:
-    words = [*OPTIONS.get(command, []), "--", "train.py", str(int(number)), json.dumps(FOUND[command])]
+    script = ["train.py", f"{number:d}", json.dumps(FOUND[command])]
+    words = [*OPTIONS.get(command, []), "--", *script]
     return CliRunner().invoke(main, [command, *words], prog_name="amp-patch")
 
 
