@@ -62,11 +62,14 @@ _patching = threading.RLock()
 
 
 def _one_at_a_time(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a second thread wait until the first one has patched, or restored, everything."""
+    """Let a second thread wait until the first one has patched, or restored, everything.
+
+    What is made there must be no inference tensors: training goes on with it.
+    """
 
     @functools.wraps(method)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _patching:
+        with _patching, torch.inference_mode(False):
             return method(*args, **kwargs)
 
     return alone
@@ -162,7 +165,7 @@ class Session:
         arguments.refuse_twice(stepping, self.optimizers.steps)
         arguments.refuse_compiled(models, level.cast_model_type in HALVES)
         if level.cast_model_type in HALVES:
-            arguments.refuse_uninitialized(models)
+            arguments.refuse_unstorable(models)
             refuse_bucket_views(optimizers)
         self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers, level)

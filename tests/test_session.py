@@ -342,6 +342,18 @@ def test_a_model_listed_twice_is_set_up_once(amp: ModuleType, level: str) -> Non
     assert observed(model, optimizer)[3:] == observed(*make())[3:]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_set_up_and_ended_in_inference_mode(amp: ModuleType, level: str) -> None:
+    expected = train(amp, *amp.initialize(*make(), opt_level=level, verbosity=0))
+    model, optimizer = make()
+    with torch.inference_mode():
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert train(amp, model, optimizer) == expected
+    with torch.inference_mode():
+        amp.deactivate()
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+
+
 def test_the_global_step_hook_is_there_once_and_goes_with_deactivate(amp: ModuleType) -> None:
     hooks = torch_optimizer._global_optimizer_post_hooks
     before = len(hooks)
