@@ -132,7 +132,7 @@ class Session:
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
         self._step_hooks: list[Any] = []
-        self._at_deactivate: list[Callable[[], None]] = []
+        self._at_deactivate: list[Callable[[], object]] = []
         process.reset()
         warn_once.reset()
         kernels.reset()
@@ -266,7 +266,7 @@ class Session:
         self.store.clear()
         self._reset()
 
-    def call_at_deactivate(self, undo: Callable[[], None]) -> None:
+    def call_at_deactivate(self, undo: Callable[[], object]) -> None:
         """Have something of the caller's undone with the rest; once, however often it is said."""
         if undo not in self._at_deactivate:
             self._at_deactivate.append(undo)
