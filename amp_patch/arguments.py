@@ -134,11 +134,12 @@ def refuse_half_params(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> 
         )
 
 
-def refuse_uninitialized(models: Iterable[nn.Module]) -> None:
-    """Raise for a lazy module (`nn.LazyLinear`) that has no weights yet to store in half.
+def refuse_unstorable(models: Iterable[nn.Module]) -> None:
+    """Raise for weights that cannot be stored in half.
 
     Raises:
-        RuntimeError: as said.
+        RuntimeError: a lazy module (`nn.LazyLinear`), which has none yet; inference tensors, which
+            do not tell of writes.
     """
     for model in models:
         for name, param in model.named_parameters():
@@ -147,6 +148,12 @@ def refuse_uninitialized(models: Iterable[nn.Module]) -> None:
                     "models must have weights before amp.initialize() stores them in half "
                     f"precision; got the lazy parameter {name!r}, which has none yet. Call the "
                     "model once on a batch, then amp.initialize(model, ...)."
+                )
+            if param.is_inference():
+                raise RuntimeError(
+                    "models must be made outside of torch.inference_mode() for amp.initialize() to "
+                    f"store them in half precision; got {name!r}, an inference tensor. Call "
+                    "amp.initialize(copy.deepcopy(model), ...) outside of it."
                 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook, resolve_path
 
-from .imported_modules import bindings, bindings_and_users, imported
+from .imported_modules import bindings, bindings_and_users, imported, is_left_alone
 
 _ABSENT = object()
 
@@ -109,11 +109,16 @@ class Patches:
         """
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
 
-    def undo(self) -> None:
+    def undo(self) -> list[types.ModuleType]:
         """Restore everything in reverse order; what others replaced since then is left alone.
 
-        Modules imported since then, of torch too, may have bound a replacement as a global.
+        Modules imported since then, of torch too, may have bound a replacement as a global. After
+        an interrupt a second call restores the rest.
+
+        Returns:
+            The modules outside of torch of which a global was a replacement.
         """
+        users: dict[types.ModuleType, None] = {}
         if self._originals:
             known = imported()
             of_torch = known.left_alone - self._left_alone
@@ -121,17 +126,26 @@ class Patches:
             late = bindings(self._originals, self._left_alone, names)
             for module, name, original in late:
                 setattr(module, name, original)
+                if not is_left_alone(module.__name__):
+                    users[module] = None
         self._originals.clear()
         while self._undo:
-            reference, name, old, new = self._undo.pop()
-            owner = reference()
-            if owner is None or vars(owner).get(name, _ABSENT) is not new():
-                continue
-            original = old()
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            self._restore(*self._undo[-1])
+            self._undo.pop()
+        return list(users)
+
+    @staticmethod
+    def _restore(
+        reference: Callable[[], Any], name: str, old: Callable[[], Any], new: Callable[[], Any]
+    ) -> None:
+        owner = reference()
+        if owner is None or vars(owner).get(name, _ABSENT) is not new():
+            return
+        original = old()
+        if original is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def remove(owner: Any, name: str, value: Any) -> None:

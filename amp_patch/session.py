@@ -62,11 +62,14 @@ _patching = threading.RLock()
 
 
 def _one_at_a_time(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a second thread wait until the first one has patched, or restored, everything."""
+    """Let a second thread wait until the first one has patched, or restored, everything.
+
+    What is made there must be no inference tensors: training goes on with it.
+    """
 
     @functools.wraps(method)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _patching:
+        with _patching, torch.inference_mode(False):
             return method(*args, **kwargs)
 
     return alone
@@ -129,7 +132,7 @@ class Session:
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
         self._step_hooks: list[Any] = []
-        self._at_deactivate: list[Callable[[], None]] = []
+        self._at_deactivate: list[Callable[[], object]] = []
         process.reset()
         warn_once.reset()
         kernels.reset()
@@ -162,7 +165,7 @@ class Session:
         arguments.refuse_twice(stepping, self.optimizers.steps)
         arguments.refuse_compiled(models, level.cast_model_type in HALVES)
         if level.cast_model_type in HALVES:
-            arguments.refuse_uninitialized(models)
+            arguments.refuse_unstorable(models)
             refuse_bucket_views(optimizers)
         self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers, level)
@@ -264,7 +267,7 @@ class Session:
         self.store.clear()
         self._reset()
 
-    def call_at_deactivate(self, undo: Callable[[], None]) -> None:
+    def call_at_deactivate(self, undo: Callable[[], object]) -> None:
         """Have something of the caller's undone with the rest; once, however often it is said."""
         if undo not in self._at_deactivate:
             self._at_deactivate.append(undo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -172,9 +173,22 @@ def test_a_lazy_model_without_weights_is_refused() -> None:
         "amp.initialize(model, ...)."
     )
     with pytest.raises(RuntimeError, match=exactly(message)):
-        arguments.refuse_uninitialized([nn.Linear(1, 1), model])
+        arguments.refuse_unstorable([nn.Linear(1, 1), model])
     model(torch.ones(1, 3))
-    arguments.refuse_uninitialized([model])
+    arguments.refuse_unstorable([model])
+
+
+def test_a_model_that_was_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(1, 1)
+    message = (
+        "models must be made outside of torch.inference_mode() for amp.initialize() to store them "
+        "in half precision; got 'weight', an inference tensor. Call "
+        "amp.initialize(copy.deepcopy(model), ...) outside of it."
+    )
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_unstorable([model])
+    arguments.refuse_unstorable([copy.deepcopy(model)])
 
 
 COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -363,6 +363,18 @@ def test_a_model_listed_twice_is_set_up_once(amp: ModuleType, level: str) -> Non
     assert observed(model, optimizer)[3:] == observed(*make())[3:]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_set_up_and_ended_in_inference_mode(amp: ModuleType, level: str) -> None:
+    expected = train(amp, *amp.initialize(*make(), opt_level=level, verbosity=0))
+    model, optimizer = make()
+    with torch.inference_mode():
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert train(amp, model, optimizer) == expected
+    with torch.inference_mode():
+        amp.deactivate()
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+
+
 def test_the_global_step_hook_is_there_once_and_goes_with_deactivate(amp: ModuleType) -> None:
     hooks = torch_optimizer._global_optimizer_post_hooks
     before = len(hooks)
@@ -515,6 +527,47 @@ def test_bound_names_come_back_after_any_number_of_calls(
         assert users_module.mm is torch.mm is not original
         amp.deactivate()
         assert users_module.mm is torch.mm is original
+
+
+def interrupt(at: int, function: Callable[[], Any]) -> int:
+    """Press Ctrl-C at one of the calls that a function makes; return how many it made."""
+    calls = 0
+
+    def count(frame: types.FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+        if calls == at:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(count)
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("level", nightly_but(("O1", "O2"), LEVELS))
+def test_a_deactivate_after_one_that_was_interrupted_ends_it(
+    amp: ModuleType, users_module: types.ModuleType, level: str
+) -> None:
+    users_module.torch, users_module.table = torch, {"mm": torch.mm}
+    before, unpatched = dict(users_module.table), torch_snapshot.take()
+    amp.initialize(*make(), opt_level=level, verbosity=0)
+    calls = interrupt(0, amp.deactivate)
+    for at in range(1, calls, calls // 16):
+        model, optimizer = make()
+        expected = observed(model, optimizer)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        interrupt(at, amp.deactivate)
+        amp.deactivate()
+        assert observed(model, optimizer) == expected
+        assert users_module.table == before
+        assert users_module.mm is before["mm"]
+    assert torch_snapshot.differences(unpatched) == []
 
 
 class Interrupted(nn.Module):

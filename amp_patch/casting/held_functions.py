@@ -89,23 +89,27 @@ class HeldFunctions:
         self._originals.update(walk.made)
         self._classes.update(walk.classes)
 
-    def undo(self) -> list[nn.Module]:
+    def undo(self, users: Iterable[types.ModuleType] = ()) -> list[nn.Module]:
         """Put the functions back, wherever the wrappers are held by now.
+
+        Args:
+            users: modules to look through beside those that use torch.
 
         Returns:
             The modules that held one.
         """
-        originals, classes = self._originals, list(self._classes)
-        self._wrappers, self._originals = {}, {}
-        self._classes.clear()
+        originals, self._wrappers = self._originals, {}
         _drop_released(originals)
         if originals:
-            _undo_in(users_of_torch(), classes, originals)
+            _undo_in({*users_of_torch(), *users}, list(self._classes), originals)
             _drop_released(originals)
-        if not originals:
-            return []
         walk = _Walk(originals)
-        return [module for module in instances(nn.Module) if walk.through(module)]
+        modules = instances(nn.Module) if originals else []
+        held = [module for module in modules if walk.through(module)]
+        # Last, for a call after an interrupt is to find what is left.
+        self._originals = {}
+        self._classes.clear()
+        return held
 
 
 def _undo_in(

@@ -7,7 +7,9 @@ where a module keeps its parameters; knows nothing of casts.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,9 +44,19 @@ _CALLS: dict[type[nn.Module], _Call] = {
 
 
 def install(patches: Patches) -> None:
-    """Replace the forwards of these very classes; a subclass's layers go on as they are."""
+    """Replace the forwards of these very classes; a subclass's layers go on as they are.
+
+    So does a class whose forward somebody else has replaced, as adapters and weight
+    standardization do.
+    """
     for kind, call in _CALLS.items():
-        patches.replace(kind, "forward", _reading(kind, call, kind.forward))
+        if _is_torchs(kind):
+            patches.replace(kind, "forward", _reading(kind, call, kind.forward))
+
+
+def _is_torchs(kind: type[nn.Module]) -> bool:
+    own = vars(sys.modules[kind.__module__])
+    return type(kind.forward) is FunctionType and kind.forward.__globals__ is own
 
 
 def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -> Any:

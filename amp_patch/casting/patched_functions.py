@@ -170,5 +170,4 @@ class PatchedFunctions:
 
     def _restore(self) -> list[nn.Module]:
         """Put every function back; return the modules that held a patched one."""
-        self._patches.undo()
-        return self._held.undo()
+        return self._held.undo(self._patches.undo())

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_patch.patching import Patches, resolve
 
@@ -32,11 +33,13 @@ def make_tables() -> None:
     """
     # Imported late, for that changes torch (it replaces torch.manual_seed). Building any torch
     # optimizer has imported it already.
-    import torch._dynamo.output_graph  # noqa: F401 - for the tables
+    import torch._dynamo.output_graph
 
-    for path in _TABLES:
-        with contextlib.suppress(AttributeError):
-            resolve(path)[2]()
+    # It tries functions on tensors, which must have numbers, wherever the script makes its own.
+    with torch.device("cpu"), _disable_current_modes():
+        for path in _TABLES:
+            with contextlib.suppress(AttributeError):
+                resolve(path)[2]()
 
 
 def install(patches: Patches) -> None:

@@ -39,12 +39,16 @@ class WeightCache:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._groups: dict[int, Group] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all models and casts."""
         with self._lock:
-            self._groups: dict[int, Group] = {}
+            for group in self._groups.values():  # which its entries hold
+                group.entries.clear()
+                group.bulk = None
+            self._groups = {}
             self._entries: dict[int, Entry] = {}
             self._owners: dict[int, Owner] = {}
             self._watched: dict[int, weakref.ref[nn.Module]] = {}

@@ -16,6 +16,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
 from amp_patch.warn_once import warn_once
+from amp_patch.weights.half_model import kept_in_fp32
 
 _METHODS = ("half", "bfloat16", "double", "to", "type")
 
@@ -59,8 +60,11 @@ def _tell(
     """Warn if the weights of a prepared model are no longer in the dtypes of its level."""
     for model, level in list(levels.items()):
         stored = level.cast_model_type or torch.float32
-        # with masters every weight is where it should be, a batch norm's in float32
-        if (new <= {stored} and not level.master_weights) or not _share(module, model):
+        if not _share(module, model):
+            continue
+        # as a layer that comes to the model later needs; the level keeps a batch norm in float32
+        keeps = level.master_weights and kept_in_fp32(module, bool(level.keep_batchnorm_fp32))
+        if new <= {stored} and not keeps:
             continue
         if new <= {torch.float32} and _keeps_a_layer(module, model):
             continue

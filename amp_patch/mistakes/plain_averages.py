@@ -47,6 +47,10 @@ class _Followed:
         self._seen: dict[int, int] = {}
         self.looks = 0
 
+    def is_alive(self) -> bool:
+        """Return whether the parameter lives."""
+        return self._param() is not None
+
     @torch.no_grad()
     def look(self, living: Callable[[], Iterable[Tensor]]) -> bool:
         """Look once; return whether it is worth another look.
@@ -95,6 +99,7 @@ class PlainAverages:
     def follow(self, models: Iterable[nn.Module]) -> None:
         """Models were prepared."""
         self._steps = 0
+        self._followed = [one for one in self._followed if one.is_alive()]
         if not self._followed:
             self._models.clear()
         for model in models:

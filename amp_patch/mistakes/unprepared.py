@@ -192,7 +192,7 @@ def warn_of_strangers(optimizers: Iterable[Optimizer], models: Collection[nn.Mod
     for optimizer in optimizers:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         is_strange = own and params and own.isdisjoint(map(id, params))
-        if is_strange and not all(map(_stands_alone, params)):
+        if is_strange and not _stand_alone(params):
             warn_once(
                 "the optimizers of amp.initialize() step its models' parameters; got a "
                 f"{type(optimizer).__name__} that holds {len(params)} parameters, of which none is "
@@ -202,9 +202,12 @@ def warn_of_strangers(optimizers: Iterable[Optimizer], models: Collection[nn.Mod
             )
 
 
-def _stands_alone(param: Tensor) -> bool:
-    """Tell what a script trains beside its models, as SAC does its temperature: no layer's weight.
+def _stand_alone(params: list[Tensor]) -> bool:
+    """Tell what a script trains beside its models: no layer's weights.
 
-    ``model.parameters()`` yields parameters, of which hardly one is a single number.
+    So SAC does its temperature, and others the weights of several losses. ``model.parameters()``
+    yields parameters, of which hardly one is a single number, and hardly ever one vector alone.
     """
-    return not isinstance(param, nn.Parameter) or param.numel() == 1
+    if len(params) == 1 and params[0].dim() < 2:
+        return True
+    return all(not isinstance(param, nn.Parameter) or param.numel() == 1 for param in params)

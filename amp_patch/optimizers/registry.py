@@ -66,17 +66,34 @@ def refuse_unknown(optimizer: Optimizer) -> None:
 
     Raises:
         TypeError: see `update_of`.
-        RuntimeError: its ``step`` was replaced, or a group has an option that fused steps lack.
+        RuntimeError: its ``step`` was replaced, or that of its type; or a group has an option that
+            fused steps lack.
     """
     update_of(optimizer)
     own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    is_replaced = own is not None and not hasattr(own, "_wrapped_by_lr_sched")
+    if is_replaced or not _has_own_step(type(optimizer)):
         raise RuntimeError(
             "fused_step=True takes the place of the optimizer's own step(); got one that was "
             f"replaced on this {type(optimizer).__name__}, and would not be called; {_MEND}."
         )
     for group in optimizer.param_groups:
         refuse_options(optimizer, group)
+
+
+def _has_own_step(kind: type[Optimizer]) -> bool:
+    """Return whether a type's step, and all that it wraps, is of its own package or of torch."""
+    known = {"torch", *(_package(one.__module__) for one in kind.__mro__)}
+    function: Any = kind.step
+    while function is not None:
+        if _package(getattr(function, "__globals__", {}).get("__name__", "")) not in known:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def refuse_options(optimizer: Optimizer, group: Mapping[str, Any] | Any) -> None:

@@ -213,7 +213,7 @@ class FP32Values:
         trained or written to, and that dtype cannot hold what it is now.
         """
         entry = self._values.get(param)
-        if entry is None:
+        if entry is None or not _fits(entry.value, param):
             value = param.detach().float()
         else:
             value = entry.value.detach().to(param.device, torch.float32)
@@ -237,7 +237,7 @@ class FP32Values:
         value = value.float()
         if entry is None or entry.value.dtype is not value.dtype:
             return value
-        if entry.value.device != param.device:
+        if entry.value.device != param.device or not _fits(entry.value, param):
             return value
         # Another optimizer may step the same parameter, and with it the same memory.
         if not _share_memory(value, entry.value):
@@ -299,10 +299,15 @@ class FP32Values:
                 self.set(tensor, new.float())
         elif tensor in self._stored and not isinstance(tensor, nn.Parameter):
             self.set_buffer(tensor, new.detach().to(tensor.device, torch.float32, copy=True))
-        elif entry is not None:
+        elif entry is not None and _fits(entry.value, tensor):
             entry.value.copy_(new)
             entry.note_equal()
             self.loads += 1
+
+
+def _fits(value: Tensor, param: Tensor) -> bool:
+    """Return whether a value is one of a parameter still, which the user may have resized."""
+    return value.shape == param.shape and not value.is_meta
 
 
 def _can_hold(dtype: torch.dtype, value: Tensor) -> bool:

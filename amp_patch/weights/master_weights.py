@@ -350,6 +350,10 @@ class MasterWeights:
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
+        for param, master in self.pairs():
+            if param.shape != master.shape:  # after p.data = t, which no step has taken
+                set_data(master, param.detach().float())
+                master.grad = None
         self.end_exposure()
         self.reconcile()
         optimizer = self._optimizer()

@@ -156,9 +156,10 @@ class PreparedModels:
         models = list(self.levels.items())
         for model, level in models:
             if model in self._converted and level.cast_model_type is not None:
-                came_in_half, stored = self._converted.pop(model), list(model.buffers())
+                came_in_half, stored = self._converted[model], list(model.buffers())
                 half_model.restore(model, level.cast_model_type, self._store.exact, came_in_half)
                 self._store.forget(stored)
+                del self._converted[model]
                 follow_parameters(model)
             self._detach(model)
         left = self._store.stored_halves()  # of models that were dropped, as a shared layer is
@@ -318,8 +319,9 @@ class PreparedModels:
         for _, weight in parametrizations.weights_of(model):
             half_model.detach(weight)
         self._precisions.pop(model, None)
-        for handle in self._state_hooks.pop(model, ()):
+        for handle in self._state_hooks.get(model, ()):
             handle.remove()
+        self._state_hooks.pop(model, None)
         self.levels.pop(model, None)
 
     def _put_back(

@@ -498,6 +498,20 @@ def test_a_table_that_was_made_while_functions_were_patched_is_put_back(amp, use
     assert user.by_default.__defaults__ == (original,)
 
 
+@pytest.mark.parametrize("when", ["before", "while patched"])
+def test_a_table_of_a_module_that_has_a_function_and_no_torch_is_put_back(
+    amp, user_module, when
+) -> None:
+    source = "from torch.nn.functional import softplus\nTABLE = {'act': softplus}"
+    original, model = F.softplus, nn.Linear(4, 4)
+    user = user_module(source) if when == "before" else None
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    user = user or user_module(source)
+    assert user.TABLE["act"] is not original
+    amp.deactivate()
+    assert user.TABLE["act"] is user.softplus is original
+
+
 def test_tables_of_torch_are_left_alone_wherever_they_are_imported(amp, user_module) -> None:
     from torch.nn.modules import rnn
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from types import ModuleType
@@ -60,6 +61,24 @@ def test_levels_that_cast_no_functions_leave_them_alone(amp: ModuleType) -> None
     original = nn.Linear.forward
     amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
     assert nn.Linear.forward is original
+
+
+@pytest.mark.parametrize(("layer", "shape"), CASES, ids=lambda case: str(case))
+def test_a_forward_that_the_script_has_replaced_is_called(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    layer, x, original = copy.deepcopy(layer), torch.randn(shape), type(layer).forward
+    expected = cast_by_hand(layer, x) * 2
+
+    @functools.wraps(original)
+    def doubled(self: nn.Module, input: Tensor) -> Tensor:
+        return original(self, input) * 2
+
+    monkeypatch.setattr(type(layer), "forward", doubled)
+    amp.initialize(layer, opt_level="O1", verbosity=0)
+    assert torch.equal(layer(x), expected)
+    amp.deactivate()
+    assert type(layer).forward is doubled
 
 
 class Halved(nn.Linear):

@@ -700,6 +700,16 @@ def trained(cache: WeightCache, model: nn.Module) -> list[weakref.ref[Any]]:
 
 
 @pytest.mark.usefixtures("without_collector")
+def test_cleared_casts_give_their_memory_back(
+    cache: WeightCache, model: nn.Linear, warm_up: Callable[..., None]
+) -> None:
+    warm_up(model.weight, model.bias)
+    _, weight, _, bias = trained(cache, model)
+    cache.clear()
+    assert weight() is bias() is None
+
+
+@pytest.mark.usefixtures("without_collector")
 def test_a_dropped_model_takes_its_casts_along(
     cache: WeightCache, device: torch.device, warm_up: Callable[..., None]
 ) -> None:

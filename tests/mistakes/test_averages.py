@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import threading
 import warnings
@@ -17,6 +18,7 @@ from torch.optim import swa_utils
 from training import LEVELS, batches, loss_of, make, prepared, weights
 
 from amp_patch import amp as core
+from amp_patch.session import session
 
 HALF = ("O2", "O5")
 DECAY = 0.9
@@ -308,3 +310,10 @@ def test_another_model_that_trains_alike_is_no_average(amp: ModuleType) -> None:
                 with amp.scale_loss(loss_of(model, inputs * (1 + number)), optimizer) as scaled:
                     scaled.backward()
                 optimizer.step()
+
+
+def test_nothing_is_kept_of_models_that_were_dropped_before_the_first_look(amp: ModuleType) -> None:
+    for _ in range(3):
+        prepared(amp, "O2")
+        gc.collect()
+    assert len(session.guard.plain_averages._followed) == 1

@@ -360,6 +360,20 @@ def test_conversions_that_change_nothing_are_not_told_of(amp: ModuleType, level:
         model.half() if level == "O2" else model.float()
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_layer_that_comes_later_is_cast_without_a_word(amp: ModuleType, level: str) -> None:
+    half = torch.bfloat16 if level == "O5" else torch.float16
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.append(nn.Linear(8, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[2].to(half)
+        optimizer.add_param_group({"params": model[2].parameters()})
+        assert model(X).dtype is torch.float32
+
+
 class Router(nn.Module):
     """Casts a layer of its own in each forward, as that of Hugging Face's Switch Transformers."""
 

@@ -105,6 +105,13 @@ def test_optimizers_of_models_that_came_before_are_not_told_of(amp: ModuleType, 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_of_the_weights_of_losses_is_not_told_of(amp: ModuleType, level: str) -> None:
+    model, optimizer = make()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    amp.initialize(model, [optimizer, other], opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
     with warnings.catch_warnings(record=True) as caught:

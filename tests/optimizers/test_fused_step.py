@@ -1,6 +1,7 @@
 """fused_step=True does what fused_step=False does, to the bit, whatever is done in between."""
 
 import copy
+import functools
 import gc
 import pickle
 import re
@@ -407,9 +408,17 @@ def test_other_optimizers_are_refused(amp: ModuleType, make: Make, name: str) ->
         initialize(amp, make(some()))
 
 
-def test_a_replaced_step_is_refused(amp: ModuleType) -> None:
+@pytest.mark.parametrize("owner", ["the optimizer", "its type"])
+def test_a_replaced_step_is_refused(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
     optimizer = AdamW(some())
-    optimizer.step = lambda: None
+
+    @functools.wraps(AdamW.step)
+    def step(self: AdamW) -> None:
+        pass
+
+    monkeypatch.setattr(optimizer if owner == "the optimizer" else AdamW, "step", step)
     message = (
         "fused_step=True takes the place of the optimizer's own step(); got one that was replaced "
         f"on this AdamW, and would not be called; {NEITHER}"

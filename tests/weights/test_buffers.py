@@ -187,3 +187,20 @@ def test_what_outlives_its_model_is_float32_again(amp: ModuleType, level: str) -
     amp.deactivate()
     assert {param.dtype for param in part.parameters()} == {torch.float32}
     assert_same(dict(part.named_buffers()), before)
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_what_was_resized_has_its_half_numbers(amp: ModuleType, level: str) -> None:
+    model, _ = made(amp, level)
+    model.mean.resize_(5).fill_(1.1)
+    for param in model.linear.parameters():
+        param.data = torch.full((5, *param.shape[1:]), 1.1).to(param)
+    halves = {"mean": model.mean, **dict(model.linear.named_parameters(prefix="linear"))}
+    for found in (model.state_dict(), copy.deepcopy(model).state_dict()):
+        for name, half in halves.items():
+            assert torch.equal(found[name], half.float())
+    model.load_state_dict({**model.state_dict(), "mean": torch.full((5,), 0.3)})
+    amp.deactivate()
+    assert torch.equal(model.mean, torch.full((5,), 0.3))
+    assert model.linear.weight.dtype is torch.float32
+    assert model.linear.weight.shape == (5, 3)
