@@ -69,8 +69,12 @@ def _one_at_a_time(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _patching, torch.inference_mode(False):
-            return method(*args, **kwargs)
+        with _patching:
+            if not torch.is_inference_mode_enabled():
+                return method(*args, **kwargs)
+            # Only here, for at its end torch forgets the dispatch modes that were entered inside.
+            with torch.inference_mode(False):
+                return method(*args, **kwargs)
 
     return alone
 

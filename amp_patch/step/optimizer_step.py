@@ -81,7 +81,7 @@ class OptimizerStep:
         self._observers = observers
         self._optimizer = weakref.ref(optimizer)
         self.methods = ReplacedMethods()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self.has_own_groups = False
         self._stored_in: dict[Tensor, torch.dtype] = {}  # before they are restored
         self.scalers = scalers
