@@ -304,7 +304,9 @@ def _release(cache: weakref.ref[WeightCache], entry: weakref.ref[Entry], _: obje
     alive, released = cache(), entry()
     if alive is not None and released is not None:
         with alive._lock:
-            released.release()
+            # One that was dropped since then may be in a thread's hands, which has just found it.
+            if alive._entries.get(id(released.param)) is released:
+                released.release()
 
 
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

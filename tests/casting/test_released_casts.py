@@ -530,6 +530,20 @@ def test_a_backward_in_another_thread_waits_for_a_refresh(
     assert torch.equal(found, model.bias.to(HALF))
 
 
+def test_a_cast_that_was_dropped_while_a_thread_takes_it_keeps_its_memory(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    taken = cache.cast(model.weight, HALF)
+    entry = cache._entries[id(model.weight)]  # what the thread holds until it has the cast
+    graph = taken.float().sum()
+    for _ in range(2):  # held, it is dropped; then all casts are refreshed as one list
+        cache.mark_stale()
+        assert cache.cast(model.weight, HALF) is not taken
+    assert entry.group.bulk is not None
+    graph.backward()
+    assert torch.equal(taken, model.weight.to(HALF))
+
+
 @pytest.mark.usefixtures("often_switched")
 def test_threads_that_share_a_model_never_see_a_cast_without_memory(
     cache: WeightCache, model: nn.Linear
