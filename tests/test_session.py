@@ -547,6 +547,7 @@ def interrupt(at: int, function: Callable[[], Any]) -> int:
         pass
     finally:
         sys.setprofile(None)
+        torch.set_grad_enabled(True)  # which torch's no_grad() leaves off, ended in its own code
     return calls
 
 
