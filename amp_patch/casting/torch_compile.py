@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from amp_patch.patching import Patches, resolve
 
@@ -34,12 +33,16 @@ def make_tables() -> None:
     # Imported late, for that changes torch (it replaces torch.manual_seed). Building any torch
     # optimizer has imported it already.
     import torch._dynamo.output_graph
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     # It tries functions on tensors, which must have numbers, wherever the script makes its own.
-    with torch.device("cpu"), _disable_current_modes():
-        for path in _TABLES:
-            with contextlib.suppress(AttributeError):
-                resolve(path)[2]()
+    with unset_fake_temporarily():
+        # torch 2.6 makes no table in a block of `torch.device`
+        has_numbers = not torch.empty(0).is_meta
+        with contextlib.nullcontext() if has_numbers else torch.device("cpu"):
+            for path in _TABLES:
+                with contextlib.suppress(AttributeError):
+                    resolve(path)[2]()
 
 
 def install(patches: Patches) -> None:
