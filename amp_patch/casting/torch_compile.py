@@ -33,10 +33,9 @@ def make_tables() -> None:
     # Imported late, for that changes torch (it replaces torch.manual_seed). Building any torch
     # optimizer has imported it already.
     import torch._dynamo.output_graph
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     # It tries functions on tensors, which must have numbers, wherever the script makes its own.
-    with unset_fake_temporarily():
+    with torch._subclasses.fake_tensor.unset_fake_temporarily():
         # torch 2.6 makes no table in a block of `torch.device`
         has_numbers = not torch.empty(0).is_meta
         with contextlib.nullcontext() if has_numbers else torch.device("cpu"):
