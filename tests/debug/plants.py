@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
+
+from amp_patch.debug.cause import Cause
 
 WIDTH = 8
 
@@ -113,6 +116,12 @@ def prepared(
 ) -> tuple[nn.Module, Optimizer]:
     options = {"verbosity": 0, "trace_overflow": True, "loss_scale": 8.0, **options}
     return amp.initialize(model, SGD(model.parameters(), lr=0.01), opt_level=level, **options)
+
+
+def the_cause(amp: Any) -> Cause:
+    """The only one that was found."""
+    ((cause, _),) = amp.overflow_report().causes
+    return cause
 
 
 def square(outputs: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from plants import (
     around,
     prepared,
     square,
+    the_cause,
     train,
 )
 from support import trains
@@ -38,11 +39,6 @@ from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
 HALF_LEVELS = ("O1", "O2", "O3")
-
-
-def the_cause(amp: Any) -> Cause:
-    ((cause, _),) = amp.overflow_report().causes
-    return cause
 
 
 PLANTS = {

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from plants import WIDTH, Scores, around, prepared, square, train
+from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
-
-from amp_patch.debug.cause import Cause
-
-
-def the_cause(amp: Any) -> Cause:
-    ((cause, _),) = amp.overflow_report().causes
-    return cause
 
 
 class Failing(nn.Module):

@@ -45,7 +45,7 @@ def test_batch_norms_in_float32_are_gathered_by_themselves() -> None:
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch gathers by one mesh alone")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch gathers by one mesh alone")
 @pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2", "O5"]))
 def test_parameters_of_one_module_may_be_gathered_by_several_groups(level: str) -> None:
     for losses in ranks.run(fully_sharding.two_groups, level):
