@@ -27,7 +27,7 @@ from amp_patch.casting.mode import OFF, process
 from amp_patch.casting.patched_functions import PatchedFunctions
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.session import session
-from amp_patch.step import optimizer_step, prepared_optimizers
+from amp_patch.step import optimizer_state, optimizer_step, prepared_optimizers
 from amp_patch.weights import half_model
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -81,7 +81,7 @@ FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
     "scalers": (prepared_optimizers, "LossScaler", 2, LEVELS),
     "masters": (optimizer_step, "MasterWeights", 1, ("O2", "O5")),
     "optimizer": (prepared_optimizers, "OptimizerStep", 2, LEVELS),
-    "state": (optimizer_step.OptimizerStep, "match_state", 2, HALF),
+    "state": (optimizer_state.OptimizerState, "match", 2, HALF),
     "casts": (wrappers.Casts, "wrap", 100, CASTING),
 }
 

@@ -7,33 +7,30 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import mode
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.groups import StepRanks
-from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.optimizers.half_eps import warn_of_eps
-from amp_patch.optimizers.registry import refuse_options
 from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
+from .added_groups import AddedGroups
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
+from .optimizer_state import OptimizerState
 from .replaced_methods import ReplacedMethods
 from .skip import Skip, must_be_told, step_by_flag
 from .wrapped_optimizers import wrapped_by
@@ -59,8 +56,8 @@ class OptimizerStep:
         skip: whether the next step is skipped, and whether the last one was.
         masters: of half parameters; None for levels without.
         backward: what comes before the step.
-        has_own_groups: True for the local optimizer of a `ZeroRedundancyOptimizer`: it has groups
-            of its own, and masters of this rank's share.
+        state: its ``state``, through loads and casts.
+        groups: that it is given later.
         ended: how many steps there were, those skipped included.
         was_scaled: returns whether a loss that reaches its parameters was scaled; None where there
             is no loss scale, and from when that is known.
@@ -82,8 +79,6 @@ class OptimizerStep:
         self._optimizer = weakref.ref(optimizer)
         self.methods = ReplacedMethods()
         self._undo: list[Callable[[], object]] = []
-        self.has_own_groups = False
-        self._stored_in: dict[Tensor, torch.dtype] = {}  # before they are restored
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         is_direct = not fused and DirectStep.suits(optimizer)
@@ -91,7 +86,6 @@ class OptimizerStep:
         lazy = None if self._fused is None else self._fused.lazy
         moves = not fused and not is_direct
         wrapped = wrapped_by(optimizer)
-        self._wrapped = [weakref.ref(one) for one in wrapped]
         self.masters = (
             None if store is None else MasterWeights(optimizer, store, lazy, moves, wrapped)
         )
@@ -114,26 +108,20 @@ class OptimizerStep:
             if self.masters is None
             else WritesInStep(optimizer, self.masters, is_foreign=moves)
         )
-        self._forget_replaced_state(optimizer)
-        self._make_masters_before_loads(optimizer)
-        self._look_at_eps_after_loads(optimizer)
-        self._patch_methods(optimizer, wrapped, steps_halves)
+        self.state = OptimizerState(
+            optimizer, wrapped, self.masters, self._direct or self._fused, self.backward.pairs
+        )
+        self.groups = AddedGroups(optimizer, self.masters, self.methods, fused, steps_halves)
+        self._patch_methods(optimizer, wrapped)
 
-    def _patch_methods(
-        self, optimizer: Optimizer, wrapped: Sequence[Optimizer], steps_halves: bool
-    ) -> None:
+    def _patch_methods(self, optimizer: Optimizer, wrapped: Sequence[Optimizer]) -> None:
         replace = self.methods.replace
         replace(optimizer, "step", self._step)
         replace(optimizer, "zero_grad", self._zero_grad)
         for one in wrapped:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
-        if self.masters is not None:
-            replace(optimizer, "add_param_group", self._add_param_group)
-        elif not steps_halves:
-            replace(optimizer, "add_param_group", self._add_float_group)
-        else:
-            replace(optimizer, "add_param_group", self._add_group)
+        replace(optimizer, "add_param_group", self.groups.add)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -142,7 +130,7 @@ class OptimizerStep:
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
-        self._stored_in = {param: param.dtype for param, _ in self._states()}
+        self.state.note_dtypes()
         self.backward.release()
         if self.masters is not None:
             self.masters.release()
@@ -151,6 +139,7 @@ class OptimizerStep:
         if self._writes is not None:
             self._writes.remove()
         self.methods.undo()
+        self.state.remove()
         for undo in self._undo:
             undo()
 
@@ -161,8 +150,8 @@ class OptimizerStep:
             zero: it; also has the parameters that other ranks step.
             store: of fp32 values, which this rank keeps of its own share alone.
         """
-        self.has_own_groups = True
-        self.save_masters(zero)
+        self.groups.are_own = True
+        self.state.save_masters(zero)
         if self.masters is not None:
             params = {p for group in zero.param_groups for p in group["params"]}
             elsewhere = params.difference(self.backward.pairs().model)
@@ -174,35 +163,6 @@ class OptimizerStep:
         patches = Patches()
         patches.replace(zero, "join_hook", refuse_join)
         self._undo.append(patches.undo)
-
-    def save_masters(self, loading: Optimizer) -> None:
-        """Save masters with the optimizer's state, for the model's has none of them.
-
-        Args:
-            loading: see `SavedMasters`.
-        """
-        optimizer = self._optimizer()
-        if self.masters is not None and optimizer is not None:
-            self._undo.append(SavedMasters(optimizer, loading, self.masters.param_of).remove)
-
-    def match_state(self) -> None:
-        """Bring the state to the dtypes that parameters were cast to: that of then goes by them.
-
-        State in another dtype is so by the optimizer's own choice, and none of the masters' was
-        cast. Call it when parameters were converted, and again when they are restored.
-        """
-        for param, state in self._states() if self.masters is None else ():
-            before = self._stored_in.get(param, torch.float32)
-            for key, value in state.items():
-                # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
-                if key != "step" and isinstance(value, Tensor) and value.dtype is before:
-                    state[key] = value.to(param.dtype)
-
-    def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield each parameter with its state; a user's optimizer may keep more beside them."""
-        alive = [one() for one in (self._optimizer, *self._wrapped)]
-        items = chain.from_iterable(one.state.items() for one in alive if one is not None)
-        return ((param, state) for param, state in items if isinstance(param, Tensor))
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._is_published:
@@ -355,34 +315,6 @@ class OptimizerStep:
         hooks.move_to_end(handle.id, last=False)
         return handle
 
-    def _forget_replaced_state(self, optimizer: Optimizer) -> None:
-        """Hold no state that `load_state_dict` has replaced until the next step."""
-        known = self._direct or self._fused
-        if known is not None and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-            forget = weakref.WeakMethod(known.forget)
-
-            def loaded(_: Optimizer) -> None:
-                if (alive := forget()) is not None:
-                    alive()
-
-            self._undo.append(optimizer.register_load_state_dict_post_hook(loaded).remove)
-
-    def _look_at_eps_after_loads(self, optimizer: Optimizer) -> None:
-        """Where no master is, a state that was saved by another one may bring another eps."""
-        if self.masters is None and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-            self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
-
-    def _make_masters_before_loads(self, optimizer: Optimizer) -> None:
-        """Parameters that were unfrozen have masters, for torch loads state in their dtype."""
-        if self.masters is not None and hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-            pairs = weakref.WeakMethod(self.backward.pairs)
-
-            def loading(_: Optimizer, state: Any) -> None:
-                if (alive := pairs()) is not None:
-                    alive()
-
-            self._undo.append(optimizer.register_load_state_dict_pre_hook(loading).remove)
-
     def _publish(self) -> None:
         """Round the masters into the half weights; also called where an earlier try failed."""
         masters, writes = self.masters, self._writes
@@ -419,45 +351,3 @@ class OptimizerStep:
                 clear_grads(self.backward.gradients.elsewhere)
         self.backward.forget_gradients()
         self.skip.forget()  # what overflowed is gone
-
-    def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> None:
-        """Add a group with masters in it; where torch refuses the group, nothing has changed."""
-        optimizer = self._optimizer()
-        if self._fused is not None and optimizer is not None:
-            refuse_options(optimizer, param_group)
-        params = param_group.get("params") if isinstance(param_group, dict) else None
-        if self.masters is None or params is None or isinstance(params, set):
-            with self.methods.in_original():
-                original(param_group)
-            return
-        if self.has_own_groups:
-            param_group = dict(param_group)
-        given = [params] if isinstance(params, Tensor) else list(params)
-        count = len(self.masters)
-        param_group["params"] = self.masters.replace(given)
-        try:
-            with self.methods.in_original():
-                original(param_group)
-        except BaseException:
-            self.masters.drop_after(count)
-            param_group["params"] = given
-            raise
-
-    def _add_group(self, original: Callable[..., Any], param_group: Any) -> None:
-        """Add a group of parameters that are stepped as they are, in half or not."""
-        with self.methods.in_original():
-            original(param_group)
-        if (optimizer := self._optimizer()) is not None:
-            warn_of_eps(optimizer)
-
-    def _add_float_group(self, original: Callable[..., Any], param_group: Any) -> None:
-        """Add a group of parameters that are stepped as they are, none of them trained in half."""
-        with self.methods.in_original():
-            original(param_group)
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            try:
-                refuse_half_params(optimizer, optimizer.param_groups[-1]["params"])
-            except RuntimeError:
-                del optimizer.param_groups[-1]
-                raise

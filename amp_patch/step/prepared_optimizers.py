@@ -106,9 +106,9 @@ class PreparedOptimizers:
             if optimizer is not given:
                 step.follow_zero(given, store)
             elif together is not None and together.have_parts:
-                step.save_masters(given)
+                step.state.save_masters(given)
             if level.cast_model_type in HALVES:
-                step.match_state()
+                step.state.match()
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
@@ -138,7 +138,7 @@ class PreparedOptimizers:
     @property
     def have_shares(self) -> bool:
         """True where an optimizer has masters of this rank's share alone."""
-        return any(step.has_own_groups for step in self.steps.values())
+        return any(step.groups.are_own for step in self.steps.values())
 
     def originals_of(self, optimizers: Any) -> Any:
         """Return the optimizers that are set up in the place of what wraps or copies them.
@@ -162,7 +162,7 @@ class PreparedOptimizers:
     def match_state(self) -> None:
         """Bring the optimizers' state to the dtypes of their parameters, which were cast."""
         for step in list(self.steps.values()):
-            step.match_state()
+            step.state.match()
 
     def release(self) -> None:
         """Undo it: every optimizer steps its own parameters again, state kept."""

@@ -1,0 +1,117 @@
+"""The ``state`` of an initialized optimizer: saved, loaded, and in the dtype of what is stepped."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch.distributed.saved_masters import SavedMasters
+from amp_patch.optimizers.half_eps import warn_of_eps
+from amp_patch.weights.master_weights import MasterWeights
+
+
+class HoldsState(Protocol):
+    """What steps in the optimizer's place, and holds its state from step to step."""
+
+    def forget(self) -> None:
+        """Hold none of it any more."""
+
+
+class OptimizerState:
+    """What is done about one optimizer's ``state``, and about calls that load it.
+
+    Args:
+        optimizer: held weakly.
+        wrapped: optimizers that it wraps, which have state of their own.
+        masters: of its half parameters; None for levels without.
+        holder: steps in the optimizer's place; None where it steps itself.
+        follow_groups: is called before a load; makes masters of parameters that were unfrozen, for
+            torch loads state in their dtype. Of an object that is held weakly.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        wrapped: Sequence[Optimizer],
+        masters: MasterWeights | None,
+        holder: HoldsState | None,
+        follow_groups: Callable[[], object],
+    ) -> None:
+        self._optimizers = [weakref.ref(one) for one in (optimizer, *wrapped)]
+        self._masters = masters
+        self._stored_in: dict[Tensor, torch.dtype] = {}  # before the parameters are restored
+        self._undo: list[Callable[[], None]] = []
+        # a wrapper that never was initialized as an optimizer has no hooks
+        if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            return
+        if holder is not None:
+            self._call_after_loads(optimizer, holder.forget)
+        if masters is not None:
+            self._call_before_loads(optimizer, follow_groups)
+        else:  # a state that another optimizer has saved may bring another eps
+            self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
+
+    def remove(self) -> None:
+        """Undo all of it but `match`."""
+        for undo in self._undo:
+            undo()
+
+    def save_masters(self, loading: Optimizer) -> None:
+        """Save masters with the optimizer's state, for the model's has none of them.
+
+        Args:
+            loading: see `SavedMasters`.
+        """
+        optimizer = self._optimizers[0]()
+        if self._masters is not None and optimizer is not None:
+            self._undo.append(SavedMasters(optimizer, loading, self._masters.param_of).remove)
+
+    def note_dtypes(self) -> None:
+        """The parameters are about to be restored."""
+        self._stored_in = {param: param.dtype for param, _ in self._states()}
+
+    def match(self) -> None:
+        """Bring the state to the dtypes that parameters were cast to: that of then goes by them.
+
+        State in another dtype is so by the optimizer's own choice, and none of the masters' was
+        cast. Call it when parameters were converted, and again when they are restored.
+        """
+        for param, state in self._states() if self._masters is None else ():
+            before = self._stored_in.get(param, torch.float32)
+            for key, value in state.items():
+                # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
+                if key != "step" and isinstance(value, Tensor) and value.dtype is before:
+                    state[key] = value.to(param.dtype)
+
+    def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield each parameter with its state; a user's optimizer may keep more beside them."""
+        alive = [one() for one in self._optimizers]
+        items = chain.from_iterable(one.state.items() for one in alive if one is not None)
+        return ((param, state) for param, state in items if isinstance(param, Tensor))
+
+    def _call_after_loads(self, optimizer: Optimizer, method: Callable[[], object]) -> None:
+        call = _weakly(method)
+        hook = optimizer.register_load_state_dict_post_hook(lambda _: call())
+        self._undo.append(hook.remove)
+
+    def _call_before_loads(self, optimizer: Optimizer, method: Callable[[], object]) -> None:
+        call = _weakly(method)
+        hook = optimizer.register_load_state_dict_pre_hook(lambda *_: call())
+        self._undo.append(hook.remove)
+
+
+def _weakly(method: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
