@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -38,8 +38,8 @@ from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
 from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients
-from .shown_gradients import WatchedBits, show
-from .used_gradients import Reference, UsedGradients, is_of
+from .shown_gradients import show
+from .used_gradients import Reference, UsedGradients
 
 
 class Gradients:
@@ -65,7 +65,6 @@ class Gradients:
         # (parameter, its gradient before the pass)
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._received = ReceivedGradients()
-        self._watched = WatchedBits()
         # of the last pass, until `show` and `finish`
         self._written: ParamPairs | None = None
         self._halves: list[Tensor] = []
@@ -84,12 +83,7 @@ class Gradients:
     @property
     def may_be_cleared(self) -> bool:
         """True where gradients that no step has used yet are not as a backward left them."""
-        if self.scaled.scale is not None:
-            return True
-        if not self._received.are_untouched():
-            return True
-        watched = self._watched
-        return bool(watched.sums and watched.written(self._received.params()))
+        return self.scaled.scale is not None or not self._received.are_untouched()
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -109,8 +103,6 @@ class Gradients:
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
-            if self._watched.sums:
-                self._watched.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
@@ -146,11 +138,14 @@ class Gradients:
             cleared: ids of parameters.
         """
         self._aside = [entry for entry in self._aside if id(entry[0]) not in cleared]
-        masters = [
+        self._clear_masters(
             master
             for param, master in zip(*pairs, strict=True)
             if param is not master and id(param) in cleared
-        ]
+        )
+
+    def _clear_masters(self, masters: Iterable[Tensor]) -> None:
+        masters = [*masters]
         if masters and self._lazy is not None and self._lazy.are_waiting:
             self._lazy.discard(masters)
         clear_grads(masters)
@@ -313,8 +308,7 @@ class Gradients:
         """The masters' gradients were clipped."""
         if self._received and self._lazy is None:
             self._used.add(map(weakref.ref, show(pairs)))
-            params = [param for param in self._received.params() if _has_grad(param)]
-            self._received.clear()
+            params = self._received.take_out()
             grads = list(map(_GRAD, params))
             self._note(params, grads, list(map(weakref.ref, grads)))
 
@@ -338,10 +332,8 @@ class Gradients:
             versions = source.versions  # it has asked these very gradients
         else:
             versions = list(map(_VERSION, grads))
-        self._received.note(params, versions, references)
-        is_read = self._lazy is None or isinstance(source, LargeInHalf)
-        if is_read and self._watched.passes_left:
-            self._watched.note(params)
+        is_unscaled_later = self._lazy is not None and not isinstance(source, LargeInHalf)
+        self._received.note(params, versions, references, are_read=not is_unscaled_later)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
@@ -418,31 +410,11 @@ class Gradients:
         """Where the user cleared a half gradient, drop what its master was given of it, too."""
         if self.are_delayed(pairs):
             return
-        noted = self._received.by_param()
-        cleared: list[Tensor] = []
-        written = self._watched.written(self._received.params())
-        for param, master in zip(*pairs, strict=True):
-            if param is master or id(param) not in noted:
-                continue
-            (version, reference), grad = noted[id(param)], param.grad
-            is_noted = is_of(reference, grad)
-            if (
-                grad is not None
-                and is_noted
-                and grad._version == version
-                and id(param) not in written
-            ):
-                continue
-            if grad is None or not kernels.values(grad).any():
-                cleared.append(master)
-                del noted[id(param)]
-            else:
-                self._tell_of_write(grad, is_another=not is_noted)
-        if cleared and self._lazy is not None and self._lazy.are_waiting:
-            self._lazy.discard(cleared)
-        for master in cleared:
-            master.grad = None
-        self._received.keep([param for param in pairs.model if id(param) in noted], noted)
+        (params, masters), written = self._received.changes(pairs)
+        for grad, is_another in written:
+            self._tell_of_write(grad, is_another)
+        self._clear_masters(masters)
+        self._received.keep(pairs.model, set(map(id, params)))
 
     def _tell_of_write(self, grad: Tensor, is_another: bool) -> None:
         """Warn of a write to a half gradient that no step reads; to one that waits it is refused.

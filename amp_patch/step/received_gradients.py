@@ -1,19 +1,21 @@
 """The half gradients that masters have received for a step, and whether they are as they were then.
 
-Knows parameters and their gradients; no master, and no scale.
+Knows pairs of parameters and masters; no scale, and not what follows of a change.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from amp_patch.weights.lazy_gradients import look_up
+from amp_patch import kernels
+from amp_patch.weights.lazy_gradients import look_up, stored_grad
 
-from .param_pairs import same
+from .param_pairs import ParamPairs, same
+from .shown_gradients import WatchedBits
 from .used_gradients import Reference, is_of
 
 
@@ -24,28 +26,62 @@ class Noted(NamedTuple):
     reference: Reference
 
 
+class Changes(NamedTuple):
+    """What a script has done to noted gradients.
+
+    Attributes:
+        cleared: parameters whose gradient is gone, or 0 now, and their masters.
+        written: gradients with other values, and whether they took the place of the noted ones.
+    """
+
+    cleared: ParamPairs
+    written: list[tuple[Tensor, bool]]
+
+
 class ReceivedGradients:
     """Half parameters of which a pass has given the gradients to masters; false without any.
 
     A gradient is told from others by its version and by a reference, for a new tensor may have the
-    version of the one that it takes the place of.
+    version of the one that it takes the place of. In the first passes its bits are watched as well.
     """
 
     def __init__(self) -> None:
         self._passes: list[tuple[list[Tensor], list[int], Sequence[Reference]]] = []
+        self._watched = WatchedBits()
 
     def __bool__(self) -> bool:
         return bool(self._passes)
 
     def note(
-        self, params: list[Tensor], versions: list[int], references: Sequence[Reference]
+        self,
+        params: list[Tensor],
+        versions: list[int],
+        references: Sequence[Reference],
+        are_read: bool,
     ) -> None:
-        """Note what one pass has given, in the order of ``params``."""
+        """Note what one pass has given, in the order of ``params``.
+
+        Args:
+            params: half parameters.
+            versions: of their gradients.
+            references: to these.
+            are_read: False where the step will read the half gradients, and refuses changed ones.
+        """
         self._passes.append((params, versions, references))
+        if are_read and self._watched.passes_left:
+            self._watched.note(params)
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all of it: the gradients were stepped or cleared."""
         self._passes.clear()
+        if self._watched.sums:
+            self._watched.forget()
+
+    def take_out(self) -> list[Tensor]:
+        """Return the parameters that have gradients still, which are about to be noted anew."""
+        params = [param for param in self.params() if stored_grad(param) is not None]
+        self._passes.clear()
+        return params
 
     def params(self) -> list[Tensor]:
         """Return the parameters, those of the first pass first."""
@@ -53,20 +89,43 @@ class ReceivedGradients:
 
     def are_untouched(self) -> bool:
         """Return whether no gradient was written to, cleared, or replaced."""
-        return all([_untouched(*row) for row in self._passes])  # noqa: C419  # no generator: faster
+        if not all([_untouched(*row) for row in self._passes]):  # noqa: C419  # no generator: faster
+            return False
+        return not (self._watched.sums and self._watched.written(self.params()))
 
-    def by_param(self) -> dict[int, Noted]:
-        """Return what was noted of each parameter's gradient, by the parameter's id."""
+    def changes(self, pairs: ParamPairs) -> Changes:
+        """Return what was done to the noted gradients of these parameters."""
+        noted, written = self._by_param(), self._watched.written(self.params())
+        changes = Changes(ParamPairs([], []), [])
+        for param, master in zip(*pairs, strict=True):
+            known, grad = noted.get(id(param)), param.grad
+            if param is master or known is None:
+                continue
+            is_noted = is_of(known.reference, grad)
+            is_whole = grad is not None and is_noted and grad._version == known.version
+            if is_whole and id(param) not in written:
+                continue
+            if grad is None or not kernels.values(grad).any():
+                changes.cleared.model.append(param)
+                changes.cleared.master.append(master)
+            else:
+                changes.written.append((grad, not is_noted))
+        return changes
+
+    def keep(self, params: list[Tensor], cleared: Collection[int]) -> None:
+        """Forget all but what came last of these parameters, less those of the cleared ids."""
+        noted = self._by_param()
+        kept = [param for param in params if id(param) in noted and id(param) not in cleared]
+        versions = [noted[id(param)].version for param in kept]
+        self._passes = [(kept, versions, [noted[id(param)].reference for param in kept])]
+
+    def _by_param(self) -> dict[int, Noted]:
+        """Return what was noted last of each parameter's gradient, by the parameter's id."""
         return {
             id(param): Noted(version, reference)
             for row in self._passes
             for param, version, reference in zip(*row, strict=True)
         }
-
-    def keep(self, params: list[Tensor], noted: Mapping[int, Noted]) -> None:
-        """Forget all but these parameters, of which `by_param` has returned ``noted``."""
-        kept = [noted[id(param)] for param in params]
-        self._passes = [(params, [one.version for one in kept], [one.reference for one in kept])]
 
 
 def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from amp_patch.step.param_pairs import ParamPairs
 from amp_patch.step.received_gradients import ReceivedGradients
 
 
@@ -25,7 +26,7 @@ def noted(params: list[Tensor], weakly: bool = False) -> ReceivedGradients:
     for part in (params[:1], params[1:]):
         grads = [param.grad for param in part if param.grad is not None]
         references = list(map(weakref.ref, grads)) if weakly else grads
-        received.note(part, [grad._version for grad in grads], references)
+        received.note(part, [grad._version for grad in grads], references, are_read=True)
     return received
 
 
@@ -55,17 +56,41 @@ def test_each_touch_of_each_gradient_is_seen(
     assert not received.are_untouched()
 
 
+def test_what_was_done_to_each_is_told_apart() -> None:
+    params = params_with_gradients()
+    masters = [param.detach().float() for param in params]
+    received = noted(params)
+    pairs = ParamPairs([*params], masters)
+    assert received.changes(pairs) == (([], []), [])
+    cleared(params[0])
+    params[1].grad = torch.full((2,), 3.0, dtype=torch.float16)
+    params[2].grad.data.mul_(2)  # which moves no version
+    assert not received.are_untouched()
+    (model, master), changed = received.changes(pairs)
+    assert [model[0] is params[0], master[0] is masters[0], len(model)] == [True, True, 1]
+    assert [
+        (grad is param.grad, is_another)
+        for (grad, is_another), param in zip(changed, params[1:], strict=True)
+    ] == [(True, True), (True, False)]
+
+
 def test_those_that_are_kept_are_as_they_were_noted() -> None:
     params = params_with_gradients()
     received = noted(params)
     replaced(params[1])
     assert received.params() == params
-    by_param = received.by_param()
-    assert set(by_param) == set(map(id, params))
-    received.keep([params[0], params[2]], by_param)
+    received.keep(params, {id(params[1])})
     assert received.are_untouched()
     written(params[2])
     assert not received.are_untouched()
     received.clear()
     assert not received
     assert received.are_untouched()
+
+
+def test_those_that_are_taken_out_have_gradients() -> None:
+    params = params_with_gradients()
+    received = noted(params)
+    cleared(params[1])
+    assert received.take_out() == [params[0], params[2]]
+    assert not received
