@@ -103,7 +103,7 @@ class BackwardPasses:
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)
         scaler_id = self._optimizers.scaler_of(steps[0], loss_id)
-        if steps[0].backward.is_watched and has_others():
+        if steps[0].backward.zeroing.is_watched and has_others():
             is_moved = self._scalers[scaler_id].rule.dynamic
             self._guard.scale_users.note(steps, scaler_id, is_moved)
         return self.under(steps, scaler_id, self.scaling(steps, scaler_id, device, may_be_delayed))

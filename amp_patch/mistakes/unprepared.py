@@ -97,7 +97,7 @@ class UnpreparedParams:
             self._known.add(optimizer)
             count = self._count_unwatched(params, models, optimizers)
             has_scaled = optimizers.scale_losses and any(
-                step.backward.passes for step in optimizers.steps.values()
+                step.backward.zeroing.passes for step in optimizers.steps.values()
             )
             if count and has_scaled and not is_plain:
                 raise RuntimeError(_refusal(optimizer, count))

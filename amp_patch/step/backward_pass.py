@@ -107,7 +107,7 @@ class BackwardPass:
         self.begin()
         scaled_loss = self.multiply(loss)
         if self._scaling.is_on and scaled_loss.grad_fn is not None:
-            if self._optimizers[0].is_watched:
+            if self._optimizers[0].zeroing.is_watched:
                 self._watched = _WatchedBackward()
                 scaled_loss.grad_fn.register_prehook(self._watched)
             if self._open_block is not None:
@@ -313,7 +313,7 @@ class BackwardPass:
         """Warn, once, of a backward that reached none of the parameters it is for."""
         if not watched.has_run or any(p for _, p in found):
             return
-        were_cleared = any(one.was_cleared for one in self._optimizers)
+        were_cleared = any(one.zeroing.was_cleared for one in self._optimizers)
         if not were_cleared and any(param.requires_grad for param in self._params()):
             warn_once(
                 "the backward() of a scaled loss must reach parameters of its optimizers; got "

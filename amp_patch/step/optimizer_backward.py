@@ -25,15 +25,15 @@ from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.warn_once import warn, warn_once
+from amp_patch.warn_once import warn
 from amp_patch.weights.lazy_gradients import stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
 from .param_pairs import ParamPairs, Params
-from .shown_gradients import WATCHED_PASSES
 from .skip import Skip, skips_by_flag
+from .zeroing import Zeroing
 
 
 class OpenPass(Protocol):
@@ -67,10 +67,7 @@ class OptimizerBackward:
             steps alone, or all have the same gradients. Right from a call of `pairs` on.
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
-        passes: how many of these there were.
-        has_scaled: True once the backward of a scaled loss has written gradients.
-        is_watched: True in the first of them, in which mistakes of the script are looked for.
-        was_cleared: True where the gradients of the last one were cleared before a step.
+        zeroing: counts these, and tells where gradients are not cleared when they should be.
         unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
             a later one to share, which takes the same; None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
@@ -92,14 +89,9 @@ class OptimizerBackward:
         self.gradients = Gradients(None if fused is None else fused.lazy)
         self._foreign = ForeignGradients()
         self.is_open = False
-        self.passes = 0
-        self.has_scaled = False
-        self.is_watched = True
-        self.was_cleared = False
+        self.zeroing = Zeroing(self.gradients, drops_used=masters is not None)
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
-        self._passes_stepped = 0
-        self._had_used = False
         self._pairs = ParamPairs([], [])
         self._steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
@@ -198,20 +190,16 @@ class OptimizerBackward:
         """
         if self._foreign.found:
             self._foreign.add_to()
-        self._had_used = self.is_watched and self._has_used
+        self.zeroing.begin(self.pairs)
         self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
-        self.was_cleared = False
-        self.passes += 1
-        self.is_watched = self.passes <= WATCHED_PASSES
         self._thread = threading.get_ident()
         if self.skip.is_possible and self.gradients.are_cleared(self.pairs()):
             self.skip.forget()  # the user dropped what overflowed
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""
-        if self._had_used or not self.has_scaled:
-            self._look_at_written(self.pairs())
+        self.zeroing.look_at_written(self.pairs())
         self.gradients.delay(self.pairs(), scale)
         self._end_pass()
 
@@ -219,8 +207,7 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
     ) -> tuple[GradCheck, Params]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
-        if self._had_used or not self.has_scaled:
-            self._look_at_written(pairs)
+        self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive(pairs, scale, is_checked)
         finally:
@@ -230,8 +217,7 @@ class OptimizerBackward:
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
     ) -> tuple[GradCheck, Params]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
-        if self._had_used or not self.has_scaled:
-            self._look_at_written(pairs)
+        self.zeroing.look_at_written(pairs)
         try:
             return self.gradients.receive_alone(pairs, scale, is_checked)
         finally:
@@ -240,7 +226,7 @@ class OptimizerBackward:
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: gradients are as before, see `put_back`."""
         self._close()
-        self._passes_stepped = self.passes
+        self.zeroing.end_step()
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:
@@ -380,9 +366,7 @@ class OptimizerBackward:
 
     def note_cleared(self) -> None:
         """The user is about to clear the gradients."""
-        self._had_used = False
-        if self.passes > self._passes_stepped:
-            self.was_cleared = not self.is_open or self.gradients.wrote(self.pairs())
+        self.zeroing.note_cleared(not self.is_open or self.gradients.wrote(self.pairs()))
 
     def note_cleared_by_model(self, cleared: set[int]) -> None:
         """The user is about to clear the gradients of these parameters, by their ids."""
@@ -393,42 +377,9 @@ class OptimizerBackward:
         if self.is_open:  # else `drop_cleared` follows
             self.gradients.clear(self.pairs(), cleared)
 
-    @property
-    def _has_used(self) -> bool:
-        """True where gradients are left that a step has used, and masters have dropped them."""
-        may_be = self.masters is not None and 0 < self.passes == self._passes_stepped
-        return may_be and self.gradients.are_used(self.pairs())
-
-    def _look_at_written(self, pairs: ParamPairs) -> None:
-        """The backward is over, if there was one; note whether it reached any parameter.
-
-        Warn, once, where plain PyTorch would have added to used gradients.
-        """
-        had_used, self._had_used = self._had_used, False
-        if self.gradients.wrote(pairs):
-            self.has_scaled = True
-            if had_used:
-                _warn_of_used("a scale_loss() block")
-
-    def tell_of_no_gradients(self) -> None:
-        """Warn, once, where a step has none, for they were cleared, or a step has used them."""
-        if self.was_cleared:
-            self._tell_of_cleared()
-        elif self.is_watched and self._has_used:
-            _warn_of_used("an optimizer.step()")
-
-    def _tell_of_cleared(self) -> None:
-        self.was_cleared = False
-        if self.gradients.are_cleared(self.pairs()):
-            warn_once(
-                "gradients must last until the step; got an optimizer.step() after "
-                "optimizer.zero_grad() has cleared what scale_loss() left, so that it has none. "
-                "Call optimizer.zero_grad() behind optimizer.step(), or before the block."
-            )
-
     def end_step(self) -> None:
         """The gradients were used up."""
-        self._passes_stepped = self.passes
+        self.zeroing.end_step()
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
@@ -456,14 +407,6 @@ class OptimizerBackward:
         written = None if self._fused is None else self._fused.lazy.materialize_or_drop()
         if written is not None:
             warn(str(written))
-
-
-def _warn_of_used(place: str) -> None:
-    warn_once(
-        "at a level with fp32 masters the gradients of a step are dropped with it, where plain "
-        f"PyTorch adds to them or steps them again; got {place} with those of the last step still "
-        "there. Call optimizer.zero_grad() in each step."
-    )
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

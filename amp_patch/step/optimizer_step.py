@@ -176,7 +176,7 @@ class OptimizerStep:
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
         if self.was_scaled is not None:
             self._look_for_scale(self.was_scaled)
-        self.backward.tell_of_no_gradients()
+        self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
         if self.backward.decides_alone and not self.skip.is_certain:
             self._look_at_shared()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():

@@ -126,7 +126,8 @@ class PreparedOptimizers:
             return True
         own = set(map(id, step.backward.pairs().model))
         return any(
-            other.backward.has_scaled and not own.isdisjoint(map(id, other.backward.pairs().model))
+            other.backward.zeroing.has_written
+            and not own.isdisjoint(map(id, other.backward.pairs().model))
             for other in list(self.steps.values())
         )
 

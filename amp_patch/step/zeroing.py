@@ -1,0 +1,110 @@
+"""Whether a script clears its gradients where it must: behind each step, and not before it.
+
+Knows the passes and the gradients of one optimizer; no scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from amp_patch.warn_once import warn_once
+
+from .gradients import Gradients
+from .param_pairs import ParamPairs
+from .shown_gradients import WATCHED_PASSES
+
+
+class Zeroing:
+    """Tells of gradients that were cleared before their step, and of those that are used twice.
+
+    Args:
+        gradients: of the optimizer.
+        drops_used: True where a step drops what masters were given; the half gradients that it was
+            made of may still be there then, and plain PyTorch would add to them.
+
+    Attributes:
+        passes: how many there were.
+        has_written: True once the backward of one has written gradients.
+        is_watched: True in the first of them, in which mistakes of the script are looked for.
+        was_cleared: True where the gradients of the last one were cleared before a step.
+    """
+
+    def __init__(self, gradients: Gradients, drops_used: bool) -> None:
+        self._gradients, self._drops_used = gradients, drops_used
+        self.passes = 0
+        self.has_written = False
+        self.is_watched = True
+        self.was_cleared = False
+        self._passes_stepped = 0
+        self._had_used = False
+
+    def begin(self, pairs: Callable[[], ParamPairs]) -> None:
+        """A pass begins, and nothing was done about the gradients yet.
+
+        Args:
+            pairs: returns those of the optimizer. It takes the host time, and is seldom called.
+        """
+        self._had_used = self.is_watched and self._has_used(pairs)
+        self.was_cleared = False
+        self.passes += 1
+        self.is_watched = self.passes <= WATCHED_PASSES
+
+    def look_at_written(self, pairs: ParamPairs) -> None:
+        """The backward is over, if there was one; note whether it reached any parameter.
+
+        Warn, once, where plain PyTorch would have added to used gradients.
+        """
+        if self.has_written and not self._had_used:
+            return
+        had_used, self._had_used = self._had_used, False
+        if self._gradients.wrote(pairs):
+            self.has_written = True
+            if had_used:
+                _warn_of_used("a scale_loss() block")
+
+    def end_step(self) -> None:
+        """All that passes have left was stepped, or is gone without the script's doing."""
+        self._passes_stepped = self.passes
+
+    def note_cleared(self, is_lost: bool) -> None:
+        """The script is about to clear the gradients.
+
+        Args:
+            is_lost: whether there are some that no step has used, if there was a pass.
+        """
+        self._had_used = False
+        if self.passes > self._passes_stepped:
+            self.was_cleared = is_lost
+
+    def tell_of_no_gradients(self, pairs: Callable[[], ParamPairs]) -> None:
+        """Warn, once, where a step has none, for they were cleared, or a step has used them.
+
+        Args:
+            pairs: as for `begin`.
+        """
+        if self.was_cleared:
+            self._tell_of_cleared(pairs())
+        elif self.is_watched and self._has_used(pairs):
+            _warn_of_used("an optimizer.step()")
+
+    def _tell_of_cleared(self, pairs: ParamPairs) -> None:
+        self.was_cleared = False
+        if self._gradients.are_cleared(pairs):
+            warn_once(
+                "gradients must last until the step; got an optimizer.step() after "
+                "optimizer.zero_grad() has cleared what scale_loss() left, so that it has none. "
+                "Call optimizer.zero_grad() behind optimizer.step(), or before the block."
+            )
+
+    def _has_used(self, pairs: Callable[[], ParamPairs]) -> bool:
+        """Return whether gradients are left that a step has used, and masters have dropped them."""
+        may_be = self._drops_used and 0 < self.passes == self._passes_stepped
+        return may_be and self._gradients.are_used(pairs())
+
+
+def _warn_of_used(place: str) -> None:
+    warn_once(
+        "at a level with fp32 masters the gradients of a step are dropped with it, where plain "
+        f"PyTorch adds to them or steps them again; got {place} with those of the last step still "
+        "there. Call optimizer.zero_grad() in each step."
+    )

@@ -1,0 +1,96 @@
+"""Where a script clears its gradients is told, when plain PyTorch would train otherwise."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from amp_patch.step.gradients import Gradients
+from amp_patch.step.param_pairs import ParamPairs
+from amp_patch.step.shown_gradients import WATCHED_PASSES
+from amp_patch.step.zeroing import Zeroing
+
+
+class Script:
+    """One half parameter with a master, and the calls that a script's lines lead to."""
+
+    def __init__(self) -> None:
+        self.param = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        self.pairs = ParamPairs([self.param], [nn.Parameter(torch.ones(2))])
+        self.gradients = Gradients()
+        self.zeroing = Zeroing(self.gradients, drops_used=True)
+
+    def block(self, reaches: bool = True) -> None:
+        self.zeroing.begin(lambda: self.pairs)
+        self.gradients.set_aside(self.pairs, 1.0)
+        if reaches:
+            self.param.grad = torch.ones_like(self.param)
+        self.zeroing.look_at_written(self.pairs)
+        self.gradients.receive_alone(self.pairs, 1.0)
+
+    def step(self) -> None:
+        self.zeroing.tell_of_no_gradients(lambda: self.pairs)
+        self.pairs.master[0].grad = None
+        self.zeroing.end_step()
+        self.gradients.forget()
+
+    def zero_grad(self, is_lost: bool = True) -> None:
+        self.zeroing.note_cleared(is_lost)
+        self.gradients.drop(self.pairs)
+
+
+def told(*lines: str) -> list[str]:
+    """Return what the warnings of these lines got."""
+    script = Script()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for line in lines:
+            getattr(script, line)()
+    return [str(one.message).partition("; got ")[2].partition(" ")[2] for one in caught]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("block", "step", "zero_grad", "block", "step"),
+        ("zero_grad", "block", "step", "zero_grad", "block", "step"),
+        ("block", "block", "step"),
+        ("block", "zero_grad", "block", "step"),
+    ],
+)
+def test_a_loop_that_clears_between_step_and_block_is_not_told(lines: tuple[str, ...]) -> None:
+    assert told(*lines) == []
+
+
+def test_a_step_behind_cleared_gradients_is_told_once() -> None:
+    (message,) = told("block", "zero_grad", "step", "block", "zero_grad", "step")
+    assert message.startswith("optimizer.step() after optimizer.zero_grad()")
+
+
+def test_gradients_that_are_never_cleared_are_told_once() -> None:
+    (message,) = told("block", "step", "block", "step", "block", "step")
+    assert message.startswith("scale_loss() block with those of the last step")
+
+
+def test_a_step_without_a_block_since_the_last_is_told() -> None:
+    (message,) = told("block", "step", "step")
+    assert message.startswith("optimizer.step() with those of the last step")
+
+
+def test_a_clear_in_an_open_block_loses_nothing() -> None:
+    script = Script()
+    script.zeroing.begin(lambda: script.pairs)
+    script.zero_grad(is_lost=False)
+    assert not script.zeroing.was_cleared
+
+
+def test_it_looks_at_the_first_passes_alone() -> None:
+    script = Script()
+    for _ in range(WATCHED_PASSES):
+        script.block(reaches=False)
+        assert script.zeroing.is_watched
+        assert not script.zeroing.has_written
+    script.block()
+    assert not script.zeroing.is_watched
+    assert script.zeroing.has_written
