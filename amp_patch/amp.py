@@ -189,6 +189,7 @@ def initialize(
             verbosity=verbosity,
             fused_step=fused_step,
             process_group=process_group,
+            given_scale=loss_scale,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

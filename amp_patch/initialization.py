@@ -16,6 +16,7 @@ from .requested_level import Resolved, is_forced
 from .rules_file import Rules
 from .scaling.scale_rule import ScaleRule
 from .session import session
+from .warn_once import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
@@ -33,6 +34,7 @@ def initialize_at(
     fused_step: bool = False,
     process_group: ProcessGroup | None = None,
     allow_half: bool = False,
+    given_scale: Any = None,
     **scale_options: Any,
 ) -> None:
     """Prepare models and optimizers at a level, and print it; nothing changes before all checks.
@@ -44,6 +46,7 @@ def initialize_at(
         rules: of functions and modules.
         lists: dotted path -> rule of a function, below these, at levels that cast functions.
         allow_half: take models whose half parameters are trained, too.
+        given_scale: the loss scale that the script names; None where the level decides.
         scale_options: of `ScaleRule.resolve`.
 
     Raises:
@@ -77,8 +80,25 @@ def initialize_at(
         arguments.process_group_of(process_group),
     )
     session.verbosity = verbosity
+    if given_scale not in (None, "dynamic") and not scale_rule.dynamic:
+        _tell_of_idle(given_scale, scale_options)
     if says_all and int(verbosity) > 0:
         print_level(level, "\n".join(filter(None, [message, idle])) or None)
+
+
+def _tell_of_idle(given_scale: Any, scale_options: Mapping[str, Any]) -> None:
+    """Warn of options that say how a scale moves, beside one that does not move.
+
+    apex's two bounds are not told: its scripts hand both on, whatever the scale is.
+    """
+    of_apex = ("min_loss_scale", "max_loss_scale")
+    idle = [key for key, value in scale_options.items() if value is not None and key not in of_apex]
+    if idle:
+        warn(
+            "options of a dynamic loss scale have no effect beside a static one; got "
+            f"loss_scale={given_scale!r} and {', '.join(idle)}. Leave these out, or call "
+            "amp.initialize(..., loss_scale='dynamic')."
+        )
 
 
 def _rules_of_functions(given: Rules) -> dict[str, str]:

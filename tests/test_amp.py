@@ -473,6 +473,22 @@ def test_calls_that_take_one_optimizer_refuse_anything_else(
             call(given)
 
 
+def test_options_of_a_dynamic_scale_beside_a_static_one_are_told(amp: ModuleType) -> None:
+    moves = {"growth_interval": 5, "hysteresis": 2, "max_loss_scale": 2.0**20}
+    with pytest.warns(
+        UserWarning, match=r"got loss_scale=128\.0 and growth_interval, hysteresis\."
+    ):
+        amp.initialize(*make(), loss_scale=128.0, verbosity=0, **moves)
+
+
+@pytest.mark.parametrize("scale", [{}, {"loss_scale": "dynamic"}])
+@pytest.mark.parametrize("level", ["O2", "O4"])
+def test_they_are_not_told_where_the_level_decides_or_the_scale_moves(
+    amp: ModuleType, level: str, scale: dict[str, Any]
+) -> None:
+    amp.initialize(*make(), opt_level=level, growth_interval=5, verbosity=0, **scale)
+
+
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), "one", "1", None])
 def test_a_wrong_norm_is_refused_before_a_gradient_changes(amp: ModuleType, wrong: Any) -> None:
     model, optimizer = amp.initialize(*make(), opt_level="O1", loss_scale=1.0, verbosity=0)
