@@ -80,7 +80,7 @@ def initialize_at(
         arguments.process_group_of(process_group),
     )
     session.verbosity = verbosity
-    if given_scale not in (None, "dynamic") and not scale_rule.dynamic:
+    if given_scale not in (None, "dynamic"):
         _tell_of_idle(given_scale, scale_options)
     if says_all and int(verbosity) > 0:
         print_level(level, "\n".join(filter(None, [message, idle])) or None)

@@ -85,6 +85,16 @@ def test_a_clear_in_an_open_block_loses_nothing() -> None:
     assert not script.zeroing.was_cleared
 
 
+def test_used_gradients_that_are_cleared_in_the_block_are_not_told() -> None:
+    script = Script()
+    script.block()
+    script.step()
+    script.zeroing.begin(lambda: script.pairs)
+    script.zero_grad(is_lost=False)
+    script.param.grad = torch.ones_like(script.param)
+    script.zeroing.look_at_written(script.pairs)  # a warning would be an error
+
+
 def test_it_looks_at_the_first_passes_alone() -> None:
     script = Script()
     for _ in range(WATCHED_PASSES):
