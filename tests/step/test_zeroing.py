@@ -10,6 +10,12 @@ from amp_patch.step.gradients import Gradients
 from amp_patch.step.param_pairs import ParamPairs
 from amp_patch.step.shown_gradients import WATCHED_PASSES
 from amp_patch.step.zeroing import Zeroing
+from amp_patch.warn_once import warn_once
+
+
+@pytest.fixture(autouse=True)
+def untold() -> None:
+    warn_once.reset()
 
 
 class Script:
