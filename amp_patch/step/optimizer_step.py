@@ -310,10 +310,19 @@ class OptimizerStep:
         """Let the step hooks of users (a moving average of the weights) see what was stepped."""
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             return None  # a wrapper that never was initialized as an optimizer calls no hooks
-        handle = optimizer.register_step_post_hook(lambda *_: self._publish())
+        handle = optimizer.register_step_post_hook(lambda stepped, *_: self._publish_of(stepped))
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)
         return handle
+
+    def _publish_of(self, stepped: Optimizer) -> None:
+        """A step ends that calls these hooks: the optimizer's, or that of one that it wraps.
+
+        Where the two share one dict of hooks, as some Lookaheads do, the wrapping step goes on to
+        write to the masters, and calls no hook when it ends.
+        """
+        self._publish()
+        self._is_published = not self._is_stepping or stepped is self._optimizer()
 
     def _publish(self) -> None:
         """Round the masters into the half weights; also called where an earlier try failed."""

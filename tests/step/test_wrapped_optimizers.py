@@ -61,6 +61,20 @@ class Lookahead(Optimizer):
             param.copy_(slow.lerp_(param, 0.5))
 
 
+class SharingHooks(Lookahead):
+    """Calls no ``super().__init__()``, and takes over what the optimizer that it steps has."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.fast = Adagrad(params, **options)
+        vars(self).update(vars(self.fast))
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def step(self) -> None:
+        self.fast.step()
+        for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            param.data.copy_(slow.lerp_(param.data, 0.5))
+
+
 class Training:
     """A small classifier; in plain float32 where no level is given."""
 
@@ -138,8 +152,11 @@ def test_an_iteration_with_an_overflow_is_left_out(
 
 
 @LEVELS
-def test_a_step_that_steps_the_wrapped_optimizer_is_one(amp: ModuleType, level: str) -> None:
-    by_hand, training = Training(Lookahead), Training(Lookahead, amp, level)
+@pytest.mark.parametrize("make", [Lookahead, SharingHooks])
+def test_a_step_that_steps_the_wrapped_optimizer_is_one(
+    amp: ModuleType, level: str, make: type[Optimizer]
+) -> None:
+    by_hand, training = Training(make), Training(make, amp, level)
     for made in range(1, 8):
         expected = by_hand.iterate_once()
         assert training.iterate_once() == pytest.approx(expected, rel=tolerance(level))
