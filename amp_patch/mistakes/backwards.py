@@ -54,11 +54,13 @@ class Backwards:
     Attributes:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
             first block.
+        plain: how many backwards were of no scaled loss, in any thread, since the first block.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
+        self.plain = 0
 
     def open(
         self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
@@ -85,7 +87,8 @@ class Backwards:
         @never_trace
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if blocks:
+            # A checkpoint calls backward in a backward, of which the outer one was looked at.
+            if blocks and torch._C._current_graph_task_id() == -1:
                 self._look(tensors, kwargs.get("inputs"))
             return run(tensors, *args, **kwargs)
 
@@ -94,8 +97,8 @@ class Backwards:
     def _look(self, tensors: Any, inputs: Any) -> None:
         """Raise for a backward that is in the wrong place."""
         blocks = self._blocks.get(threading.get_ident())
-        # A checkpoint calls backward in a backward, of which the outer one was looked at.
-        if blocks is None or torch._C._current_graph_task_id() != -1:
+        if blocks is None:
+            self.plain += 1
             return
         for block in blocks:
             if block.loss() is tensors:
@@ -104,6 +107,7 @@ class Backwards:
                 self.last_was_plain = False
                 return
         self.last_was_plain = True
+        self.plain += 1
         nodes = {block.node for block in blocks} - {None}
         if not nodes:
             return

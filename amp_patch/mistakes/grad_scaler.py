@@ -104,6 +104,8 @@ class ServedScalers:
         optimizers: the prepared ones.
         scaler: returns that loss scaler.
         make_scaling, make_pass: see there.
+        unscaled: gets the parameters of an optimizer that is not prepared, when `unscale_` has
+            divided their gradients.
     """
 
     def __init__(
@@ -112,9 +114,11 @@ class ServedScalers:
         scaler: Callable[[], LossScaler],
         make_scaling: MakeScaling,
         make_pass: MakePass,
+        unscaled: Callable[[Iterable[Tensor]], None],
     ) -> None:
         self._optimizers, self._scaler = optimizers, scaler
         self._make_scaling, self._make_pass = make_scaling, make_pass
+        self._unscaled = unscaled
         self._cycle = _Cycle(scaler)
         self._is_off = False
         self._task = -1
@@ -298,6 +302,7 @@ class ServedScalers:
         grads = [param.grad for param in params if param.grad is not None]
         unscale = kernels.Unscale(grads, grads)
         self._cycle.checks[optimizer] = unscale.run(grads, grads, self._last_scale)
+        self._unscaled(params)
 
 
 def replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:

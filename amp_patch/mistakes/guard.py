@@ -70,13 +70,15 @@ class Guard:
         make_pass: MakePass,
     ) -> None:
         self._models, self._optimizers, self._store = models, optimizers, store
-        self._served = ServedScalers(optimizers, scaler, make_scaling, make_pass)
+        self.backwards = Backwards()
+        self.unprepared = UnpreparedParams(lambda: self.backwards.plain)
+        self._served = ServedScalers(
+            optimizers, scaler, make_scaling, make_pass, self.unprepared.forget
+        )
         self._half_steps = HalfSteps()
-        self.unprepared = UnpreparedParams()
         self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
-        self.backwards = Backwards()
         self._follows_halves = False
         self._wrappers: list[nn.Module] = []
 

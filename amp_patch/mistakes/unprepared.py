@@ -1,13 +1,14 @@
 """Optimizers that `amp.initialize` never got, and the parameters that only they can step.
 
-Knows parameters of the prepared models, and which of them a scaled loss has reached; nothing of how
-gradients are unscaled.
+Knows parameters that no prepared optimizer steps, and which of them a scaled loss has reached;
+nothing of how gradients are unscaled.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,22 +24,47 @@ from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.lazy_gradients import stored_grad
 
 _MEND = (
-    "call amp.initialize(model, [optimizer, other_optimizer]) with every optimizer of the model, "
-    "and amp.scale_loss(loss, [optimizer, other_optimizer])"
+    "call amp.initialize(model, [optimizer, other_optimizer]) with every optimizer that the loss "
+    "trains, and amp.scale_loss(loss, [optimizer, other_optimizer])"
 )
 
 
-class UnpreparedParams:
-    """The parameters of prepared models that no prepared optimizer steps; false without any.
+class _Scaled(NamedTuple):
+    """A parameter with its scaled gradient, and what tells whether that is scaled still."""
 
-    What a scaled backward writes to them stays multiplied by the loss scale.
+    param: TensorWeakRef
+    grad: TensorWeakRef
+    version: int
+    plain_backwards: int
+
+    def left(self, plain_backwards: int) -> Tensor | None:
+        """Return the gradient if the parameter has it, and it was not zeroed for a plain backward.
+
+        Args:
+            plain_backwards: how many there were.
+        """
+        param, grad = self.param(), self.grad()
+        if param is None or grad is None:
+            return None
+        is_anew = self.version != grad._version and self.plain_backwards != plain_backwards
+        return grad if stored_grad(param) is grad and not is_anew else None
+
+
+class UnpreparedParams:
+    """Parameters that no prepared optimizer steps; false without any.
+
+    What a scaled backward writes to them stays multiplied by the loss scale. They are those of
+    prepared models, and those of other models from the first step of their optimizer on.
+
+    Args:
+        plain_backwards: returns how many backwards there were that were of no scaled loss.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plain_backwards: Callable[[], int]) -> None:
+        self._plain_backwards = plain_backwards
         self._params: list[TensorWeakRef] = []
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # id of a parameter -> it and its scaled gradient
-        self._scaled: dict[int, tuple[TensorWeakRef, TensorWeakRef]] = {}
+        self._scaled: dict[int, _Scaled] = {}  # by the id of the parameter
 
     def __bool__(self) -> bool:
         return bool(self._params)
@@ -57,23 +83,35 @@ class UnpreparedParams:
 
     def watch_foreign(self, is_scaled: bool) -> Watch:
         """See `OptimizerBackward.watch_foreign`."""
+        plain = self._plain_backwards()
         if not is_scaled:
-            return Watch([], 0)
+            return Watch([], plain)
         self._scaled = {
-            key: (param, grad)
-            for key, (param, grad) in self._scaled.items()
-            if (there := _still_there(param, grad)) is not None and values(there).any()
+            key: one
+            for key, one in self._scaled.items()
+            if (grad := one.left(plain)) is not None and values(grad).any()
         }
-        params = [param for reference in self._params if (param := reference()) is not None]
-        grads = [(param, stored_grad(param)) for param in params]
-        return Watch([(p, grad, 0 if grad is None else grad._version) for p, grad in grads], 0)
+        alive = [(one, param) for one in self._params if (param := one()) is not None]
+        self._params = [reference for reference, _ in alive]
+        grads = [(param, stored_grad(param)) for _, param in alive]
+        rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
+        return Watch(rows, plain)
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """See `OptimizerBackward.note_foreign`."""
+        plain = self._plain_backwards()
+        if watch.own_passes != plain:
+            return  # another thread trains its own model, or the block does
         for param, grad, version in watch.rows:
             now = stored_grad(param)
             if now is not None and (now is not grad or now._version != version):
-                self._scaled[id(param)] = TensorWeakRef(param), TensorWeakRef(now)
+                found = TensorWeakRef(param), TensorWeakRef(now)
+                self._scaled[id(param)] = _Scaled(*found, now._version, plain)
+
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """The gradients of these parameters were unscaled in place."""
+        for param in params:
+            self._scaled.pop(id(param), None)
 
     def refuse(
         self,
@@ -101,8 +139,9 @@ class UnpreparedParams:
             )
             if count and has_scaled and not is_plain:
                 raise RuntimeError(_refusal(optimizer, count))
+        plain = self._plain_backwards()
         count = sum(
-            _still_there(*self._scaled[id(param)]) is not None
+            self._scaled[id(param)].left(plain) is not None
             for param in params
             if id(param) in self._scaled
         )
@@ -112,17 +151,20 @@ class UnpreparedParams:
     def _count_unwatched(
         self, params: Sequence[Tensor], models: Iterable[nn.Module], optimizers: PreparedOptimizers
     ) -> int:
-        """Watch parameters that were frozen, or not there, when `find` looked.
+        """Watch parameters that were frozen, of no prepared model, or not there for `find`.
 
         Returns:
-            How many of them have a gradient, of which nobody knows whether it is scaled.
+            How many of the prepared models' have a gradient, of which nobody knows whether it is
+            scaled. One of another model most likely is not.
         """
+        known = _stepped_by(optimizers)
+        known |= {id(param) for reference in self._params if (param := reference()) is not None}
         own = {id(param) for model in models for param in model.parameters()}
-        own -= _stepped_by(optimizers)
-        own -= {id(param) for reference in self._params if (param := reference()) is not None}
-        new = [param for param in params if id(param) in own]
+        new = [param for param in params if id(param) not in known]
+        if not optimizers.scale_losses:
+            new = [param for param in new if id(param) in own]
         self._params += map(TensorWeakRef, new)
-        return sum(stored_grad(param) is not None for param in new)
+        return sum(stored_grad(param) is not None for param in new if id(param) in own)
 
 
 def _refusal(optimizer: Optimizer, count: int) -> str:
@@ -136,13 +178,6 @@ def _refusal(optimizer: Optimizer, count: int) -> str:
 def _stepped_by(optimizers: PreparedOptimizers) -> set[int]:
     steps = list(optimizers.steps.values())
     return {id(param) for step in steps for param in step.backward.pairs().model}
-
-
-def _still_there(param: TensorWeakRef, grad: TensorWeakRef) -> Tensor | None:
-    """Return the gradient if the parameter still has it."""
-    alive, noted = param(), grad()
-    is_same = alive is not None and noted is not None and stored_grad(alive) is noted
-    return noted if is_same else None
 
 
 class HalfSteps:

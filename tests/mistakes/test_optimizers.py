@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+import threading
 import warnings
 from types import ModuleType
 
@@ -20,6 +22,9 @@ from training import (
     trained_rightly,
     weights,
 )
+
+import amp_patch
+from amp_patch.session import session
 
 SCALED = ("O1", "O2")
 NEVER_GOT = re.escape("got a step of a SGD that amp.initialize() never got, with 2 gradients")
@@ -68,6 +73,76 @@ def test_an_optimizer_of_the_whole_model_is_refused(amp: ModuleType, level: str)
         scaled_loss.backward()
     with pytest.raises(RuntimeError, match=r"a SGD that amp\.initialize\(\)"):
         other.step()
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_an_optimizer_of_another_model_is_refused_from_its_second_step_on(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    head = nn.Linear(2, 2)
+    other = torch.optim.SGD(head.parameters(), lr=0.05)
+    for step, inputs in enumerate(batches()):
+        with amp.scale_loss(head(model(inputs)).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        before = weights(head)
+        with pytest.raises(RuntimeError, match=NEVER_GOT) if step else contextlib.nullcontext():
+            other.step()
+        assert step == 0 or all(map(torch.equal, before, weights(head)))
+
+
+def own_loss(head: nn.Module) -> None:
+    with amp_patch.amp.disable_casts():
+        head(torch.ones(1, 2)).square().mean().backward()
+
+
+def own_loss_in_a_thread(head: nn.Module) -> None:
+    thread = threading.Thread(target=own_loss, args=(head,))
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("level", SCALED)
+@pytest.mark.parametrize("when", ["before", "inside", "inside, by a thread", "behind", "reached"])
+def test_an_optimizer_of_another_model_steps_by_its_own_loss(
+    amp: ModuleType, level: str, when: str
+) -> None:
+    (model, optimizer), head = prepared(amp, level), nn.Linear(2, 2)
+    by_hand = copy.deepcopy(head)
+    others = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (head, by_hand)]
+    inside = {"inside": own_loss, "inside, by a thread": own_loss_in_a_thread}.get(when)
+    for inputs in batches():
+        others[0].zero_grad(set_to_none=False)
+        if when == "before":
+            own_loss(head)
+        outputs = head(model(inputs)) if when == "reached" else model(inputs)
+        with amp.scale_loss(outputs.float().square().mean(), optimizer) as scaled_loss:
+            if inside is not None:
+                inside(head)
+            scaled_loss.backward()
+        if when in ("behind", "reached"):
+            others[0].zero_grad(set_to_none=False)
+            own_loss(head)
+        own_loss(by_hand)
+        for other in others:
+            other.step()
+        others[1].zero_grad()
+    assert_equal(weights(head), weights(by_hand))
+
+
+def test_nothing_is_kept_of_optimizers_that_live_for_a_step(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O1")
+    for inputs in batches():
+        noise = torch.zeros_like(inputs, requires_grad=True)
+        loss_of(model, inputs + noise).backward()
+        torch.optim.SGD([noise], lr=0.1).step()
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        del noise
+    with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert not session.guard.unprepared
 
 
 def test_cleared_and_unscaled_gradients_are_stepped(amp: ModuleType) -> None:
