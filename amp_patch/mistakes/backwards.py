@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
 from amp_patch.step.scalar_backward import short_for_scalars
+from amp_patch.warn_once import warn_once
 
 #: Nodes of functions whose gradients are no multiples of a factor that their argument has.
 _CURVED = {
@@ -89,23 +90,23 @@ class Backwards:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             # A checkpoint calls backward in a backward, of which the outer one was looked at.
             if blocks and torch._C._current_graph_task_id() == -1:
-                self._look(tensors, kwargs.get("inputs"))
+                creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+                self._look(tensors, kwargs.get("inputs"), creates_graph)
             return run(tensors, *args, **kwargs)
 
         return backward
 
-    def _look(self, tensors: Any, inputs: Any) -> None:
-        """Raise for a backward that is in the wrong place."""
+    def _look(self, tensors: Any, inputs: Any, creates_graph: bool) -> None:
+        """Raise for a backward that is in the wrong place, warn of one whose graph is scaled."""
         blocks = self._blocks.get(threading.get_ident())
         if blocks is None:
             self.plain += 1
             return
-        for block in blocks:
-            if block.loss() is tensors:
-                if block.node is None:
-                    refuse_late_backward()
-                self.last_was_plain = False
-                return
+        if _is_of_one(blocks, tensors):
+            self.last_was_plain = False
+            if creates_graph:
+                _warn_of_graph()
+            return
         self.last_was_plain = True
         self.plain += 1
         nodes = {block.node for block in blocks} - {None}
@@ -117,6 +118,29 @@ class Backwards:
             if block.params is not None and not reached.isdisjoint(map(id, block.params())):
                 refuse_another_backward()
         _refuse_curved(graph.behind(nodes))
+
+
+def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
+    """Return whether a backward is that of the scaled loss of one of these blocks.
+
+    Raises:
+        RuntimeError: of one that has unscaled.
+    """
+    for block in blocks:
+        if block.loss() is tensors:
+            if block.node is None:
+                refuse_late_backward()
+            return True
+    return False
+
+
+def _warn_of_graph() -> None:
+    warn_once(
+        "gradients that are to be differentiated again must not be multiplied by the loss scale, "
+        "for the end of a scale_loss() block divides them, and not what comes of their graph; got "
+        "scaled_loss.backward(create_graph=True). Call torch.autograd.grad(loss, params, "
+        "create_graph=True) with the loss itself, or amp.initialize(..., loss_scale=1.0)."
+    )
 
 
 def _refuse_curved(nodes: Iterable[Any]) -> None:

@@ -365,3 +365,25 @@ def test_mistakes_of_initialize_are_refused(amp: ModuleType, level: str) -> None
             mistake()
     train(amp, model, optimizer)
     assert_equal(weights(model), trained_rightly(level))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_graph_of_scaled_gradients_is_told_of_once(
+    amp: ModuleType, level: str, by_name: bool
+) -> None:
+    model, optimizer = prepared(amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+                if by_name:
+                    torch.autograd.backward(scaled_loss, create_graph=True)
+                else:
+                    scaled_loss.backward(None, None, True)
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None  # it holds the graph, which holds the parameter
+    told = [one for one in caught if "differentiated again" in str(one.message)]
+    assert len(told) == (level != "O5")
+    assert {one.filename for one in told} <= {__file__}
