@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,13 +52,17 @@ class _Block:
 class Backwards:
     """The blocks of scaled losses, and the backward calls that are compared with them.
 
+    Args:
+        delayed: returns the parameters whose gradients wait, scaled, for the next block.
+
     Attributes:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
             first block.
         plain: how many backwards were of no scaled loss, in any thread, since the first block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, delayed: Callable[[], Iterable[Tensor]]) -> None:
+        self._delayed = delayed
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = 0
@@ -110,13 +114,16 @@ class Backwards:
         self.last_was_plain = True
         self.plain += 1
         nodes = {block.node for block in blocks} - {None}
-        if not nodes:
+        delayed = set(map(id, self._delayed()))
+        if not (nodes or delayed):
             return
         graph = _Graph(tensors, nodes)
         reached = set(map(id, graph.leaves(inputs)))
         for block in blocks:
             if block.params is not None and not reached.isdisjoint(map(id, block.params())):
                 refuse_another_backward()
+        if not reached.isdisjoint(delayed):
+            _refuse_in_between()
         _refuse_curved(graph.behind(nodes))
 
 
@@ -132,6 +139,20 @@ def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
                 refuse_late_backward()
             return True
     return False
+
+
+def _refuse_in_between() -> NoReturn:
+    """Raise for a backward that adds unscaled gradients to scaled ones.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    raise RuntimeError(
+        "a backward() behind scale_loss(..., delay_unscale=True) must be of a scaled loss, for the "
+        "last block divides all that was added up by the scale; got one of a loss that is not "
+        "multiplied by it. Call it in a block of its own: `with amp.scale_loss(loss, optimizer, "
+        "delay_unscale=True) as scaled_loss: scaled_loss.backward()`."
+    )
 
 
 def _warn_of_graph() -> None:

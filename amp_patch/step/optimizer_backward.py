@@ -358,6 +358,14 @@ class OptimizerBackward:
             self._pass.unscale_()
             self.skip.settle()
 
+    def scaled_params(self) -> Sequence[Tensor]:
+        """Return the parameters whose gradients wait for a further backward of a scaled loss."""
+        scale = self.gradients.scaled.scale
+        if scale is None or (not isinstance(scale, Tensor) and scale == 1.0):
+            return ()
+        pairs = self.pairs()
+        return pairs.model if self.gradients.are_delayed(pairs) else ()
+
     def receive_unscaled(self) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters."""
         expects = self.masters is not None and not self.is_open and not self.gradients.are_pending

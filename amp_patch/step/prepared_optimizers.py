@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
@@ -180,6 +181,11 @@ class PreparedOptimizers:
         """Finish every check that ``delay_overflow_check`` left open."""
         for step in list(self.steps.values()):
             step.skip.settle()
+
+    def scaled_params(self) -> list[Tensor]:
+        """Return the parameters whose gradients wait, scaled, for a further backward."""
+        steps = list(self.steps.values())
+        return [param for step in steps for param in step.backward.scaled_params()]
 
     def take_over(self, scaler: LossScaler) -> bool:
         """Leave every check of a scaler that ``delay_overflow_check`` left open to the caller.

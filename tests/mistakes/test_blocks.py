@@ -63,6 +63,19 @@ def delayed_clip(amp: Any, model: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def between_delayed(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    other = torch.nn.Linear(4, 2)
+    loss_of(other, INPUTS).backward()  # which is right
+    optimizer.zero_grad()
+    loss_of(model, INPUTS).backward()  # so is this
+    optimizer.zero_grad()
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    loss_of(model, INPUTS).backward()
+
+
 def late_with_auxiliary(amp: Any, model: Any, optimizer: Any) -> None:
     for _ in range(20):
         one_pass(amp, model, optimizer)
@@ -123,6 +136,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
         "or one under no_sync",
         ("O1", "O2"),
     ),
+    "loss.backward() between blocks": (between_delayed, "for the last block", ("O1", "O2")),
     "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),
     "backward outside": (late_backward, LATE, ("O1", "O2")),
     "a loss of scaled outputs": (around_forward, "of what LogSoftmax made of it", ("O1", "O2")),
