@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from amp_patch.casting.mode import HALVES
@@ -48,7 +49,10 @@ class ScaledLoss(_Block):
     @never_trace
     def __enter__(self) -> Tensor:
         try:
-            return self._pass.scale(self._loss)
+            if torch.is_grad_enabled():
+                return self._pass.scale(self._loss)
+            with torch.enable_grad():  # a backward works without, and so it does here
+                return self._pass.scale(self._loss)
         except BaseException:
             self._pass.abandon()
             raise
@@ -87,7 +91,10 @@ class UnscaledLoss(_Block):
     @never_trace
     def __enter__(self) -> Tensor:
         self._cache.begin_backward()
-        return self._loss.float() if self._loss.dtype in HALVES else self._loss
+        if self._loss.dtype not in HALVES:
+            return self._loss
+        with torch.enable_grad():
+            return self._loss.float()
 
     @never_trace
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:

@@ -542,3 +542,17 @@ def test_gradients_are_checked_only_where_an_overflow_counts(
         scaled_loss.backward()
     is_checked = "_amp_foreach_non_finite_check_and_unscale_" in operators.names
     assert is_checked == (scale == 8.0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_backward_works_with_gradients_off_as_it_does_without_amp(
+    amp: ModuleType, level: str, dtype: torch.dtype
+) -> None:
+    model, optimizer = prepared(amp, level, 4.0 if level in ("O1", "O2") else 1.0)
+    loss = model.loss(0.25).to(dtype)
+    with torch.no_grad():
+        scaled_backward(amp, loss, optimizer)
+        assert not torch.is_grad_enabled()
+        optimizer.step()
+    assert model.state_dict()["weight"].tolist() == [-0.25, -0.25]
