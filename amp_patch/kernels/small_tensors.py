@@ -54,10 +54,11 @@ def allocate(models: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor
 def move_together(params: Sequence[Tensor]) -> None:
     """Give small parameters a memory that they share, instead of one for each.
 
-    Large ones stay where they are, and such as share their memory already (the flat weights of a
-    recurrent layer).
+    Large ones stay where they are, and such as share their memory already: the flat weights of a
+    recurrent layer, and those of a model that several processes train.
     """
     chosen = [p for p in params if is_small(p) and p.untyped_storage().nbytes() == p.nbytes]
+    chosen = [p for p in chosen if not (p.is_cpu and p.is_shared())]
     _, places = allocate(chosen)
     for param, place in zip(chosen, places, strict=True):
         assert place is not None

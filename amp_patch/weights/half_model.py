@@ -282,9 +282,16 @@ def _convert_params(
             original = param.data
             original.grad, param.grad = param.grad, None
             originals.params[param] = original
-            set_data(param, original.to(dtype))
+            set_data(param, _converted(original, dtype))
     if params and isinstance(module, nn.RNNBase):
         module.flatten_parameters()
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype, which other processes see if they see the tensor."""
+    converted = tensor.to(dtype)
+    is_shared = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared()
+    return converted.share_memory_() if is_shared else converted
 
 
 def _convert_buffers(
@@ -297,7 +304,7 @@ def _convert_buffers(
 ) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
-            stored_buffer = module._buffers[name] = buffer.to(dtype)
+            stored_buffer = module._buffers[name] = _converted(buffer, dtype)
             if buffer.dtype in HALVES:
                 originals.buffers[f"{path}.{name}"] = buffer
             else:

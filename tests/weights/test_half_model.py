@@ -140,6 +140,19 @@ def test_float64_complex_and_integer_tensors_are_untouched(amp: ModuleType, leve
     assert before == {name: (now[name].data_ptr(), now[name].dtype) for name in before}
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_processes_share_is_shared_still(amp: ModuleType, level: str) -> None:
+    models = [nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2)]
+    models[0][0].register_buffer("mean", torch.full((3,), 0.1))
+    models[0].share_memory()
+    optimizer = torch.optim.SGD([p for one in models for p in one.parameters()], lr=0.1)
+    amp.initialize(models, optimizer, opt_level=level, verbosity=0)
+    shared, own = ([*one.parameters(), *one.buffers()] for one in models)
+    assert models[0][0].weight.dtype is models[0][0].mean.dtype is HALF_OF[level]
+    assert all(tensor.is_shared() for tensor in shared)
+    assert not any(tensor.is_shared() for tensor in own)
+
+
 def test_a_tied_weight_stays_one_parameter(amp: ModuleType) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["embed"].weight
