@@ -40,13 +40,18 @@ _MOST_OPERANDS = 6
 
 
 class _Place(NamedTuple):
-    """Where an exception comes from: the module that ran, its path, its model and the level."""
+    """Where an exception comes from: the module that ran, its path, its model and the level.
+
+    Attributes:
+        stranger: the innermost module that this one called, and that is no part of the model.
+    """
 
     module: nn.Module
     path: str
     model: nn.Module
     level: OptLevel
     frame: types.FrameType
+    stranger: nn.Module | None = None
 
 
 def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
@@ -96,8 +101,12 @@ def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _P
     found = None
     for frame in _frames(error):
         module = _owner_of(frame)
-        if isinstance(module, nn.Module) and id(module) in names and not _is_calling(frame):
+        if not isinstance(module, nn.Module) or _is_calling(frame):
+            continue
+        if id(module) in names:
             found = _Place(module, *names[id(module)], frame)
+        elif found is not None:
+            found = found._replace(stranger=module)
     return found
 
 
@@ -204,6 +213,13 @@ def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
         )
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
         return _mend_of_a_cast(set(strays.values()))
+    other = _float_weights(place.stranger, place.level)
+    if other is not None:
+        return (
+            f"It called a {type(place.stranger).__name__} with {other} weights that is no part of "
+            "the model, as a layer in a plain list or dict is: put it into an nn.ModuleList or "
+            "nn.ModuleDict before amp.initialize(), or give it x.float()."
+        )
     if place.path in strays or any(path.startswith(f"{place.path}.") for path in strays):
         path, stored = next(iter(strays.items()))
         return (
@@ -262,6 +278,13 @@ def _strays(place: _Place) -> dict[str, str]:
             ):
                 found[name] = _short(param.dtype).removeprefix("torch.")
     return found
+
+
+def _float_weights(module: nn.Module | None, level: OptLevel) -> str | None:
+    """Return the dtype of a module's own weights, where it is not the one that a level stores."""
+    params = [] if module is None else module._parameters.values()
+    dtypes = [param.dtype for param in params if param is not None and param.dtype in FLOATS]
+    return next((_short(one) for one in dtypes if one is not level.cast_model_type), None)
 
 
 def _is_functional_call() -> bool:

@@ -173,6 +173,27 @@ def test_a_layer_replaced_later(amp: ModuleType, level: str) -> None:
     assert "'last.0' holds float32 weights" in fail(lambda: model(X))
 
 
+class Listed(nn.Module):
+    """Keeps a layer where the model does not know it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = [nn.Sequential(nn.Linear(4, 4))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.first(x))
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_layer_in_a_plain_list(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(Listed(), opt_level=level, verbosity=0)
+    note = fail(lambda: model(X))
+    assert "this came from the model itself (Listed)" in note
+    assert "a Linear with torch.float32 weights that is no part of the model" in note
+    assert "nn.ModuleList" in note
+
+
 @pytest.mark.parametrize("level", HALF)
 def test_the_model_in_float_again(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)
