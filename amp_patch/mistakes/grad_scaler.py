@@ -164,6 +164,7 @@ class ServedScalers:
         self._last_scale = scaling.scale()
         one = self._make_pass(steps, scaling)
         scaled = one.multiply(loss)
+        self._scaler().is_by_hand = True  # where torch.autograd.grad() takes it
         if scaling.is_on and scaled.grad_fn is not None:
             scaled.grad_fn.register_prehook(functools.partial(self._begin, one))
         return scaled

@@ -323,3 +323,21 @@ def test_what_initialize_was_told_counts_before_it(amp: ModuleType, told: bool) 
     assert [one.filename for one in caught] == [__file__] * told
     assert all("got GradScaler(init_scale=128.0, growth" in str(one.message) for one in caught)
     assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_a_script_unscales_itself_are_of_a_scaled_loss(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            params = list(model.parameters())
+            grads = torch.autograd.grad(scaler.scale(loss_of(model, inputs)), params)
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad / scaler.get_scale()
+            optimizer.step()
+    assert not caught
+    torch.testing.assert_close(weights(model), trained_rightly(level), rtol=1e-3, atol=1e-4)
