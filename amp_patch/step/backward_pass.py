@@ -183,19 +183,30 @@ class BackwardPass:
             self._refuse_another(self._watched)
         self._received = self._share("master") if self._open else []
         is_on = self._scaling.is_on
-        if len(self._received) == 1:
-            ((one, pairs),) = self._received
-            found: list[Found] = [one.receive_alone(pairs, self._scale, is_on)]
-        else:  # two optimizers may receive the same half gradients
-            found = [one.receive(pairs, self._scale, is_on) for one, pairs in self._received]
-            for one, _ in self._received:
-                one.gradients.show(self._scale)
-            for one, _ in self._received:
-                one.gradients.finish()
+        try:
+            found = self._take_in(is_on)
+        except RuntimeError:
+            for _, pairs in self._received:
+                pairs.refuse_resized()
+            raise
         if self._watched is not None:
             self._tell_of_strays(self._watched, found)
         if is_on and any(map(_GROUPS, self._optimizers)):
             self._agree(found)
+        return found
+
+    def _take_in(self, is_on: bool) -> list[Found]:
+        if len(self._received) == 1:
+            ((one, pairs),) = self._received
+            return [one.receive_alone(pairs, self._scale, is_on)]
+        # two optimizers may receive the same half gradients
+        found: list[Found] = [
+            one.receive(pairs, self._scale, is_on) for one, pairs in self._received
+        ]
+        for one, _ in self._received:
+            one.gradients.show(self._scale)
+        for one, _ in self._received:
+            one.gradients.finish()
         return found
 
     def _skips(self) -> list[Skip]:

@@ -37,6 +37,23 @@ class ParamPairs(NamedTuple):
         taken.update(keys)
         return self if all(new) else self.select(new)
 
+    def refuse_resized(self) -> None:
+        """Raise if a parameter has another shape than its master.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        pairs = zip(self.model, self.master, strict=True)
+        found = next((both for both in pairs if both[0].shape != both[1].shape), None)
+        if found is not None:
+            shape, before = (tuple(one.shape) for one in found)
+            raise RuntimeError(
+                "a weight that an optimizer steps keeps its shape at a level with fp32 masters; "
+                f"got one of {shape}, as param.data = larger leaves it, whose master is of "
+                f"{before}. Put torch.nn.Parameter(larger) in its place in the model, and call "
+                "optimizer.add_param_group({'params': [it]})."
+            )
+
     def select(self, chosen: list[bool]) -> ParamPairs:
         """Return the pairs that are chosen."""
         return ParamPairs(*(list(compress(column, chosen)) for column in self))

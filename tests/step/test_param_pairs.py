@@ -1,10 +1,14 @@
 """Pairs of parameters and masters: each is handled once, however many optimizers hold it."""
 
+import re
 import weakref
+from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
+from support import scaled_backward
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from amp_patch.step.param_pairs import ParamPairs, Params, same
 
@@ -35,6 +39,26 @@ def test_of_two_optimizers_the_first_handles_what_both_hold(tensors: list[Tensor
     by_master: set[int] = set()
     assert ones.share(by_master, "master") is ones
     assert others.share(by_master, "master") is others
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_a_weight_that_was_resized_is_told_of(
+    amp: ModuleType, level: str, fused_step: bool
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    options = {"verbosity": 0, "loss_scale": 4.0, "fused_step": fused_step}
+    amp.initialize(model, optimizer, opt_level=level, **options)
+    before, stepped = model.weight.data, model.state_dict()["weight"] - 0.1
+    model.weight.data = before.repeat(1, 2)
+    with pytest.raises(RuntimeError, match=re.escape("got one of (2, 6), as param.data = larger")):
+        scaled_backward(amp, model(torch.ones(1, 6)).sum(), optimizer)
+    optimizer.zero_grad()
+    model.weight.data = before
+    scaled_backward(amp, model(torch.ones(1, 3)).sum(), optimizer)
+    optimizer.step()
+    torch.testing.assert_close(model.state_dict()["weight"], stepped, rtol=0, atol=1e-3)
 
 
 def test_lists_are_the_same_by_their_objects(tensors: list[Tensor]) -> None:
