@@ -397,6 +397,8 @@ class OptimizerBackward:
 
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
+        if self.is_open:  # deactivated in a block, behind its backward
+            self._end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
             self.skip.settle()
         overflow = self.skip.found()

@@ -338,6 +338,17 @@ def test_deactivate_unscales_what_was_delayed_and_keeps_the_rest(
     assert grads == {"a": [4.0] * 3, "b": [5.0] * 4, "norm": [2.0] * 2}
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_deactivate_in_a_block_keeps_what_its_backward_wrote(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    backward(amp, model, optimizer, {"a": 3.0})
+    with amp.scale_loss(model.loss({"a": 1.0, "b": 5.0}), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        amp.deactivate()
+    assert model.a.grad.flatten().tolist() == [4.0] * 3
+    assert model.b.grad.flatten().tolist() == [5.0] * 4
+
+
 # --- parameters that two optimizers step ---
 
 
