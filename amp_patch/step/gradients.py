@@ -120,6 +120,16 @@ class Gradients:
         waiting = self._lazy is not None and self._lazy.are_waiting
         return not waiting and not self._aside and not any(map(_has_grad, chain(*pairs)))
 
+    def are_zero(self, pairs: ParamPairs) -> bool:
+        """Return whether those that wait aside are 0, and so those of masters; waits for a device.
+
+        Nothing but 0 is what a script leaves that clears in place.
+        """
+        waiting = self._lazy is not None and self._lazy.are_waiting
+        found = chain([grad for _, grad in self._aside], map(stored_grad, pairs.master))
+        grads = [kernels.values(local(grad)) for grad in found if grad is not None]
+        return not waiting and not any(bool(grad.any()) for grad in grads)
+
     def drop(self, pairs: ParamPairs) -> None:
         """Clear all gradients: those of parameters and masters, set aside or waiting."""
         if self._lazy is not None:

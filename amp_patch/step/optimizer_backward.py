@@ -194,8 +194,17 @@ class OptimizerBackward:
         self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self._thread = threading.get_ident()
-        if self.skip.is_possible and self.gradients.are_cleared(self.pairs()):
-            self.skip.forget()  # the user dropped what overflowed
+        if self.skip.is_possible and self._are_dropped():
+            self.skip.forget()  # what overflowed
+
+    def _are_dropped(self) -> bool:
+        """Return whether the user cleared all gradients, or, behind a known overflow, zeroed them.
+
+        Of other ranks' gradients this one knows nothing.
+        """
+        pairs = self.pairs()
+        may_be_zero = self.skip.is_certain and not self.ranks.groups
+        return self.gradients.are_cleared(pairs) or (may_be_zero and self.gradients.are_zero(pairs))
 
     def leave_scaled(self, scale: float | Tensor) -> None:
         """End the pass with the gradients scaled, for the next backward to add to."""

@@ -1,7 +1,11 @@
 """One optimizer around its backward passes: its pairs, what is refused, what `release` leaves."""
 
+from collections.abc import Callable
+from types import ModuleType
+
 import pytest
 import torch
+from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -129,3 +133,56 @@ def test_release_drops_what_overflowed(optimizer: Optimizer, backward: Optimizer
     backward.leave_scaled(4.0)
     backward.release()
     assert gradients(optimizer) == [None, None]
+
+
+def zero_model(model: nn.Module, optimizer: Optimizer) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def zero_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        param.grad.zero_()
+
+
+def zero_data(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        param.grad.data.zero_()
+
+
+ZEROING = (zero_model, zero_by_hand, zero_data)
+
+
+@pytest.mark.parametrize(
+    ("level", "fused_step", "zero"),
+    [
+        *((level, False, zero) for level in ("O1", "O2") for zero in ZEROING),
+        *(("O2", True, zero) for zero in ZEROING if zero is not zero_data),  # which it does not see
+    ],
+)
+def test_a_script_that_skips_by_itself_and_zeroes_in_place_loses_no_other_step(
+    amp: ModuleType, level: str, fused_step: bool, zero: Callable[[nn.Module, Optimizer], None]
+) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    options = {"verbosity": 0, "init_scale": 8.0, "fused_step": fused_step}
+    amp.initialize(model, optimizer, opt_level=level, **options)
+    before = model.state_dict()["weight"].clone()
+    for factor in (1.0, torch.inf, 1.0, 1.0):
+        loss = model(torch.ones(1, 2)).float().sum() * factor
+        scaled_backward(amp, loss, optimizer)
+        if amp.clip_grad_norm_(optimizer, 100.0).isfinite():
+            optimizer.step()
+        zero(model, optimizer)
+    torch.testing.assert_close(model.state_dict()["weight"], before - 3 * 0.5, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_one_micro_batch_is_not_forgotten(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, init_scale=8.0)
+    for factor in (0.0, torch.inf, 0.0):
+        loss = (model(torch.ones(1, 2)).float() * factor).sum()
+        scaled_backward(amp, loss, optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
