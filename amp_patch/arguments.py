@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +78,27 @@ def refuse_twice(optimizers: Iterable[Optimizer], known: Iterable[Optimizer]) ->
                 "returned, or call amp.deactivate() before you initialize it anew."
             )
         seen.add(id(optimizer))
+
+
+def refuse_shared_state(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for optimizers of the same parameters that have one ``state`` in common.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    for one, other in combinations(optimizers, 2):
+        is_shared = getattr(one, "state", None) is getattr(other, "state", optimizers)
+        if is_shared and not _ids_of_params(one).isdisjoint(_ids_of_params(other)):
+            raise RuntimeError(
+                "at a level with fp32 masters each optimizer steps masters of its own, and its "
+                f"state goes by them; got {type(one).__name__} and {type(other).__name__} of "
+                "the same parameters with one state. Give each a state of its own, or call "
+                "amp.initialize(..., opt_level='O1')."
+            )
+
+
+def _ids_of_params(optimizer: Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 def _as_list(given: Any, kind: type, rule: str) -> list[Any]:

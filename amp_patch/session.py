@@ -167,6 +167,8 @@ class Session:
         """
         stepping = [local_optimizer(o) if level.master_weights else o for o in optimizers]
         arguments.refuse_twice(stepping, self.optimizers.steps)
+        if level.master_weights:
+            arguments.refuse_shared_state(stepping)
         arguments.refuse_compiled(models, level.cast_model_type in HALVES)
         if level.cast_model_type in HALVES:
             arguments.refuse_unstorable(models)

@@ -244,6 +244,21 @@ def test_an_optimizer_given_twice_is_refused(known_before: bool) -> None:
     arguments.refuse_twice([first, twice], [optimizer()])
 
 
+def test_one_state_of_two_optimizers_of_the_same_parameters_is_refused() -> None:
+    message = (
+        "at a level with fp32 masters each optimizer steps masters of its own, and its state goes "
+        "by them; got SGD and Adam of the same parameters with one state. Give each a state of "
+        "its own, or call amp.initialize(..., opt_level='O1')."
+    )
+    first, second, other = optimizer(), optimizer(Adam), optimizer()
+    second.param_groups[0]["params"] = list(first.param_groups[0]["params"])
+    arguments.refuse_shared_state([first, second, other])
+    second.state = other.state = first.state
+    with pytest.raises(RuntimeError, match=exactly(message)):
+        arguments.refuse_shared_state([other, first, second])
+    arguments.refuse_shared_state([other, first])
+
+
 @pytest.mark.parametrize(
     ("loss", "received"),
     [

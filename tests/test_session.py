@@ -9,6 +9,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -635,3 +636,15 @@ def test_an_interrupted_forward_does_not_set_the_casts_of_later_models(
     model = amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
     assert model(torch.ones(2, 2)).dtype is torch.float16
+
+
+@pytest.mark.parametrize(("level", "is_refused"), [("O1", False), ("O2", True), ("O5", True)])
+def test_one_state_of_two_optimizers_is_refused_where_there_are_masters(
+    amp: ModuleType, level: str, is_refused: bool
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [SGD(model.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 0.2)]
+    optimizers[1].state = optimizers[0].state
+    with pytest.raises(RuntimeError, match="with one state") if is_refused else nullcontext():
+        amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    assert model.weight.dtype is torch.float32
