@@ -143,7 +143,7 @@ class BackwardPass:
         if not is_on and all(map(_TAKES_GRADS_AS_THEY_ARE, self._optimizers)):
             return
         for one in self._optimizers:
-            if one.gradients.may_be_cleared:
+            if one.gradients.may_be_cleared or one.skip.is_certain:
                 one.drop_cleared()
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))

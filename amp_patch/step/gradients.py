@@ -416,11 +416,16 @@ class Gradients:
         self._has_added |= were_made
         return found_inf
 
-    def drop_cleared(self, pairs: ParamPairs) -> None:
-        """Where the user cleared a half gradient, drop what its master was given of it, too."""
+    def drop_cleared(self, pairs: ParamPairs, by_value: bool = False) -> None:
+        """Where the user cleared a half gradient, drop what its master was given of it, too.
+
+        Args:
+            pairs: of the optimizer.
+            by_value: see `ReceivedGradients.changes`.
+        """
         if self.are_delayed(pairs):
             return
-        (params, masters), written = self._received.changes(pairs)
+        (params, masters), written = self._received.changes(pairs, by_value)
         for grad, is_another in written:
             self._tell_of_write(grad, is_another)
         self._clear_masters(masters)

@@ -169,9 +169,10 @@ class OptimizerBackward:
     def drop_cleared(self) -> None:
         """Follow the user who cleared gradients of the model's parameters, as may be.
 
-        Call it where ``gradients.may_be_cleared`` is True.
+        Call it where ``gradients.may_be_cleared`` is True, and behind an overflow: one that is not
+        stepped would stay with the masters for good.
         """
-        self.gradients.drop_cleared(self.pairs())
+        self.gradients.drop_cleared(self.pairs(), by_value=self.skip.is_certain)
 
     def begin(
         self,

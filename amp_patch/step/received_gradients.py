@@ -93,8 +93,13 @@ class ReceivedGradients:
             return False
         return not (self._watched.sums and self._watched.written(self.params()))
 
-    def changes(self, pairs: ParamPairs) -> Changes:
-        """Return what was done to the noted gradients of these parameters."""
+    def changes(self, pairs: ParamPairs, by_value: bool = False) -> Changes:
+        """Return what was done to the noted gradients of these parameters.
+
+        Args:
+            pairs: of the optimizer.
+            by_value: whether each is asked for 0, which a write through ``.data`` leaves unseen.
+        """
         noted, written = self._by_param(), self._watched.written(self.params())
         changes = Changes(ParamPairs([], []), [])
         for param, master in zip(*pairs, strict=True):
@@ -103,12 +108,13 @@ class ReceivedGradients:
                 continue
             is_noted = is_of(known.reference, grad)
             is_whole = grad is not None and is_noted and grad._version == known.version
-            if is_whole and id(param) not in written:
+            is_whole = is_whole and id(param) not in written
+            if is_whole and not by_value:
                 continue
             if grad is None or not kernels.values(grad).any():
                 changes.cleared.model.append(param)
                 changes.cleared.master.append(master)
-            else:
+            elif not is_whole:
                 changes.written.append((grad, not is_noted))
         return changes
 
