@@ -317,8 +317,19 @@ def _places_in(holder: Any) -> Iterable[Place]:
         return [(holder, name, value) for name, value in vars(holder).items()]
     elif dataclasses.is_dataclass(holder) and not is_left_alone(type(holder).__module__):
         names = [field.name for field in dataclasses.fields(holder)]
-        return [(holder, name, getattr(holder, name, None)) for name in names]
+        return [(holder, name, _attribute(holder, name)) for name in names]
     return ()
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """Return an attribute as `patching.put` sets it, whatever the class overrides.
+
+    A configuration of transformers refuses to be asked for what differs from layer to layer.
+    """
+    try:
+        return object.__getattribute__(holder, name)
+    except Exception:  # never set, or a property that raises: no place of a function
+        return None
 
 
 def _is_plain(value: Any) -> bool:

@@ -48,6 +48,19 @@ class Slotted:
     act: Any
 
 
+@dataclass
+class Reticent:
+    """One that refuses to tell of an attribute, as configurations of transformers may."""
+
+    act: Any
+    size: int = 4
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "size":
+            raise RuntimeError("the size differs from layer to layer")
+        return super().__getattribute__(name)
+
+
 class Lazy(OrderedDict):
     """A table whose subscription does more than look up."""
 
@@ -104,6 +117,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "dataclass": Config,
     "frozen dataclass": Frozen,
     "dataclass with slots": Slotted,
+    "dataclass that refuses to be read": Reticent,
     "SimpleNamespace": lambda act: types.SimpleNamespace(act=act),
     "closure": closure,
     "default argument": with_default,
@@ -158,7 +172,7 @@ def parts_of(value: Any) -> Iterable[Any]:
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return value.__defaults__, value.__kwdefaults__, *cells
     if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
+        return [object.__getattribute__(value, field.name) for field in fields(value)]
     if isinstance(value, (types.SimpleNamespace, Inner)):
         return [item for name, item in vars(value).items() if not name.startswith("_")]
     return ()
