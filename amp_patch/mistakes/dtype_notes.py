@@ -34,6 +34,8 @@ _NO_KERNEL = re.compile(
     re.IGNORECASE,
 )
 _OVERFLOW = re.compile("without overflow")
+# Of two dtypes of which one is half, or those of a scatter, which torch does not name.
+_HALF_AND_ANOTHER = re.compile(r"\b(c10::)?(B?Float16|Half)\b|self\.dtype", re.IGNORECASE)
 _BEGIN = "amp_patch: "
 #: Operands that a note lists.
 _MOST_OPERANDS = 6
@@ -57,7 +59,7 @@ class _Place(NamedTuple):
 def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     """Add a note to an exception about dtypes that a module of a model raises; once.
 
-    Where functions cast (O1, O4) only what half numbers alone are at fault for gets one.
+    Where functions cast (O1, O4) only what names a half dtype gets one.
 
     Args:
         error: as it is on its way to the user.
@@ -68,12 +70,13 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     is_of_two = isinstance(error, (RuntimeError, ValueError)) and _COMPLAINT.search(message)
     if not (is_of_half or is_of_two) or _is_noted(error):
         return
+    where_functions_cast = is_of_half or _HALF_AND_ANOTHER.search(message)
     place = _innermost(
         error,
         {
             model: level
             for model, level in levels.items()
-            if level.cast_model_type in HALVES or (is_of_half and level.casts_functions)
+            if level.cast_model_type in HALVES or (where_functions_cast and level.casts_functions)
         },
     )
     if place is not None:
@@ -167,6 +170,8 @@ def _mend(place: _Place, error: BaseException) -> str:
     mend = _mend_of_half(message, place)
     if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
         mend = _mend_of_float64(place)
+    if mend is None and place.level.casts_functions:
+        mend = _MEND_WHERE_FUNCTIONS_CAST
     return mend or _mend_of_weights(place, _strays(place)) or _mend_of_inputs(place)
 
 
@@ -181,6 +186,13 @@ def _mend_of_half(message: str, place: _Place) -> str | None:
             "x.float() in the place of x, and hand on y.to(x.dtype) behind it."
         )
     return None
+
+
+_MEND_WHERE_FUNCTIONS_CAST = (
+    "Some functions return half numbers and others float32, and what writes in place (out[mask] = "
+    "y, index_add_, scatter_add_) takes one dtype: write y.to(out.dtype), or compute this part in "
+    "`with amp.float_region():`."
+)
 
 
 def _mend_of_a_number(place: _Place) -> str:

@@ -69,6 +69,43 @@ def test_the_levels_that_it_names_hold_that_number(amp: ModuleType, level: str) 
     assert model(X).isfinite().all()
 
 
+#: Writes in place of what functions return in another dtype, each in words of its own.
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "Index put requires": lambda out, at, y: out.__setitem__(at, y),
+    "must have the same scalar type": lambda out, at, y: out.index_add_(0, at, y),
+    "Expected self.dtype to be": lambda out, at, y: out.scatter_add_(
+        0, at[:, None].expand(4, 4), y
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRITES)
+@pytest.mark.parametrize("level", CASTING)
+def test_a_write_in_place_of_another_dtype_where_functions_cast(
+    amp: ModuleType, level: str, words: str
+) -> None:
+    def write(half: Tensor, mend: bool) -> Tensor:
+        out, y = torch.zeros_like(half), half.softmax(-1)
+        WRITES[words](out, torch.arange(4), y.to(out.dtype) if mend else y)
+        return out
+
+    model = Then(lambda half: write(half, mend=False))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match=words) as error:
+        model(X)
+    note = told(error.value)
+    assert f"at opt_level {level} functions cast to {CASTING[level]}" in note
+    assert "write y.to(out.dtype), or compute this part in `with amp.float_region():`" in note
+    model.function = lambda half: write(half, mend=True)
+    assert model(X).isfinite().all()
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_inputs_in_float64_where_functions_cast(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level=level, verbosity=0)
+    assert "A float64 tensor is never cast: pass x.float()" in fail(lambda: model(X.double()))
+
+
 class Scores(nn.Module):
     """Fills half scores with the minimum of a float32 tensor, as Hugging Face's DeBERTa does."""
 
