@@ -103,7 +103,7 @@ class Session:
         self.observers = Observers()
         self.was_used = False
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
-        self.libraries = LibraryFunctions(lambda patch: self.functions.beneath(patch))
+        self.libraries = LibraryFunctions(lambda *args: self.functions.beneath(*args))
         self._reset()
 
     def _reset(self) -> None:

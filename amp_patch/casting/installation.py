@@ -108,11 +108,20 @@ class _Installation:
         self._patches.replace(owner, name, replacement)
 
     def bindings(self) -> Replacements:
-        """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts."""
+        """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts.
+
+        Where the original is a wrapper of `library_functions`, users may have bound either.
+        """
         found: dict[int, tuple[Any, Any]] = {}
         for (key, _, _), pair in self.wrappers.items():
             found.setdefault(key, pair)
-        return {key: pair for key, pair in found.items() if pair[0] is not pair[1]}
+        found = {key: pair for key, pair in found.items() if pair[0] is not pair[1]}
+        # Last, for what is undone goes back to what came last.
+        for original, wrapper in list(found.values()):
+            beneath = getattr(original, "stands_for", None)
+            if beneath is not None:
+                found[id(beneath)] = beneath, wrapper
+        return found
 
     def _make(self, target: tuple[Any, str, Any], rule: str, path: str | None, alone: bool) -> Any:
         owner, name, original = target

@@ -25,6 +25,7 @@ from . import library_rules
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype
 from .foreign_objects import cast_frame, promote_column
 from .half_saving import HalfSaving
+from .held_functions import HeldFunctions
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
 from .regions import FloatRegion
@@ -54,16 +55,17 @@ class LibraryFunctions:
 
     Args:
         beneath: calls what it is given with the functions that a user registered restored, for
-            their wrappers stand on ours.
+            their wrappers stand on ours; and with those of torch, where True is given as well.
     """
 
-    def __init__(self, beneath: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, beneath: Callable[..., None]) -> None:
         self._beneath = beneath
         self._rules: dict[str, dict[str, Rule]] = {
             module: {name: Rule(*row[:2]) for name, row in names.items()}
             for module, names in library_rules.RULES.items()
         }
         self._patches = Patches()
+        self._held = HeldFunctions()
         self._active = False
         self._awaited: set[str] = set()
 
@@ -71,29 +73,31 @@ class LibraryFunctions:
         """Patch the functions of every imported module, and of the others when they come."""
         self._active = True
         replaced: dict[int, tuple[Any, Any]] = {}
+        of_torch: dict[int, tuple[Any, Any]] = {}
         for name in self._rules:
             module = sys.modules.get(name)
             if module is not None:
-                found = self._patch(module)
                 # Torch's are called as F.normalize: to look for other names in every module that
                 # uses torch would make each initialize a third longer.
-                replaced.update({} if is_left_alone(name) else found)
+                (of_torch if is_left_alone(name) else replaced).update(self._patch(module))
             elif name not in self._awaited:
                 self._awaited.add(name)
                 when_imported(name, self._imported)
         if replaced:
             self._patches.replace_bindings(replaced, users_only=True)
+        self._held.install(of_torch, (), ())
 
     def undo(self) -> None:
-        """Restore every function; the rules stay."""
+        """Restore every function, also where a model or module took it since; the rules stay."""
         self._active = False
         self._patches.undo()
+        self._held.undo()
 
     def register(self, module: str, name: str, rule: Rule) -> None:
         """Add a rule for ``module.name``, for as long as this process runs."""
         self._rules.setdefault(module, {})[name] = rule
         if self._active:
-            self._beneath(self._reinstall)
+            self._beneath(self._reinstall, True)
 
     def _reinstall(self) -> None:
         self.undo()
@@ -159,6 +163,7 @@ def wrap(function: Function, rule: Rule) -> Function:
 
     # TorchScript compiles the original: it cannot read a closure.
     wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
+    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
     return wrapper
 
 

@@ -123,9 +123,14 @@ class PatchedFunctions:
             self._reinstall()
             raise
 
-    def beneath(self, patch: Callable[[], None]) -> None:
-        """Patch something else while no function is: its wrapper must not stand on one of ours."""
-        if not self._patches or not self._registered:
+    def beneath(self, patch: Callable[[], None], torchs: bool = False) -> None:
+        """Patch something else while no function is: its wrapper must not stand on one of ours.
+
+        Args:
+            patch: does it.
+            torchs: it patches functions of torch, too.
+        """
+        if not self._patches or not (torchs or self._registered):
             patch()
             return
         self._models.update(self._restore())

@@ -474,3 +474,38 @@ def test_gradients_are_those_of_float32(
     assert found.double().allclose(expected, atol=precision, rtol=precision)
     for one, other in zip(ours, theirs, strict=True):
         assert one.grad.double().allclose(other.grad.double(), atol=8 * precision, rtol=precision)
+
+
+@pytest.mark.parametrize("first", ["O0", "O2", None])
+def test_a_function_of_torch_with_two_rules_is_reached_where_it_is_held(
+    amp: ModuleType, first: str | None
+) -> None:
+    original = F.cosine_similarity
+    model = Calls(original)
+    if first is not None:
+        amp.initialize(nn.Linear(2, 2), opt_level=first, verbosity=0)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    assert model.function[0](HELD.half(), HELD.half()).dtype is F32
+    amp.deactivate()
+    assert model.function[0] is original is F.cosine_similarity
+
+
+def test_a_model_that_took_a_function_while_it_was_patched_gets_it_back(amp: ModuleType) -> None:
+    original = F.normalize
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    model = Calls(F.normalize)
+    assert model.function[0] is not original
+    amp.deactivate()
+    assert model.function[0] is original is F.normalize
+
+
+def test_a_rule_that_comes_while_functions_cast_leaves_nothing_behind(
+    amp: ModuleType, library: str
+) -> None:
+    original = F.cosine_similarity
+    imported(f"{library}.ops")
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    amp.register_library_function(f"{library}.ops", "multiply")
+    assert F.cosine_similarity(torch.ones(2, 4).half(), HELD.half()).dtype is F32
+    amp.deactivate()
+    assert F.cosine_similarity is original
