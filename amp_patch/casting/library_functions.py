@@ -22,7 +22,7 @@ from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches, resolve_in, when_imported
 
 from . import library_rules
-from .argument_casts import is_on_cast_device, tensors_in, to_dtype
+from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
 from .foreign_objects import cast_frame, promote_column
 from .half_saving import HalfSaving
 from .held_functions import HeldFunctions
@@ -34,7 +34,7 @@ Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "told")
+OWN_CASTS = ("frames", "rows", "told", "wide")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 
 
@@ -226,6 +226,16 @@ def _run_told(
     return map_tensors(lambda tensor: tensor.to(told[0]), found)
 
 
+def _run_wide(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it in a model that is stored in half with half arguments in float32."""
+    if mode.stored is None or mode.region is not None:
+        return function(*args, **kwargs)
+    args, kwargs = to_float((args, dict(kwargs)))
+    return function(*args, **kwargs)
+
+
 def _run_result(
     rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -299,6 +309,7 @@ _RUN = {
     "stored": _run_stored,
     "float": _run_float,
     "told": _run_told,
+    "wide": _run_wide,
     "result": _run_result,
     "frames": _run_frames,
     "rows": _run_rows,

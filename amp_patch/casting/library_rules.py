@@ -17,6 +17,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "frames": as "stored", for what DGL makes of frames of features; those are cast when read.
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
 - "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
+- "wide": in such a model half ones to float32, and the results stay in it.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones) or "always". Results come in the dtype that they would have had.
@@ -30,11 +31,13 @@ REASONS = {
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
     "large": "it adds up over whole graphs, which soon leaves float16's range",
+    "loss": "half precision is too coarse for a loss, and its weights or targets may be float32",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
     "float32 state": "it writes what it computes to float32 tensors of its own, by index",
     "matrix": "a matrix product, for which the CPU has no half kernel",
     "not finite": "torch's kernel for it makes inf and NaN of half numbers",
     "no kernel": "it calls cdist, for which torch has no half kernel",
+    "no kernel anywhere": "torch has no half kernel for it; losses and choices are made of it",
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
     "parts": "a function that is made of others in this table",
@@ -42,6 +45,29 @@ REASONS = {
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
     "weights": "float32 weights of edges would make float32 messages",
 }
+
+# Those that torch's autocast computes in float32, and ctc_loss, which has no half kernel.
+LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+)
 
 RULES = {
     "dgl.ops.spmm": {
@@ -104,12 +130,22 @@ RULES = {
         "cosine_similarity": ("stored", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
+        **dict.fromkeys(
+            (
+                *("cdist", "ctc_loss", "det", "logdet", "nanquantile", "pdist", "quantile"),
+                *("slogdet", "Tensor.det", "Tensor.logdet", "Tensor.nanquantile"),
+                *("Tensor.quantile", "Tensor.slogdet"),
+            ),
+            ("wide", "always", "no kernel anywhere"),
+        ),
     },
     "torch.sparse": {
         "addmm": ("half", "cpu", "sparse"),
         "mm": ("half", "cpu", "sparse"),
     },
     "torch.linalg": {
+        "det": ("wide", "always", "no kernel anywhere"),
+        "slogdet": ("wide", "always", "no kernel anywhere"),
         "matrix_exp": ("promote", "always", "not finite"),
     },
     "torch.nn.functional": {
@@ -117,6 +153,8 @@ RULES = {
         "normalize": ("stored", "always", "tiny"),
         "cosine_similarity": ("stored", "always", "tiny"),
         "cosine_embedding_loss": ("stored", "always", "tiny"),
+        "pdist": ("wide", "always", "no kernel anywhere"),
+        **dict.fromkeys(LOSSES, ("wide", "always", "loss")),
     },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),

@@ -3,7 +3,7 @@
 import importlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from amp_patch import amp as core
 from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, _dtypes, wrap
 from amp_patch.casting.mode import mode, process
 from amp_patch.session import session
@@ -509,3 +510,45 @@ def test_a_rule_that_comes_while_functions_cast_leaves_nothing_behind(
     assert F.cosine_similarity(torch.ones(2, 4).half(), HELD.half()).dtype is F32
     amp.deactivate()
     assert F.cosine_similarity is original
+
+
+#: Losses, and what torch has no half kernel for; of half numbers and what is float32.
+WIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "cdist": lambda x: torch.cdist(x, torch.eye(4).to(x)),
+    "cross_entropy": lambda x: F.cross_entropy(
+        x, torch.arange(4), torch.arange(1.0, 5).to(torch.promote_types(x.dtype, F32))
+    ),
+    "ctc_loss": lambda x: F.ctc_loss(
+        x[:, None], torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+    ),
+    "MSELoss": lambda x: nn.MSELoss(reduction="none")(x, x.flip(0)),
+    "quantile": lambda x: x.quantile(0.3, dim=1),
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_losses_and_what_has_no_half_kernel_are_float32(amp: ModuleType, level: str) -> None:
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def all_of_them(half: Tensor, _: Tensor) -> Tensor:
+        assert half.dtype is HALF_OF[level]
+        seen.update({name: (half, function(half)) for name, function in WIDE.items()})
+        with core.float_region():
+            assert F.mse_loss(half, half).dtype is F32
+        return sum(found.sum() for _, found in seen.values())
+
+    model = Calls(all_of_them)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(torch.randn(4, 4), torch.ones(1)).backward()
+    for name, (half, found) in seen.items():
+        assert found.dtype is F32, name
+        torch.testing.assert_close(
+            found.double(),
+            WIDE[name](half.double()),
+            msg=name,
+            check_dtype=False,
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    assert model.layer.weight.grad.isfinite().all()
