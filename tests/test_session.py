@@ -552,6 +552,8 @@ def interrupt(at: int, function: Callable[[], Any]) -> int:
     return calls
 
 
+# Where the call is a generator's that ends early, or a weak reference's, Python swallows Ctrl-C.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("level", nightly_but(("O1", "O2"), LEVELS))
 def test_a_deactivate_after_one_that_was_interrupted_ends_it(
     amp: ModuleType, users_module: types.ModuleType, level: str
