@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHARES_APEX = True
 SHAPES = st.lists(
     st.sampled_from([(), (1,), (0,), (3, 4), (7,), (2, 3, 4, 2)]), min_size=1, max_size=4
 )

@@ -24,11 +24,14 @@ from torch import nn
 import amp_patch.amp
 import amp_patch.session
 
+SHARES_APEX = True
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 @pytest.fixture
-def amp(apex: types.ModuleType):
+def amp(apex: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+    for switch in ("hard_override", "allow_incoming_model_not_fp32"):  # which scripts set
+        monkeypatch.setattr(apex.amp._amp_state, switch, False)
     yield apex.amp
     amp_patch.amp.deactivate()
 

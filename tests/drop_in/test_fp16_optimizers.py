@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+SHARES_APEX = True
 SHAPES = [(), (4,), (3, 5)]
 BOTH = ["apex.optimizers", "apex.contrib.optimizers"]
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam
 
+SHARES_APEX = True
 STAR = """BN_convert_float DynamicLossScaler FP16Model FP16_Optimizer LossScaler clip_grad_norm
     convert_module convert_network fp16_optimizer fp16util loss_scaler
     master_params_to_model_params model_grads_to_master_grads network_to_half prep_param_lists

@@ -18,6 +18,7 @@ from torch import nn
 
 import amp_patch.amp
 
+SHARES_APEX = True
 INF = float("inf")
 
 

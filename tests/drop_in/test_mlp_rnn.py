@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import amp_patch.amp
 
+SHARES_APEX = True
 HALVES = [torch.float16, torch.bfloat16]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import amp_patch.amp
 
+SHARES_APEX = True
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NAMES = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
 TOLERANCE = {

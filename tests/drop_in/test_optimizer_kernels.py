@@ -23,6 +23,7 @@ from amp_patch.optimizers import registry
 from amp_patch.optimizers.fused_step import FusedStep
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+SHARES_APEX = True
 SOURCES = {"FusedAdam": "adamw", "FusedSGD": "sgd", "FusedLAMB": "lamb"}
 each = pytest.mark.parametrize("name", SOURCES)
 ONE_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -21,6 +21,7 @@ from amp_patch import amp
 from amp_patch.step.skip import skips_by_flag, step_by_flag
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHARES_APEX = True
 ONE_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SHAPES = [(), (4,), (3, 5)]
 NAMES = ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad"]
