@@ -18,6 +18,8 @@ from benchmarks.host_models import HostModel, regression
 from benchmarks.host_steps import rules_of_cpu_autocast
 from benchmarks.report import Row
 from benchmarks.rounds import Spread, interleave, median_time, ratio
+from distributed.ranks import IMPORTED
+from support import nightly_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,11 +35,20 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return processes.run([sys.executable, *WARNINGS, RUN, *args], env=ENVIRONMENT)
 
 
-def test_a_quick_run_prints_a_line_for_each_thing_measured() -> None:
-    done = run("--quick")
+@pytest.mark.parametrize(
+    ("parts", "lines"),
+    [
+        (["host", "startup"], ["step, O2 against that ", "initialize, O5 against that "]),
+        pytest.param(["casts"], ["casts, O1 "], marks=pytest.mark.slow),
+    ],
+)
+def test_a_quick_run_prints_a_line_for_each_thing_measured(
+    parts: list[str], lines: list[str]
+) -> None:
+    done = run("--quick", "--only", *parts)
     assert done.stderr == ""
     assert done.returncode == 0
-    for line in ("casts, O1 ", "step, O2 against that ", "initialize, O5 against that "):
+    for line in lines:
         assert line in done.stdout
 
 
@@ -100,7 +111,8 @@ def test_by_the_cpus_list_functions_run_in_the_dtype_of_autocast_there(
     assert model().dtype is expected
 
 
-def test_two_processes_take_turns_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", nightly_but(["forkserver"], ["forkserver", "spawn"]))
+def test_two_processes_take_turns_and_end(monkeypatch: pytest.MonkeyPatch, start: str) -> None:
     blocks: list[Connection] = []
     timed = host_in_turn._block
 
@@ -108,6 +120,9 @@ def test_two_processes_take_turns_and_end(monkeypatch: pytest.MonkeyPatch) -> No
         blocks.append(process)
         return timed(process)
 
+    context = multiprocessing.get_context(start)
+    context.set_forkserver_preload(list(IMPORTED))  # the server is that of the ranks
+    monkeypatch.setattr(host_in_turn, "PROCESSES", context)
     monkeypatch.setattr(host_in_turn, "_block", block)
     penalty = "gradient penalty, 9 linears"
     found = host_in_turn.compare(penalty, "O2", "bare fp16", blocks=3, pairs=1)

@@ -15,7 +15,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from support import nightly_but
+from support import PROFILE, nightly_but
 from torch import Tensor, nn
 
 from amp_patch import amp as amp_api
@@ -39,6 +39,21 @@ ORDINARY = [pair for pair in TRAINABLE if pair[0] == "digits" or pair[1] in ("O0
 LAYERS = {"digits": "conv1", "language_model": "blocks.0.qkv"}
 #: The share of the first loss that may be left. Each version of Python has another text to learn.
 LEFT = {"digits": 0.5, "language_model": 0.52}
+#: What each script prints.
+PRINTED = {
+    "digits": r"LEVEL: training loss 2\.3\d+ -> 0\.[01]\d+\nLEVEL: test accuracy 9\d\.\d+ %\n",
+    "language_model": r"LEVEL: loss [45]\.\d+ -> [23]\.\d+, perplexity \d+\.\d+ on unseen text\n",
+    "gan": r"LEVEL: discriminator loss 1\.\d+, generator loss 0\.\d+, distance 0.+ -> 0.+\n",
+    "accumulation": r"LEVEL: loss 2\.\d+ -> 0\.\d+, \d+ steps clipped, \d skipped\n",
+}
+#: What the examples are trained with in the ordinary run: a part of their steps is enough to learn
+#: as float32 does.
+SHORT: dict[str, dict[str, int]] = {
+    "digits": {"epochs": 4},
+    "language_model": {"steps": 200},
+    "gan": {"epochs": 4},
+    "accumulation": {"epochs": 5},
+}
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
 # of a layer's weight and of what the layer returns
 DTYPES = {
@@ -99,12 +114,15 @@ def activation_dtype(model: nn.Module, layer: str, inputs: Tensor) -> torch.dtyp
     return seen[0]
 
 
+def short(name: str) -> dict[str, int]:
+    """Return the options of an example's training: the nightly run makes it in full."""
+    return {} if PROFILE == "nightly" else SHORT[name]
+
+
 @functools.cache
 def measured(name: str, level: str) -> Row:
     """Train an example, once for all tests of a process, and look at what it left."""
-    # of the language model a quarter of its steps is enough to halve the loss
-    options = {"steps": 200} if name == "language_model" else {}
-    result = example(name).train(level, **options)
+    result = example(name).train(level, **short(name))
     row = Row(
         result.first_loss,
         result.final_loss,
@@ -119,9 +137,9 @@ def measured(name: str, level: str) -> Row:
 
 
 @functools.cache
-def trained(name: str, level: str) -> Any:
+def trained(name: str, level: str, **options: int) -> Any:
     """Train an example, once for all tests of a process, and return its result."""
-    result = example(name).train(level)
+    result = example(name).train(level, **options)
     amp_api.deactivate()
     return result
 
@@ -139,36 +157,21 @@ def run_script(name: str, *args: str, fork: bool = processes.FORKS) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "command",
     [
-        ("digits", r"O1: training loss 2\.3\d+ -> 0\.0\d+\nO1: test accuracy 9\d\.\d+ %\n"),
-        pytest.param(
-            "language_model",
-            r"O1: loss [45]\.\d+ -> 2\.\d+, perplexity \d+\.\d+ on unseen text\n",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "gan",
-            r"O1: discriminator loss 1\.\d+, generator loss 0\.\d+, distance 0.+ -> 0.+\n",
-            marks=pytest.mark.slow,
-        ),
-        ("accumulation", r"O1: loss 2\.\d+ -> 0\.\d+, \d+ steps clipped, \d skipped\n"),
+        "digits --epochs 4",
+        "language_model --opt-level O4 --steps 50",
+        "gan --opt-level O5 --epochs 1",
+        "accumulation --epochs 5",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PRINTED),
     ],
 )
-def test_each_script_runs_as_it_stands(name: str, expected: str) -> None:
+def test_each_script_runs_as_it_stands(command: str) -> None:
+    name, *arguments = command.split()
+    level = "O1" if "--opt-level" not in arguments else arguments[1]
     own_python = name == "digits"  # of the others only the start would be the same once more
-    fork = processes.FORKS and not own_python
-    assert re.fullmatch(expected, run_script(f"{name}.py", fork=fork))
-
-
-def test_the_gans_script_trains_for_as_many_epochs_as_it_is_told() -> None:
-    printed = run_script("gan.py", "--opt-level", "O5", "--epochs", "1")
-    assert re.fullmatch(r"O5: discriminator loss .+, generator loss .+, distance .+\n", printed)
-
-
-def test_the_language_models_script_trains_for_as_many_steps_as_it_is_told() -> None:
-    printed = run_script("language_model.py", "--opt-level", "O4", "--steps", "50")
-    assert re.fullmatch(r"O4: loss 5\.\d+ -> [23]\.\d+, perplexity \d+\.\d+ on .+ text\n", printed)
+    printed = run_script(f"{name}.py", *arguments, fork=processes.FORKS and not own_python)
+    assert re.fullmatch(PRINTED[name].replace("LEVEL", level), printed)
 
 
 @pytest.mark.slow
@@ -187,7 +190,7 @@ def test_a_level_learns_as_float32_does_in_the_dtypes_that_it_says(pair: tuple[s
     if level in HALF_LEVELS:
         assert row.final_loss == pytest.approx(reference.final_loss, rel=0.05)
     if task == "digits" and level != "O3":
-        assert reference.accuracy > 97
+        assert reference.accuracy > 95
         assert row.accuracy == pytest.approx(reference.accuracy, abs=1)
     assert (row.weights, row.activations) == DTYPES[level]
     assert row.stepped is (HALF if level == "O3" else FLOAT)
@@ -204,7 +207,7 @@ def test_batch_norms_of_the_digits_model_are_kept_where_the_level_says_so(level:
 
 @pytest.mark.parametrize("level", ["O0", *LONG_LEVELS])
 def test_gan_halves_the_distance_of_its_mean_image_near_its_float32_losses(level: str) -> None:
-    result, reference = trained("gan", level), trained("gan", "O0")
+    result, reference = (trained("gan", one, **short("gan")) for one in (level, "O0"))
     assert result.final_distance <= result.first_distance / 2
     for loss in ("discriminator_loss", "generator_loss"):
         assert math.isfinite(getattr(result, loss))
@@ -213,8 +216,12 @@ def test_gan_halves_the_distance_of_its_mean_image_near_its_float32_losses(level
 
 @pytest.mark.filterwarnings("ignore:an optimizer that steps float16 weights")
 @pytest.mark.parametrize("level", LEVELS)
-def test_both_models_of_the_gan_have_the_dtypes_of_the_level(level: str) -> None:
+def test_both_models_of_the_gan_have_the_dtypes_of_the_level(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gan = example("gan")
+    images, digits = gan.load_images("cpu")
+    monkeypatch.setattr(gan, "load_images", lambda device: (images[: gan.BATCH], digits))
     result = gan.train(level, epochs=1)
     models = {
         result.generator: torch.randn(4, gan.LATENT),
@@ -225,18 +232,15 @@ def test_both_models_of_the_gan_have_the_dtypes_of_the_level(level: str) -> None
         assert (layer.weight.dtype, activation_dtype(model, "0", inputs)) == DTYPES[level]
 
 
-def test_accumulation_halves_its_float32_loss_and_clips_some_steps() -> None:
-    result = trained("accumulation", "O0")
-    assert result.final_loss <= result.first_loss / 2
-    steps = 20 * 18
-    assert 0 < result.clipped_steps < steps
-    assert result.skipped_steps == 0
-
-
 @pytest.mark.parametrize("level", LONG_LEVELS)
-def test_accumulation_reaches_its_float32_loss_within_5_percent(level: str) -> None:
-    reference = trained("accumulation", "O0").final_loss
-    assert trained("accumulation", level).final_loss == pytest.approx(reference, rel=0.05)
+def test_accumulation_reaches_its_float32_loss_and_clips_some_steps(level: str) -> None:
+    options = short("accumulation")
+    result, reference = (trained("accumulation", one, **options) for one in (level, "O0"))
+    assert reference.final_loss <= reference.first_loss / 2
+    assert result.final_loss == pytest.approx(reference.final_loss, rel=0.05)
+    steps = 18 * options.get("epochs", 20)
+    assert 0 < reference.clipped_steps < steps
+    assert reference.skipped_steps == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -61,7 +61,7 @@ def cast_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
 
 def host_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
     """Time a host-bound step."""
-    rounds = 2 if args.quick else 81
+    rounds = 1 if args.quick else 81
     bar = progress.add_task("timing host-bound steps", total=rounds)
     seconds = host.measure(
         rounds,
@@ -79,7 +79,7 @@ def host_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
 
 def startup_rows(args: argparse.Namespace, progress: Progress) -> list[Row]:
     """Time ``initialize``."""
-    rounds = 2 if args.quick else 11
+    rounds = 1 if args.quick else 11
     bar = progress.add_task("timing initialize", total=rounds)
     seconds = startup.measure(
         rounds, width=24 if args.quick else 768, on_round=lambda: progress.advance(bar)
@@ -102,7 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument(
-        "--quick", action="store_true", help="few rounds and small models, to see that it runs"
+        "--quick", action="store_true", help="one round and small models, to see that it runs"
     )
     parser.add_argument(
         "--write-docs", action="store_true", help="write the table there, and results/cpu.json"
