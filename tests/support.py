@@ -1,6 +1,7 @@
 """What tests share: how often a property is drawn, which cases are nightly, a backward."""
 
 import os
+import zlib
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,16 @@ def examples(times: float, **options: Any) -> hypothesis.settings:
 def trains(**options: Any) -> hypothesis.settings:
     """Return settings for a property that trains for each example: a quarter of the profile's."""
     return examples(1 / 4, **options)
+
+
+def drawn_for(*case: str) -> Callable[[Any], Any]:
+    """Return a decorator of a property: in the ordinary run each case draws examples of its own.
+
+    Else each parameter of a test would draw the same few.
+    """
+    if PROFILE == "nightly":
+        return lambda test: test
+    return hypothesis.seed(zlib.crc32(" ".join(case).encode()))
 
 
 def nightly_but(ordinary: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from drawn_trainings import ACTIONS, EPS, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support import profiled, scaled_backward
+from support import drawn_for, profiled, scaled_backward, trains
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -75,6 +75,8 @@ def test_any_training_is_the_same(
 
     kept = started(True)  # torch stays patched while it lives
 
+    @trains()
+    @drawn_for(name, level)
     @given(st.lists(ACTIONS, max_size=8))
     def run(actions: list[tuple[str, dict[str, Any]]]) -> None:
         direct, own = started(True), started(False)

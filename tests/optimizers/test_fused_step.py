@@ -15,7 +15,7 @@ import torch
 from drawn_trainings import ACTIONS, EPS, INF, Make, Run, assert_same, gradients_of
 from hypothesis import given
 from hypothesis import strategies as st
-from support import profiled
+from support import drawn_for, profiled, trains
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
@@ -56,6 +56,8 @@ def torch_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> None:
     kept = Run(amp, True, level, OPTIMIZERS[name])  # torch stays patched while it lives
 
+    @trains()
+    @drawn_for(name, level)
     @given(st.lists(ACTIONS, max_size=8), st.booleans())
     def run(actions: list[tuple[str, dict[str, Any]]], reads: bool) -> None:
         fused, plain = (Run(amp, fused, level, OPTIMIZERS[name]) for fused in (True, False))
@@ -87,6 +89,8 @@ def test_any_training_is_the_same_with_large_gradients_in_half(
     # to write to gradients that wait in half is refused
     actions = ACTIONS.filter(lambda action: action[0] != "write_half_gradients")
 
+    @trains()
+    @drawn_for(name, level)
     @given(st.lists(actions, max_size=8), st.booleans())
     def run(actions: list[tuple[str, dict[str, Any]]], reads: bool) -> None:
         fused, plain = (Run(amp, fused, level, OPTIMIZERS[name]) for fused in (True, False))
