@@ -5,6 +5,7 @@ here a second time, as simply as possible. Samples are those of torch's operator
 """
 
 import contextlib
+import functools
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,6 +45,18 @@ def operators() -> list[OpInfo]:
     It is no global here: its functions would be looked through in every test of the process.
     """
     return common_methods_invocations.op_db
+
+
+def resolve(path: str) -> Any:
+    """Return what a dotted path names now."""
+    owner, _, name = path.rpartition(".")
+    return getattr(_owner(owner), name)
+
+
+@functools.cache
+def _owner(path: str) -> Any:
+    """Return a module or a class, for which Python looks among the files in vain each time."""
+    return pkgutil.resolve_name(path)
 
 
 @dataclass
@@ -182,7 +195,7 @@ def observe_both(
     """Observe the function at `path` under torch's autocast and under the patches."""
     with FAKE_MODE:
         cuda_args, cuda_kwargs = fake_cuda((args, kwargs), floating)
-        function = pkgutil.resolve_name(path)
+        function = resolve(path)
         return (
             observe(casts, function, cuda_args, cuda_kwargs, autocast=True),
             observe(casts, function, cuda_args, cuda_kwargs, autocast=False),
@@ -221,7 +234,7 @@ def _run_as(path: str, sample: SampleInput, dtype: torch.dtype) -> None:
     args, kwargs = _pytree.tree_map_only(
         torch.Tensor, convert, ((sample.input, *sample.args), sample.kwargs)
     )
-    result = pkgutil.resolve_name(path)(*args, **kwargs)
+    result = resolve(path)(*args, **kwargs)
     tensors = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     losses = [leaf.abs().sum() for leaf in tensors if leaf.requires_grad]
     if losses:
@@ -238,7 +251,7 @@ def spellings(op: OpInfo) -> Iterator[tuple[str, str]]:
     for name in (op.name, *(alias.name for alias in op.aliases)):
         for path in (f"torch.{name}", f"torch.Tensor.{name}"):
             with contextlib.suppress(AttributeError, ImportError):
-                pkgutil.resolve_name(path)
+                resolve(path)
                 yield operator_name(name), path
 
 

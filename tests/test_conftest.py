@@ -153,7 +153,7 @@ CUPY = {
 def run_on_gpu(run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run a test as on a machine with a GPU; warnings are errors, as in this project."""
 
-    def run(cupy: str, test: str) -> pytest.RunResult:
+    def run(cupy: str, *tests: str) -> pytest.RunResult:
         monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
         pytester.makepyfile(cupy=CUPY[cupy])
         pytester.makepyfile(like_a_gpu="import torch\ntorch.cuda.is_available = lambda: True\n")
@@ -161,44 +161,37 @@ def run_on_gpu(run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
             "[pytest]\nmarkers = gpu: needs a CUDA device\naddopts = -ra -p like_a_gpu\n"
             "filterwarnings = error\n"
         )
-        return run_tests(test_kernels=f"import os, pytest\ndef test():\n    {test}")
+        functions = [f"def test_{i}():\n    {test}\n" for i, test in enumerate(tests)]
+        return run_tests(test_kernels="\n".join(["import os, pytest", *functions]))
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("cupy", "chosen", "expected"),
+    ("cupy", "chosen", "expected", "outcome", "said"),
     [
-        ("missing", None, "torch"),
-        ("missing", "cupy", "cupy"),
-        ("there", None, None),
-        ("warns", None, None),
-        ("broken", None, "torch"),
+        ("missing", None, "torch", "skipped", "could not import 'cupy'"),
+        ("missing", "cupy", "cupy", "skipped", "could not import 'cupy'"),
+        ("there", None, None, "passed", "2 passed"),
+        ("warns", None, None, "passed", "2 passed"),
+        ("broken", None, "torch", "failed", "libcuda.so.1: cannot open shared object file"),
     ],
 )
-def test_on_a_gpu_without_cupy_torch_takes_the_kernels_place_without_a_warning(
-    run_on_gpu, monkeypatch: pytest.MonkeyPatch, cupy: str, chosen: str | None, expected: str | None
+def test_on_a_gpu_torch_takes_the_place_of_a_cupy_of_which_only_its_tests_tell(
+    run_on_gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    cupy: str,
+    chosen: str | None,
+    expected: str | None,
+    outcome: str,
+    said: str,
 ) -> None:
     monkeypatch.delenv("AMP_PATCH_KERNELS", raising=False)
     if chosen is not None:
         monkeypatch.setenv("AMP_PATCH_KERNELS", chosen)
-    test = f"assert os.environ.get('AMP_PATCH_KERNELS') == {expected!r}"
-    run_on_gpu(cupy, test).assert_outcomes(passed=1)
-
-
-@pytest.mark.parametrize(
-    ("cupy", "outcome", "said"),
-    [
-        ("missing", {"skipped": 1}, "could not import 'cupy'"),
-        ("warns", {"passed": 1}, "1 passed"),
-        ("broken", {"failed": 1}, "libcuda.so.1: cannot open shared object file"),
-    ],
-)
-def test_a_kernel_test_says_what_is_wrong_with_cupy(
-    run_on_gpu, cupy: str, outcome: dict[str, int], said: str
-) -> None:
-    result = run_on_gpu(cupy, "pytest.importorskip('cupy')")
-    result.assert_outcomes(**outcome)
+    chooses = f"assert os.environ.get('AMP_PATCH_KERNELS') == {expected!r}"
+    result = run_on_gpu(cupy, chooses, "pytest.importorskip('cupy')")
+    result.assert_outcomes(**Counter(["passed", outcome]))
     result.stdout.fnmatch_lines(f"*{said}*")
 
 

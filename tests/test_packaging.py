@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import processes
 import pytest
 
 import amp_patch
@@ -31,20 +32,22 @@ def pip(*arguments: str | Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def sources_seen(folder: Path, setup: str) -> tuple[Path, dict[str, int]]:
-    """Import the package in a fresh process; return its file and the length of each source."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    run = subprocess.run(
-        [sys.executable, "-S", "-c", f"import site, sys\n{setup}\nsite.main()\n{PRINT_SOURCES}"],
-        cwd=folder,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    file, *lines = run.stdout.splitlines()
+def printed_sources(printed: str) -> tuple[Path, dict[str, int]]:
+    """Return the package's file and the length of each source."""
+    file, *lines = printed.splitlines()
     return Path(file), {line.split()[0]: int(line.split()[1]) for line in lines}
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **more}
+
+
+def sources_seen(folder: Path, place: Path) -> tuple[Path, dict[str, int]]:
+    """Import the package from a folder, in a process of its own."""
+    command = [sys.executable, "-c", PRINT_SOURCES]
+    run = processes.run(command, cwd=folder, env=environment(PYTHONPATH=str(place)))
+    assert run.returncode == 0, run.stderr
+    return printed_sources(run.stdout)
 
 
 def lengths() -> dict[str, int]:
@@ -76,7 +79,7 @@ def test_there_are_sources() -> None:
 def test_sources_are_found_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "site"
     pip("install", "--no-deps", "--target", installed, wheel)
-    file, seen = sources_seen(tmp_path, f"sys.path.insert(0, {str(installed)!r})")
+    file, seen = sources_seen(tmp_path, installed)
     assert file.is_relative_to(installed)
     assert seen == lengths()
 
@@ -85,13 +88,23 @@ def test_sources_are_found_from_an_editable_install(checkout: Path, tmp_path: Pa
     installed = tmp_path / "site"
     pip("install", "--no-deps", "--no-build-isolation", "--target", installed, "-e", checkout)
     # an editable install works through a .pth file, which acts in a site directory only
-    file, seen = sources_seen(tmp_path, f"site.addsitedir({str(installed)!r})")
+    setup = f"import site\nsite.addsitedir({str(installed)!r})\nsite.main()"
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", f"{setup}\n{PRINT_SOURCES}"],
+        cwd=tmp_path,
+        env=environment(),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    file, seen = printed_sources(run.stdout)
     assert file.is_relative_to(checkout)
     assert seen == lengths()
 
 
 def test_sources_are_found_from_a_bare_checkout(checkout: Path, tmp_path: Path) -> None:
-    file, seen = sources_seen(tmp_path, f"sys.path.insert(0, {str(checkout)!r})")
+    file, seen = sources_seen(tmp_path, checkout)
     assert file.is_relative_to(checkout)
     assert seen == lengths()
 

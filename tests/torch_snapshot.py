@@ -88,11 +88,16 @@ def take() -> Snapshot:
     To record takes longer than many tests. What was recorded last is returned again while all is
     the very object that it was then.
     """
-    if _last.identities != _identities():
+    if not is_left():
         attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
         _last.snapshot = _take(attributes)
         _last.identities = _identities()
     return _last.snapshot
+
+
+def is_left() -> bool:
+    """Tell whether all is the very object that it was when the last snapshot was recorded."""
+    return bool(_last.identities == _identities())
 
 
 def _identities() -> Any:
@@ -105,7 +110,7 @@ def _identities() -> Any:
     ]
     hooks = [list(map(id, hooks.values())) for hooks in GLOBAL_HOOKS]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    return frozenset(sys.modules), own, bound, hooks, fast_path
+    return list(sys.modules), own, bound, hooks, fast_path
 
 
 def _take(attributes: dict[Any, dict[str, Any]]) -> Snapshot:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import GLOO_ABORTS, RUN, run, run_forked, run_pair
+from running import GLOO_ABORTS, ROOT, RUN, run, run_forked, run_pair
 from support import nightly_but
+
+from amp_patch.apex.process import environment_of_run
 
 PROGRAMS = Path(__file__).parent / "programs"
 DISTRIBUTED = ("image_classification", "swav")
@@ -141,7 +143,8 @@ def test_a_program_trains_with_fp16_optimizer() -> None:
 def test_what_a_forced_level_refuses_is_dropped_in_one_line() -> None:
     script = PROGRAMS / "image_classification.py"
     options = ["--opt-level", "O2", "--keep-batchnorm-fp32", "True", "--epochs", "1"]
-    done = run([*RUN, "--opt-level", "O1", script, *options])
+    forced = environment_of_run({"PYTHONPATH": str(ROOT)}, "O1")
+    done = run([sys.executable, script, *options], fork=True, **forced)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("amp-patch:")]
     assert lines == [
