@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,20 +35,6 @@ class Kernel(NamedTuple):
     name: str
     parameters: str
     threads: int = THREADS
-
-
-class Launcher(Protocol):
-    """What launches kernels: `CudaModules`, or an emulation of them."""
-
-    def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
-        """Run a kernel on the device's current stream, without waiting for it.
-
-        Args:
-            kernel: what to launch.
-            grid: number of blocks, above 0.
-            device: of all tensors.
-            arguments: one per parameter; a tensor goes as its address, None as the null address.
-        """
 
 
 def packed(parameters: str, arguments: Sequence[Argument]) -> list[Any]:
@@ -92,9 +78,15 @@ class CudaModules:
         self.failure = None
 
     def launch(self, kernel: Kernel, grid: int, device: torch.device, *arguments: Argument) -> None:
-        """Run a kernel on the device's current stream, without waiting for it; see `Launcher`.
+        """Run a kernel on the device's current stream, without waiting for it.
 
         The current device is what it was before.
+
+        Args:
+            kernel: what to launch.
+            grid: number of blocks, above 0.
+            device: of all tensors.
+            arguments: one per parameter; a tensor goes as its address, None as the null address.
         """
         from cupy.cuda import driver, runtime
 

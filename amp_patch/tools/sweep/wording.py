@@ -84,11 +84,6 @@ def rate(seconds: float | None) -> str:
     return UNKNOWN if not seconds else three_figures(1 / seconds)
 
 
-def milliseconds(seconds: float | None) -> str:
-    """Return the time of a step."""
-    return UNKNOWN if seconds is None else f"{three_figures(1000 * seconds)} ms"
-
-
 def scale(value: float | None) -> str:
     """Return a loss scale: a power of two as such where it is large."""
     if value is None:
