@@ -91,6 +91,20 @@ def test_a_pass_that_is_given_up_leaves_earlier_gradients_and_the_scale(amp: Mod
     assert not amp.step_was_skipped(optimizer)
 
 
+def test_an_overflow_of_a_pass_that_is_given_up_skips_no_step(amp: ModuleType) -> None:
+    """An error comes between ``unscale_`` and ``update``: no step waits for the check any more."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **SMALL)
+    one = begun(model(torch.ones(2, 3)).sum() * torch.inf, optimizer)
+    one.unscale_()
+    one.abandon()
+    optimizer.zero_grad()
+    by_scale_loss(amp, model(torch.ones(2, 3)).sum(), optimizer)
+    assert not amp.step_was_skipped(optimizer)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 1}
+
+
 def test_a_pass_in_another_of_the_same_optimizer_is_refused(amp: ModuleType) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
