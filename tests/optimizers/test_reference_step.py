@@ -285,6 +285,25 @@ def test_a_norm_taken_in_strips_is_that_of_float64(
         torch.testing.assert_close(master.double(), start - factor * grad, rtol=1e-5, atol=1e-6)
 
 
+def test_lamb_without_clipping_steps_large_parameters_as_a_whole(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference_step, "_LEAST", 500)
+    monkeypatch.setattr(reference_step, "_MOST", 500)
+    results = []
+    for fused_step in (True, False):
+        torch.manual_seed(0)
+        model = Large()
+        optimizer = FusedLAMB(model.parameters(), lr=0.01, max_grad_norm=0.0)
+        amp.initialize(model, optimizer, opt_level="O5", fused_step=fused_step, verbosity=0)
+        for seed in range(2):
+            optimizer.zero_grad()
+            make_pass(amp, model(seed), optimizer)
+            optimizer.step()
+        results.append(list(amp.master_params(optimizer)))
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("make", [AdamW, lambda params: SGD(params, lr=0.1, momentum=0.9)])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_norms_in_float32_beside_and_clipping_change_nothing(
