@@ -111,6 +111,28 @@ def place(tensor: Tensor) -> int:
     return part.data_ptr()
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor outside of autograd that has the memory of another, and its version.
+
+    A DTensor's own ``detach()`` gives what this rank holds a version of its own.
+    """
+    found = tensor.detach()
+    if is_spread(tensor):
+        set_part(found, local(tensor))
+    return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that each write in place to a tensor moves.
+
+    A DTensor and what this rank holds of it have a version each: the one moves with what is called
+    with the DTensor, the other with a write to ``dtensor.to_local()``, as
+    ``torch.distributed.checkpoint.load`` makes it.
+    """
+    part: Tensor = local(tensor)
+    return part._version if part is tensor else tensor._version + part._version
+
+
 def same_numbers(one: Tensor, other: Tensor) -> bool:
     """Return whether this rank holds equal numbers of two tensors."""
     return torch.equal(local(one), local(other))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.shards import place, same_numbers
+from amp_patch.distributed.shards import detached, place, same_numbers, version_of
 
 from .handed_out import HandedOut
 
@@ -44,22 +44,22 @@ class _Value:
 
     def note_equal(self) -> None:
         for versions, index in self.noted:
-            versions[index] = self.value._version
+            versions[index] = version_of(self.value)
         self._exposed = None
 
     def expose(self, param: Tensor) -> None:
         """The user has the value, and may write to it by ``.data``, which moves no version."""
-        self._exposed = param._version, self.value._version
+        self._exposed = version_of(param), version_of(self.value)
 
     def end_exposure(self) -> None:
         self._exposed = None
 
     def wins(self, param: Tensor) -> bool:
         """Return whether the parameter has to follow the value, see `FP32Values`."""
-        version = self.value._version
+        version = version_of(self.value)
         if self._exposed is not None:
             param_then, value_then = self._exposed
-            return param._version == param_then or version != value_then
+            return version_of(param) == param_then or version != value_then
         return all(versions[index] != version for versions, index in self.noted)
 
 
@@ -150,7 +150,7 @@ class FP32Values:
             wins = entry.wins(param)
             entry.noted = [(other, i) for other, i in entry.noted if other is not versions]
             if not entry.noted:
-                entry.noted.append(([-1 if wins else entry.value._version], 0))
+                entry.noted.append(([-1 if wins else version_of(entry.value)], 0))
 
     def wins(self, param: Tensor) -> bool:
         """Return whether a parameter has to follow its fp32 value, and not the reverse."""
@@ -216,7 +216,7 @@ class FP32Values:
         if entry is None or not _fits(entry.value, param):
             value = param.detach().float()
         else:
-            value = entry.value.detach().to(param.device, torch.float32)
+            value = detached(entry.value).to(param.device, torch.float32)
             rounded = value.to(param.dtype)
             if not (entry.wins(param) or same_numbers(rounded, param)):
                 value = torch.where(rounded == param, value, param.float())

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from amp_patch.distributed.shards import version_of
+
 
 class HandedOut:
     """The copies in the last state dict of each module, until the model is used.
@@ -34,7 +36,7 @@ class HandedOut:
     def add(self, module: nn.Module, tensor: Tensor, handed: Tensor) -> None:
         """A state dict gets a copy of a half tensor of a module; it is held until `take_over`."""
         if not handed.is_inference():  # which nobody may write to, and has no version
-            self._copies.setdefault(module, []).append((tensor, handed, handed._version))
+            self._copies.setdefault(module, []).append((tensor, handed, version_of(handed)))
             self.are_held = True
 
     def take_over(self, modules: Iterable[nn.Module] | None = None) -> None:
@@ -48,5 +50,5 @@ class HandedOut:
         # What is kept of them must be no inference tensors, nor what torch.func wraps.
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
             for tensor, handed, version in (copied for copies in found for copied in copies):
-                if handed._version != version:
+                if version_of(handed) != version:
                     self._enter(tensor, handed)

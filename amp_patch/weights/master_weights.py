@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.shards import is_spread, local, set_data
+from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values
@@ -98,7 +98,7 @@ class MasterWeights:
 
     def weight_versions(self) -> list[int]:
         """Return the versions of the half parameters, which tell of writes to them."""
-        return list(map(_VERSION, self._params))
+        return self._versions_of(self._params)
 
     def follow(self, were_written: bool) -> None:
         """Others had the masters in hand: they may hold their numbers elsewhere now.
@@ -194,7 +194,7 @@ class MasterWeights:
                 self._note_exposed()
 
     def _is_written(self) -> bool:
-        if look_up(_VERSION, self._masters) != self._versions:
+        if self._versions_of(self._masters) != self._versions:
             return True
         return self._may_move and self._places() != self._masters_at
 
@@ -290,7 +290,7 @@ class MasterWeights:
         Args:
             versions: gets the versions of the masters that this was found for.
         """
-        versions[:] = map(_VERSION, self._masters)
+        versions[:] = self._versions_of(self._masters)
         if versions == self._versions and self._exposed is None:
             return [False] * len(versions)
         return list(map(self._values.wins, self._params))
@@ -406,7 +406,11 @@ class MasterWeights:
         return list(map(local, tensors)) if self._are_spread else tensors
 
     def _note_equal(self) -> None:
-        self._versions[:] = look_up(_VERSION, self._masters)
+        self._versions[:] = self._versions_of(self._masters)
+
+    def _versions_of(self, tensors: list[Tensor]) -> list[int]:
+        """Return what `version_of` does of parameters or masters."""
+        return look_up(version_of if self._are_spread else _VERSION, tensors)
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""

@@ -108,6 +108,33 @@ def original_params(levels: tuple[str, ...]) -> list[str]:
     return found
 
 
+def written_parts(level: str) -> dict[str, bool]:
+    """Return for each place where a script finds weights whether what it writes there counts.
+
+    It writes to what this rank holds of them, or to the DTensors.
+    """
+    model = fully_shard(training.make_model())
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    found = {}
+    for number, place in enumerate(("state", "groups", "weights", "state as a whole")):
+        _losses(model, optimizer)
+        stepped = list(amp.master_params(optimizer)) if place == "weights" else []
+        weights: dict[str, list[Any]] = {
+            "groups": [param for group in optimizer.param_groups for param in group["params"]],
+            "weights": list(model.parameters()),
+        }
+        value = 0.25 * (number + 1)
+        with torch.no_grad():
+            for weight in weights.get(place) or model.state_dict().values():
+                (weight if "whole" in place else weight.to_local()).fill_(value)
+            model(training.rows(0, 0, 1)[0])
+        model.reshard()
+        held = [*model.parameters(), *model.state_dict().values(), *stepped]
+        found[place] = all(bool((one.to_local() == value).all()) for one in held)
+    return found
+
+
 def fused() -> tuple[list[str], bool]:
     """Return the warnings of ``fused_step`` on sharded parameters, and whether it steps alike."""
     trained = []

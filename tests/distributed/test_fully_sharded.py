@@ -68,6 +68,11 @@ def test_a_fused_step_of_spread_parameters_is_torchs_and_that_is_said_once() -> 
         assert are_equal
 
 
+def test_what_is_written_to_a_part_of_a_weight_counts() -> None:
+    (found,) = ranks.run(fully_sharding.written_parts, "O2", size=1)
+    assert found == dict.fromkeys(("state", "groups", "weights", "state as a whole"), True)
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])
 def test_a_model_runs_before_and_after_a_level(engine: str) -> None:
     for found in ranks.run(fully_sharding.before_and_after, engine, "O2"):
