@@ -13,6 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
@@ -129,6 +130,21 @@ def load(engine: str, level: str, folder: str) -> tuple[dict[str, Tensor], float
     loaded = training.whole_params(model)
     run(model, optimizer, 4, 7)
     return loaded, max(one.abs().max().item() for one in training.whole_params(model).values())
+
+
+def sent_by_rank_0(level: str) -> bool:
+    """Return whether weights that rank 0 sends to all come in fp32, each as it was."""
+    model, optimizer = prepare("fsdp2", level)
+    run(model, optimizer, 0, 1)
+    torch.manual_seed(1)
+    whole = {
+        name: torch.randn(value.shape) for name, value in training.make_model().state_dict().items()
+    }
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = dict(whole) if distributed.get_rank() == 0 else {}
+    set_model_state_dict(model, given, options=options)
+    came = training.whole_params(model)
+    return all(torch.equal(came[name], value) for name, value in whole.items())
 
 
 def resume_from_states(engine: str, level: str) -> bool:

@@ -44,6 +44,10 @@ def test_another_number_of_ranks_goes_on(level: str, tmp_path: Path) -> None:
     assert full["optimizer"]["state"]["0.weight"]["exp_avg"].shape == params["0.weight"].shape
 
 
+def test_weights_that_rank_0_sends_are_not_rounded() -> None:
+    assert ranks.run(resuming.sent_by_rank_0, "O2") == [True, True]
+
+
 SAVED = [(engine, level) for engine in ("zero", "fsdp1") for level in ("O1", "O2", "O3", "O5")]
 
 
