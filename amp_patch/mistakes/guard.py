@@ -19,7 +19,7 @@ from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
-from amp_patch.weights import sent_values
+from amp_patch.weights import collective_writes, sent_values
 from amp_patch.weights.exact_copies import ExactCopies
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.prepared_models import PreparedModels
@@ -97,6 +97,7 @@ class Guard:
             **split_backward.replacements(),
             **self.backwards.replacements(),
             **ExactCopies(self._store, self._models.in_half).replacements(),
+            **collective_writes.replacements(self._store),
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
         }

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.groups import is_on
 from amp_patch.distributed.shards import detached, place, same_numbers, version_of
 
 from .handed_out import HandedOut
@@ -265,6 +266,8 @@ class FP32Values:
             if tensor.dtype in HALVES or tensor in self._came_in:
                 attached = state[prefix + name].requires_grad  # keep_vars=True
                 value = state[prefix + name] = self.exact(tensor).requires_grad_(attached)
+                if is_on():
+                    self.handed_out.note(module, value)
                 if not self._is_stepped(tensor, value):
                     self.handed_out.add(module, tensor, value)
 

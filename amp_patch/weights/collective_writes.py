@@ -1,0 +1,48 @@
+"""A weight that a collective of ``torch.distributed`` writes to counts as written to.
+
+torch moves the version of no tensor there. So casts of a weight would stay those of before, and
+what other ranks have sent into a master would be taken for what is to follow its half parameter.
+Knows the fp32 values; no rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from .fp32_values import FP32Values
+
+#: Those that write to each tensor of a list, their first argument. The functions that users call
+#: stay as they are: torch's compiler knows them.
+_WRITING = ("allreduce", "broadcast", "recv", "reduce", "scatter")
+
+
+def replacements(values: FP32Values) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each method of torch by its path, what makes its replacement.
+
+    Args:
+        values: know what a state dict has of half tensors.
+    """
+    if not torch.distributed.is_available():
+        return {}
+    make = functools.partial(_counting, values)
+    return {f"torch.distributed.ProcessGroup.{name}": make for name in _WRITING}
+
+
+def _counting(values: FP32Values, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def counting(group: Any, tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        work = original(group, tensors, *args, **kwargs)
+        for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
+            if isinstance(tensor, nn.Parameter) or values.handed_out.has(tensor):
+                # Others keep theirs: autograd holds the statistics of a batch norm, say, and
+                # refuses a backward behind a write to them.
+                increment_version(tensor)
+        return work
+
+    return counting
