@@ -140,12 +140,13 @@ class UnpreparedParams:
             if count and has_scaled and not is_plain:
                 raise RuntimeError(_refusal(optimizer, count))
         plain = self._plain_backwards()
-        count = sum(
-            self._scaled[id(param)].left(plain) is not None
+        scaled = {
+            id(param)
             for param in params
-            if id(param) in self._scaled
-        )
-        if count:
+            if id(param) in self._scaled and self._scaled[id(param)].left(plain) is not None
+        }
+        # A prepared optimizer may have got them since, of which this is the one within.
+        if scaled and (count := len(scaled - _stepped_by(optimizers))):
             raise RuntimeError(_refusal(optimizer, count))
 
     def _count_unwatched(

@@ -153,10 +153,25 @@ class OptimizerStep:
         self.groups.are_own = True
         self.state.save_masters(zero)
         if self.masters is not None:
-            params = {p for group in zero.param_groups for p in group["params"]}
-            elsewhere = params.difference(self.backward.pairs().model)
-            store.forget(elsewhere)
-            self.backward.gradients.elsewhere = list(elsewhere)
+            self._shares_of = weakref.ref(zero), store
+            self._follow_shares()
+            self.methods.replace(zero, "add_param_group", self._add_to_zero, is_wrapped=True)
+
+    def _add_to_zero(self, original: Callable[..., Any], param_group: Any) -> None:
+        """Add a group, of which the local optimizer is given this rank's share."""
+        with self.methods.in_original():
+            original(param_group)
+        self._follow_shares()
+
+    def _follow_shares(self) -> None:
+        """Note what other ranks step: it has no values here, and gradients that nobody steps."""
+        reference, store = self._shares_of
+        zero = reference()
+        assert zero is not None  # whoever calls has it
+        params = {p for group in zero.param_groups for p in group["params"]}
+        elsewhere = params.difference(self.backward.pairs().model)
+        store.forget(elsewhere)
+        self.backward.gradients.elsewhere = list(elsewhere)
 
     def refuse_join(self, zero: Optimizer) -> None:
         """The user steps by this `ZeroRedundancyOptimizer`, whose steps may be skipped."""

@@ -70,6 +70,11 @@ def test_zero_that_steps_without_inputs_is_refused_where_others_may_skip(level: 
         assert ("got Join([..., optimizer])" in said) == (level != "O4")
 
 
+@pytest.mark.parametrize("level", nightly_but(["O1", "O2"], ["O1", "O2", "O5"]))
+def test_zero_is_given_a_layer_later(level: str) -> None:
+    assert ranks.run(wrapping.zero_of_a_later_group, level) == [True, True]
+
+
 def trained(amp: ModuleType, level: str, when: str) -> list[torch.Tensor]:
     """Return the parameters of a model that `nn.DataParallel` wraps "before", "after" or "never".
 

@@ -136,3 +136,20 @@ def zero_in_join(level: str) -> str:
         amp.deactivate()
     assert "join_hook" not in vars(optimizer)
     return "nothing"
+
+
+def zero_of_a_later_group(level: str) -> bool:
+    """Return whether ZeRO trains a layer that it is given later as a plain optimizer does."""
+    trained = []
+    for of in (training.adamw, training.zero_adamw):
+        model = training.make_model()
+        optimizer = of(model[0].parameters())
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        rank, wrapper = torch.distributed.get_rank(), DistributedDataParallel(model)
+        train(wrapper, optimizer, 2, rank, size=2)
+        optimizer.add_param_group({"params": list(model[3].parameters()), "lr": 0.01})
+        train(wrapper, optimizer, 3, rank, size=2)
+        trained.append([param.detach().clone() for param in model.parameters()])
+        amp.deactivate()
+        assert "add_param_group" not in vars(optimizer)
+    return all(map(torch.equal, *trained))
