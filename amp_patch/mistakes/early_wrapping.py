@@ -1,16 +1,19 @@
-"""Parallel wrappers that stand around a model before `amp.initialize` gets it.
+"""Parallel wrappers that stand around a model before `amp.initialize` gets it, or share it late.
 
 They go on with a model whose parameters stay as they are. Where these are stored in another dtype,
-the wrapper would go on with what they were, and the ranks train apart without a word. Knows modules
-of torch; nothing of what was prepared.
+the wrapper would go on with what they were, and the ranks train apart without a word. So they would
+where a wrapper shares gradients in memory of its own, for a block of ``scale_loss`` sets aside what
+was there before it. Knows modules of torch; nothing of what was prepared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from amp_patch.distributed.groups import is_on
@@ -42,9 +45,16 @@ def wrappers_of(models: Sequence[nn.Module]) -> list[nn.Module]:
 def refuse(wrappers: Iterable[nn.Module], models: Iterable[nn.Module], level: OptLevel) -> None:
     """Raise for wrappers around models whose parameters a level stores in another dtype.
 
+    And for those that share gradients in memory of their own, where losses are scaled.
+
     Raises:
         RuntimeError: as said.
     """
+    wrappers = list(wrappers)
+    if level.loss_scale != 1.0 and any(
+        getattr(wrapper, "_delay_all_reduce_params", None) for wrapper in wrappers
+    ):
+        _refuse_delay()
     if not _changes(models, level.cast_model_type or None):
         return
     for wrapper in wrappers:
@@ -55,6 +65,36 @@ def refuse(wrappers: Iterable[nn.Module], models: Iterable[nn.Module], level: Op
             "amp.initialize(model, ...) with the model that nothing wraps yet, then wrap what it "
             "returns."
         )
+
+
+def refusing_delay(
+    original: Callable[..., None], sets_aside: Callable[[Sequence[Tensor]], bool]
+) -> Callable[..., None]:
+    """Return an ``__init__`` of `DistributedDataParallel` that shares no gradients by itself.
+
+    Args:
+        original: is replaced.
+        sets_aside: returns whether blocks set aside gradients of some of these parameters.
+    """
+
+    @functools.wraps(original)
+    def refusing_init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        delayed = [param for _, param in kwargs.get("delay_all_reduce_named_params") or ()]
+        if delayed and sets_aside(delayed):
+            _refuse_delay()
+        original(wrapper, *args, **kwargs)
+
+    return refusing_init
+
+
+def _refuse_delay() -> NoReturn:
+    raise RuntimeError(
+        "DistributedDataParallel must share the gradients that parameters have when backward() "
+        "ends; got delay_all_reduce_named_params, by which it shares memory that scale_loss() "
+        "sets aside where losses are scaled or weights are in half. Leave out "
+        "delay_all_reduce_named_params and param_to_hook_all_reduce, or call "
+        "amp.initialize(..., opt_level='O4')."
+    )
 
 
 def _changes(models: Iterable[nn.Module], dtype: torch.dtype | None) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_patch.casting import torch_sites
@@ -99,8 +99,18 @@ class Guard:
             **ExactCopies(self._store, self._models.in_half).replacements(),
             **collective_writes.replacements(self._store),
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
-            "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self.unsynced.noting,
+            "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self._noting_init,
         }
+
+    def _noting_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        return self.unsynced.noting(early_wrapping.refusing_delay(original, self._sets_aside))
+
+    def _sets_aside(self, params: Sequence[Tensor]) -> bool:
+        """Return whether a block of `scale_loss` sets aside gradients of some parameters."""
+        steps, own = list(self._optimizers.steps.values()), set(map(id, params))
+        stepped = {id(param) for step in steps for param in step.backward.pairs().model}
+        halves = any(param.dtype in HALVES for param in params)
+        return (halves or self._optimizers.scale_losses) and not own.isdisjoint(stepped)
 
     def _scaled_models(self) -> list[nn.Module]:
         return list(self._models.levels) if self._optimizers.scale_losses else []

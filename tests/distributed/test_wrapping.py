@@ -70,6 +70,16 @@ def test_zero_that_steps_without_inputs_is_refused_where_others_may_skip(level: 
         assert ("got Join([..., optimizer])" in said) == (level != "O4")
 
 
+DELAYED = [("O1", "before"), ("O1", "after"), ("O2", "after"), ("O4", "before"), ("O4", "after")]
+
+
+def test_a_wrapper_that_shares_memory_of_its_own_is_refused_where_blocks_set_it_aside() -> None:
+    with ranks.Ranks(1) as one:
+        for level, when in DELAYED:
+            (said,) = one.run(wrapping.delaying, level, when)
+            assert ("got delay_all_reduce_named_params" in said) == (level != "O4")
+
+
 @pytest.mark.parametrize("level", nightly_but(["O1", "O2"], ["O1", "O2", "O5"]))
 def test_zero_is_given_a_layer_later(level: str) -> None:
     assert ranks.run(wrapping.zero_of_a_later_group, level) == [True, True]

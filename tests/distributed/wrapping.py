@@ -153,3 +153,23 @@ def zero_of_a_later_group(level: str) -> bool:
         amp.deactivate()
         assert "add_param_group" not in vars(optimizer)
     return all(map(torch.equal, *trained))
+
+
+def delaying(level: str, when: str) -> str:
+    """Return what is said of a wrapper that shares some gradients in memory of its own."""
+    model = training.make_model()
+    optimizer = training.adamw(model.parameters())
+    options = {
+        "delay_all_reduce_named_params": [("3.weight", model[3].weight)],
+        "param_to_hook_all_reduce": model[0].weight,
+    }
+    wrapper = DistributedDataParallel(model, **options) if when == "before" else model
+    try:
+        amp.initialize(wrapper, optimizer, opt_level=level, verbosity=0)
+        if when == "after":
+            DistributedDataParallel(model, **options)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        amp.deactivate()
+    return "nothing"
