@@ -243,6 +243,7 @@ class Session:
         on_error.callback(self.deactivate)
         torch_compile.make_tables()
         torch_sites.install(self._torch_patches, self.guard.replacements())
+        self.guard.follow_imports(self._torch_patches)
         torch_compile.call_before(self._torch_patches, self.show_writes)
         self.libraries.install()
         self._step_hooks = [

@@ -40,6 +40,7 @@ PAGES = {
     "mistakes/conversions.py": "mistakes.md#model-half-after-initialize",
     "mistakes/dtype_notes.py": "mistakes.md#dtypes-that-do-not-match-at-o2-o3-and-o5",
     "mistakes/grad_scaler.py": "mistakes.md#a-gradscaler-is-left-in-the-script",
+    "mistakes/early_wrapping.py": "several-gpus.md#what-is-refused",
     "mistakes/late_sharding.py": "several-gpus.md#what-is-refused",
     "mistakes/lone_scales.py": "several-gpus.md#distributeddataparallel",
     "mistakes/split_backward.py": "several-gpus.md#what-is-refused",

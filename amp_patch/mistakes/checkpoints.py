@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,15 +16,16 @@ from torch import Tensor, nn
 
 from amp_patch.distributed.flat_parameters import flat_modules
 from amp_patch.distributed.fully_sharded import follow_parameters, reshard
-from amp_patch.distributed.groups import is_on
 from amp_patch.patching import Patches, bind
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 
+from .late_sharding import FSDP
+
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _READ = ("get_state_dict", "get_optimizer_state_dict")
 _WRITE = ("set_state_dict", "set_optimizer_state_dict", "set_model_state_dict")
-_FSDP1 = "torch.distributed.fsdp.FullyShardedDataParallel"
+_FSDP1 = f"{FSDP}.FullyShardedDataParallel"
 _OF_FSDP1 = ("optim_state_dict", "optim_state_dict_to_load")
 
 
@@ -38,20 +37,20 @@ class _Lending:
         self.is_on = False
 
 
-def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
-    """Return what makes the replacements of its functions, where processes may call them."""
-    if _MODULE not in sys.modules and not is_on():
-        return {}
-    importlib.import_module(_MODULE)
+def replacements(optimizers: PreparedOptimizers) -> dict[str, dict[str, Callable[[Any], Any]]]:
+    """Return what makes the replacements of its functions, by the modules that have them."""
     lending = _Lending()
-    made: dict[str, Callable[[Any], Any]] = {
-        f"{_MODULE}.{name}": functools.partial(_with_masters, optimizers, lending, name in _WRITE)
-        for name in (*_READ, *_WRITE)
+    make = functools.partial(_with_masters, optimizers, lending)
+    return {
+        _MODULE: {
+            f"{_MODULE}.{name}": functools.partial(make, name in _WRITE)
+            for name in (*_READ, *_WRITE)
+        },
+        FSDP: {
+            f"{_FSDP1}.{name}": functools.partial(_static, functools.partial(make, False))
+            for name in _OF_FSDP1
+        },
     }
-    for name in _OF_FSDP1:
-        make = functools.partial(_with_masters, optimizers, lending, False)
-        made[f"{_FSDP1}.{name}"] = functools.partial(_static, make)
-    return made
 
 
 def _static(make: Callable[[Any], Any], original: Callable[..., Any]) -> Any:

@@ -40,6 +40,7 @@ from . import (
 from .backwards import Backwards
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
+from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
 from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
@@ -79,6 +80,7 @@ class Guard:
         self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
+        self._late_modules = LateModules()
         self._follows_halves = False
         self._wrappers: list[nn.Module] = []
 
@@ -90,8 +92,7 @@ class Guard:
             **clearing.replacements(self._optimizers),
             **clipping.replacements(self._optimizers),
             **averages.replacements(self._store, self._models.in_half),
-            **checkpoints.replacements(self._optimizers),
-            **late_sharding.replacements(self._optimizers, self._store),
+            **self._of_late_modules(),
             **conversions.replacements(lambda: self._models.levels),
             **hooks.replacements(self._scaled_models),
             **split_backward.replacements(),
@@ -101,6 +102,19 @@ class Guard:
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self._noting_init,
         }
+
+    def follow_imports(self, patches: Patches) -> None:
+        """Replace in modules of torch that the script imports later, too.
+
+        Args:
+            patches: have made the replacements.
+        """
+        self._late_modules.follow(patches)
+
+    def _of_late_modules(self) -> dict[str, Callable[[Any], Any]]:
+        made = checkpoints.replacements(self._optimizers)
+        made[late_sharding.FSDP] |= late_sharding.replacements(self._optimizers, self._store)
+        return self._late_modules.imported(made)
 
     def _noting_init(self, original: Callable[..., None]) -> Callable[..., None]:
         return self.unsynced.noting(early_wrapping.refusing_delay(original, self._sets_aside))

@@ -6,23 +6,22 @@ Knows what was prepared; nothing of how an engine shards.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from amp_patch.distributed.groups import is_on
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.weights.fp32_values import FP32Values
+
+#: The module that has FSDP of either kind.
+FSDP = "torch.distributed.fsdp"
 
 
 def replacements(
     optimizers: PreparedOptimizers, store: FP32Values
 ) -> dict[str, Callable[[Any], Any]]:
-    """Return what makes replacements of torch's functions that shard, where it has them."""
-    if not is_on() or "torch.distributed.fsdp" not in sys.modules:
-        return {}
+    """Return what makes replacements of torch's functions that shard, which are in `FSDP`."""
 
     def refuse(module: Any, call: str) -> None:
         modules = module if isinstance(module, (list, tuple)) else [module]
@@ -55,6 +54,6 @@ def replacements(
         return refusing_init
 
     return {
-        "torch.distributed.fsdp.fully_shard": fully_shard,
-        "torch.distributed.fsdp.FullyShardedDataParallel.__init__": wrap,
+        f"{FSDP}.fully_shard": fully_shard,
+        f"{FSDP}.FullyShardedDataParallel.__init__": wrap,
     }
