@@ -18,6 +18,8 @@ Replacements = Mapping[int, tuple[Any, Any]]
 Binding = tuple[Any, str, Any]
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+#: What multiprocessing calls the script of a process that it has spawned.
+_SPAWNED = "__mp_main__"
 # The modules of installed packages of which no global was torch's when all were last looked
 # through, and their fingerprints. A script assigns to globals of its own modules, not to theirs.
 _WITHOUT_TORCH: dict[str, tuple[int, int]] = {}
@@ -164,3 +166,37 @@ def _modules(
         module = sys.modules.get(name)
         if name not in left_alone and isinstance(module, types.ModuleType):
             yield name, module
+            if name == _SPAWNED:
+                yield from ((name, one) for one in _globals_behind(module))
+
+
+class _Globals:
+    """A dict of globals that is no module's; its attributes are them."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.__dict__ = own
+
+
+#: Of the script of this process, which holds the dict.
+_BEHIND: list[Any] = []
+
+
+def _globals_behind(module: types.ModuleType) -> list[Any]:
+    """Return the globals that the functions of a spawned process's script have.
+
+    multiprocessing runs the script anew there, and gives the module a copy of what it has left.
+    """
+    if not _BEHIND:
+        for function in _functions_of(module):
+            own = function.__globals__
+            if own is not vars(module) and own.get("__name__") == _SPAWNED:
+                _BEHIND.append(_Globals(own))
+                break
+    return _BEHIND
+
+
+def _functions_of(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    """Yield the functions and methods among the globals of a module."""
+    for value in list(vars(module).values()):
+        held = list(vars(value).values()) if isinstance(value, type) else [value]
+        yield from (one for one in held if isinstance(one, types.FunctionType))

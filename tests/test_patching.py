@@ -9,6 +9,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from amp_patch import imported_modules
 from amp_patch.imported_modules import users_of_torch
 from amp_patch.patching import (
     Patches,
@@ -298,6 +300,28 @@ def test_globals_of_users_are_replaced_and_restored(
     assert user.other is len
     patches.undo()
     assert user.function is user.alias is inner.function is Functions.original
+
+
+@pytest.mark.parametrize("kind", ["def call():", "class Layer:\n def call(self=0):"])
+def test_globals_of_the_script_of_a_spawned_process_are_replaced_and_restored(
+    patches: Patches,
+    library: types.ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"from library_of_others import function\n{kind}\n  return function(1)\n")
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
+    monkeypatch.setattr(imported_modules, "_BEHIND", [])
+    spawn._fixup_main_from_path(str(script))  # as multiprocessing does there
+    there = vars(sys.modules["__mp_main__"])
+    call = getattr(there.get("Layer"), "call", there.get("call"))
+    patches.replace_bindings(BINDINGS)
+    assert call() == "replacement 1"
+    patches.undo()
+    assert call() == "original 1"
 
 
 @pytest.fixture
