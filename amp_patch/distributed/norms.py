@@ -28,6 +28,7 @@ def clip_by_norm(
     norm_type: float,
     ranks: StepRanks,
     stages: ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Clip gradients by their norm over all ranks that hold parts of them, in place.
 
@@ -37,6 +38,7 @@ def clip_by_norm(
         norm_type: the p of the p-norm, inf included.
         ranks: of the optimizer; all must come here.
         stages: ranks that each have gradients of another part of the model; all must come here.
+        device: where gradients would be, should this rank have none; None: one of its groups'.
 
     Returns:
         The total norm before, 0-dim, the same on all ranks.
@@ -51,8 +53,9 @@ def clip_by_norm(
         groups = _holders(grad) if is_spread(grad) else ranks.groups if ranks.have_parts else ()
         together.setdefault(_names(groups), (groups, []))[1].append(local(grad))
     parts = [local(grad) for grad in grads]
-    # A rank that holds no gradient takes part, too, on a device that its groups work on.
-    device = parts[0].device if parts else device_of(stages or ranks.groups[0])
+    # A rank that holds no gradient takes part, too, and by the same backend as the others.
+    if parts or device is None:
+        device = parts[0].device if parts else device_of(stages or ranks.groups[0])
     norms = [_over(groups, own, norm_type, device) for groups, own in together.values()]
     total = combined(norms, norm_type).to(device)
     if stages is not None:

@@ -110,7 +110,8 @@ def _clip_parts(
         )
     elsewhere = {id(param) for one in owners for param in one.gradients.elsewhere}
     grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
-    total = clip_by_norm(grads, float(max_norm), float(norm_type), ranks)
+    device = owners[0].device
+    total = clip_by_norm(grads, float(max_norm), float(norm_type), ranks, device=device)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"error_if_nonfinite=True wants a finite norm of the gradients; got {total.item()}. "
