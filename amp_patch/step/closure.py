@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.mode import mode
 from amp_patch.distributed.agreement import any_rank
+from amp_patch.distributed.groups import has_others
 
 from .optimizer_backward import OptimizerBackward
 
@@ -62,11 +63,16 @@ class CheckedClosure:
         skip = self._backward.skip
         skip.settle()
         self._backward.refuse_scaled("optimizer.step(closure)")
+        if self._backward.decides_alone and not skip.is_certain:
+            self._backward.look_at_shared()
         if skip.found():
             raise SkippedInClosure
         skip.forget()
+        groups = self._backward.ranks.groups
+        if has_others() and not groups:
+            return  # the gradients that ranks share decide: the loss is of this rank alone
         is_finite = not isinstance(loss, Tensor) or bool(torch.isfinite(loss.detach()).all())
-        if any_rank(not is_finite, self._backward.ranks.groups):
+        if any_rank(not is_finite, groups):
             skip.ask(
                 "Gradient overflow.  Skipping step, the closure returned a loss that is not finite"
             )

@@ -249,15 +249,19 @@ class OptimizerBackward:
         self.unshared_scale = None
         self._close()
 
-    def has_shared_overflow(self) -> bool:
-        """Return whether gradients that were found finite are not any more; waits for the device.
+    def look_at_shared(self) -> None:
+        """Ask for a skip where gradients that were found finite are not any more; may wait for it.
 
         A script that shares them by hand brings in what another rank has found, and skips.
         """
         grads = [grad for grad in map(stored_grad, self.pairs().master) if grad is not None]
         if not self._is_scaled or not grads or captures.are_made(grads[0].device):
-            return False
-        return not bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf)))
+            return
+        if not bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf))):
+            self.skip.ask(
+                "Gradient overflow.  Skipping step, gradients that ranks share behind scale_loss() "
+                "are not finite"
+            )
 
     def _close(self) -> None:
         self.is_open, self._pass = False, None

@@ -193,7 +193,7 @@ class OptimizerStep:
             self._look_for_scale(self.was_scaled)
         self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
         if self.backward.decides_alone and not self.skip.is_certain:
-            self._look_at_shared()
+            self.backward.look_at_shared()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
@@ -229,13 +229,6 @@ class OptimizerStep:
                 "loss that was not. Write `with amp.scale_loss(loss, optimizer) as scaled_loss: "
                 "scaled_loss.backward()` in the place of loss.backward(), or call "
                 "amp.initialize(..., loss_scale=1.0) to train without."
-            )
-
-    def _look_at_shared(self) -> None:
-        if self.backward.has_shared_overflow():
-            self.skip.ask(
-                "Gradient overflow.  Skipping step, gradients that ranks share behind scale_loss() "
-                "are not finite"
             )
 
     def _has_to_know(self) -> bool:

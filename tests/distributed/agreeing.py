@@ -124,6 +124,39 @@ def closure(failing: int) -> list[Any]:
     return [amp.step_was_skipped(optimizer), torch.equal(model.weight, before)]
 
 
+def closure_by(sharing: str) -> tuple[Tensor, list[bool]]:
+    """Return the weight, and the skipped steps, where no group is given and rank 1 finds an inf.
+
+    Args:
+        sharing: "hand" averages gradients behind the block, and that of rank 1 overflows; by "ddp"
+            the loss that its closure returns is inf, and the gradients are not.
+    """
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    by_hand = sharing == "hand"
+    called = model if by_hand else DistributedDataParallel(model)
+    skipped = []
+    for number in range(3):
+        factor = float("inf") if number == distributed.get_rank() == 1 else 1.0
+
+        def evaluate(factor: float = factor) -> Any:
+            optimizer.zero_grad()
+            loss = called(torch.ones(1, 2)).float().sum() / 2.0**4
+            loss, returned = (loss * factor, loss) if by_hand else (loss, loss * factor)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            for param in amp.master_params(optimizer) if by_hand else ():
+                distributed.all_reduce(param.grad)
+            return returned
+
+        optimizer.step(evaluate)
+        skipped.append(amp.step_was_skipped(optimizer))
+    weight = model.weight.detach().clone()
+    amp.deactivate()
+    return weight, skipped
+
+
 def behind_the_host(engine: str, level: str, steps: int, plants: dict[int, int]) -> tuple[Any, Any]:
     """Return what a fused optimizer trains that skips by a flag of its device, and one that waits.
 

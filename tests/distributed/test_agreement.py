@@ -21,6 +21,15 @@ def test_an_overflow_that_is_averaged_by_hand_skips_on_all() -> None:
         assert torch.equal(weight, other)
 
 
+def test_ranks_of_no_known_group_skip_a_closure_by_the_gradients_that_they_share() -> None:
+    with ranks.Ranks() as two:
+        for sharing in ("hand", "ddp"):
+            (first, skipped), (second, others_skipped) = two.run(agreeing.closure_by, sharing)
+            assert skipped == others_skipped == [False, sharing == "hand", False]
+            assert torch.isfinite(first).all()
+            assert torch.equal(first, second)
+
+
 def test_another_scale_on_one_rank_is_told_of_on_all_with_their_names() -> None:
     for message in ranks.run(agreeing.other_scale):
         assert "1024.0 after 1 steps on rank 0, 2.0 after 1 steps on rank 1" in message
