@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casting.torch_compile import order_hooks
+from amp_patch.distributed.flat_parameters import flat_modules
+from amp_patch.distributed.fully_sharded import sharded_modules
+from amp_patch.distributed.groups import has_others, is_on
+from amp_patch.distributed.shards import any_spread
 from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
@@ -157,7 +162,7 @@ class Tracer(StepObserver):
     def survey(self, last: LastPass) -> Survey:
         """Run calls again, with the weights of now; return which modules are near limits."""
         found = Survey()
-        with self._looking([call for call, _ in last.calls]) as calls:
+        with self._looking([call for call, model in last.calls if not _sends(model)]) as calls:
             for call in calls:
                 one = Rerun(call)
                 one.forward()
@@ -175,6 +180,16 @@ class Tracer(StepObserver):
         self.passes.clear()
 
     def _find(self) -> Cause:
+        models = [model for call in self.recorded.kept() if (model := call.model()) is not None]
+        if any(map(_sends, models)):
+            return Cause(
+                "unknown",
+                self.passes[-1][1] if self.passes else 1.0,
+                note="The model sends tensors to other ranks while it runs: it is sharded (FSDP, "
+                "tensor parallel), has a SyncBatchNorm, or came in DistributedDataParallel. A "
+                "second run would leave them waiting. Wrap it after amp.initialize(), or trace on "
+                "one process.",
+            )
         with self._looking(self.recorded.kept()) as kept:
             for number, scale, watch in reversed(self.passes):
                 calls = self.recorded.of_pass(number)
@@ -189,6 +204,9 @@ class Tracer(StepObserver):
                 note="No call of an initialized model was seen that made these gradients. A "
                 "compiled model is not: trace without torch.compile.",
             )
+        if has_others():
+            note = "This rank made no inf and no NaN: they came from another one, or from the sum."
+            return Cause("unknown", scale, note=note)
         return Cause("sum", scale)
 
     @contextlib.contextmanager
@@ -211,6 +229,18 @@ class Tracer(StepObserver):
             if number > self._looked_at
         ):
             self.overflowed(0, [])
+
+
+def _sends(model: nn.Module) -> bool:
+    """Return whether a model sends tensors to other ranks in its forward or backward."""
+    if not is_on():
+        return False
+    if sharded_modules(model) or flat_modules(model) or any_spread(model.parameters()):
+        return True
+    return any(
+        isinstance(one, DistributedDataParallel) or type(one).__name__ == "SyncBatchNorm"
+        for one in model.modules()
+    )
 
 
 # Hooks on models must be picklable, so they are functions that find the tracer below.

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
+from amp_patch.debug.trace import tracer
 from amp_patch.step import loss_scaling
 
 
@@ -155,6 +156,34 @@ def closure_by(sharing: str) -> tuple[Tensor, list[bool]]:
     weight = model.weight.detach().clone()
     amp.deactivate()
     return weight, skipped
+
+
+def traced(kind: str) -> tuple[str, bool]:
+    """Return what is said of an overflow on rank 1 that is traced, and whether training goes on.
+
+    Args:
+        kind: the model is "sharded", came "wrapped" in DDP, or is wrapped "after" `amp.initialize`.
+    """
+    model: nn.Module = nn.Sequential(nn.Linear(7, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    if kind == "sharded":
+        training.sharded(model)
+    wrapped = DistributedDataParallel(model) if kind == "wrapped" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(wrapped, optimizer, loss_scale=8.0, trace_overflow=True, verbosity=0)
+    called = DistributedDataParallel(model) if kind == "after" else wrapped
+    for number in range(3):
+        optimizer.zero_grad()
+        inputs, targets = training.rows(number, distributed.get_rank(), 2)
+        if number == distributed.get_rank() == 1:
+            inputs = inputs * 1e30
+        loss = (called(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    said = "\n".join(str(cause) for cause, _ in tracer.causes.values())
+    goes_on = not amp.step_was_skipped(optimizer)
+    amp.deactivate()
+    return said, goes_on
 
 
 def behind_the_host(engine: str, level: str, steps: int, plants: dict[int, int]) -> tuple[Any, Any]:

@@ -30,6 +30,19 @@ def test_ranks_of_no_known_group_skip_a_closure_by_the_gradients_that_they_share
             assert torch.equal(first, second)
 
 
+def test_an_overflow_is_traced_where_no_rank_waits_for_the_second_run_of_another() -> None:
+    with ranks.Ranks() as two:
+        for kind in ("sharded", "wrapped"):
+            for said, goes_on in two.run(agreeing.traced, kind, timeout=20):
+                assert "sends tensors to other ranks" in said
+                assert goes_on
+        (said, goes_on), (others_said, others_go_on) = two.run(agreeing.traced, "after")
+    assert "from another one" in said
+    assert "the cast to float16 returned inf" in others_said
+    assert goes_on
+    assert others_go_on
+
+
 def test_another_scale_on_one_rank_is_told_of_on_all_with_their_names() -> None:
     for message in ranks.run(agreeing.other_scale):
         assert "1024.0 after 1 steps on rank 0, 2.0 after 1 steps on rank 1" in message
