@@ -46,29 +46,6 @@ REASONS = {
     "weights": "float32 weights of edges would make float32 messages",
 }
 
-# Those that torch's autocast computes in float32, and ctc_loss, which has no half kernel.
-LOSSES = (
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cross_entropy",
-    "ctc_loss",
-    "gaussian_nll_loss",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "margin_ranking_loss",
-    "mse_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "multilabel_soft_margin_loss",
-    "nll_loss",
-    "poisson_nll_loss",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-)
-
 RULES = {
     "dgl.ops.spmm": {
         # the mean divides a sum that may leave float16's range: both are in float32 on the CPU
@@ -130,14 +107,19 @@ RULES = {
         "cosine_similarity": ("stored", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
-        **dict.fromkeys(
-            (
-                *("cdist", "ctc_loss", "det", "logdet", "nanquantile", "pdist", "quantile"),
-                *("slogdet", "Tensor.det", "Tensor.logdet", "Tensor.nanquantile"),
-                *("Tensor.quantile", "Tensor.slogdet"),
-            ),
-            ("wide", "always", "no kernel anywhere"),
-        ),
+        "cdist": ("wide", "always", "no kernel anywhere"),
+        "ctc_loss": ("wide", "always", "no kernel anywhere"),
+        "det": ("wide", "always", "no kernel anywhere"),
+        "logdet": ("wide", "always", "no kernel anywhere"),
+        "nanquantile": ("wide", "always", "no kernel anywhere"),
+        "pdist": ("wide", "always", "no kernel anywhere"),
+        "quantile": ("wide", "always", "no kernel anywhere"),
+        "slogdet": ("wide", "always", "no kernel anywhere"),
+        "Tensor.det": ("wide", "always", "no kernel anywhere"),
+        "Tensor.logdet": ("wide", "always", "no kernel anywhere"),
+        "Tensor.nanquantile": ("wide", "always", "no kernel anywhere"),
+        "Tensor.quantile": ("wide", "always", "no kernel anywhere"),
+        "Tensor.slogdet": ("wide", "always", "no kernel anywhere"),
     },
     "torch.sparse": {
         "addmm": ("half", "cpu", "sparse"),
@@ -154,7 +136,26 @@ RULES = {
         "cosine_similarity": ("stored", "always", "tiny"),
         "cosine_embedding_loss": ("stored", "always", "tiny"),
         "pdist": ("wide", "always", "no kernel anywhere"),
-        **dict.fromkeys(LOSSES, ("wide", "always", "loss")),
+        # those that torch's autocast computes in float32, and ctc_loss, which has no half kernel
+        "binary_cross_entropy": ("wide", "always", "loss"),
+        "binary_cross_entropy_with_logits": ("wide", "always", "loss"),
+        "cross_entropy": ("wide", "always", "loss"),
+        "ctc_loss": ("wide", "always", "loss"),
+        "gaussian_nll_loss": ("wide", "always", "loss"),
+        "hinge_embedding_loss": ("wide", "always", "loss"),
+        "huber_loss": ("wide", "always", "loss"),
+        "kl_div": ("wide", "always", "loss"),
+        "l1_loss": ("wide", "always", "loss"),
+        "margin_ranking_loss": ("wide", "always", "loss"),
+        "mse_loss": ("wide", "always", "loss"),
+        "multi_margin_loss": ("wide", "always", "loss"),
+        "multilabel_margin_loss": ("wide", "always", "loss"),
+        "multilabel_soft_margin_loss": ("wide", "always", "loss"),
+        "nll_loss": ("wide", "always", "loss"),
+        "poisson_nll_loss": ("wide", "always", "loss"),
+        "smooth_l1_loss": ("wide", "always", "loss"),
+        "soft_margin_loss": ("wide", "always", "loss"),
+        "triplet_margin_loss": ("wide", "always", "loss"),
     },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),
