@@ -6,7 +6,6 @@ amp_patch or, through the drop-in, apex.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import IO, Any
 import torch
 import torch.distributed
 
+from .at_end import at_end
 from .launch import OPTIONS
 from .untrained import NAME
 
@@ -31,8 +31,7 @@ def begin(module: ModuleType) -> dict[str, Any]:
     found = options()
     hear_sigint()
     lines = Lines(found["out"], NAME)
-
-    atexit.register(lambda: lines.write({"amp": state_of(module.session)}))
+    at_end(lambda: lines.write({"amp": state_of(module.session)}))
     return found
 
 
@@ -91,7 +90,7 @@ class Lines:
         """Append one object, and hand it to the operating system at once."""
         if self._file is None:
             self._file = self._open()
-            atexit.register(self.close)
+            at_end(self.close)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
 from . import child
+from .at_end import at_end
 from .step_limit import StepLimit
 
 
@@ -43,7 +43,7 @@ class DiagnoseRecorder(StepObserver):
         """See `StepObserver`."""
         tracer.start(models)
         session.call_at_deactivate(self._take_over)
-        atexit.register(self._write)
+        at_end(self._write)
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """Count, and keep what is looked at if this was the last step."""

@@ -6,7 +6,6 @@ Knows how a process begins and ends; imports no torch, for scripts that do not.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import itertools
 import json
@@ -20,6 +19,8 @@ from typing import Any, Protocol
 
 from amp_patch import __version__
 from amp_patch.apex.process import REPORT, REPORT_PROCESS
+
+from .at_end import at_end
 
 #: Seconds from one writing to the next while a script trains: what is killed cannot write any more.
 INTERVAL = 10.0
@@ -120,7 +121,7 @@ def start() -> None:
     """Begin; called when a process of ``amp-patch run --report`` starts."""
     main, since = os.environ[REPORT_PROCESS].split()
     report = Report(Path(os.environ[REPORT]), int(main), float(since))
-    atexit.register(report.end)  # the first that is registered is the last that is called
+    at_end(report.end)  # the first that is registered is the last that is called
 
     def follow(_: ModuleType) -> None:
         importlib.import_module("amp_patch.tools.run_report_child").follow(report)

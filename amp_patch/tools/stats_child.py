@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Sequence
 from types import ModuleType
@@ -14,6 +13,7 @@ from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 
 from . import child
+from .at_end import at_end
 from .step_limit import StepLimit
 
 
@@ -30,7 +30,7 @@ class StatsRecorder(StepObserver):
         self._stats = OpStats()
         self._counting = Counting(self._stats)
         self._blocks = contextlib.ExitStack()
-        self._has_begun = False
+        self._has_begun = self._has_ended = False
         self.limit = StepLimit(steps, self.end)
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
@@ -40,11 +40,13 @@ class StatsRecorder(StepObserver):
             self._has_begun = True
             self._blocks.enter_context(self._counting.of_steps())
             self._blocks.enter_context(self._counting)
-            atexit.register(self.end)
+            at_end(self.end)
 
     def end(self) -> None:
         """Write what was counted, once."""
-        atexit.unregister(self.end)
+        if self._has_ended:
+            return
+        self._has_ended = True
         self._blocks.close()
         if self._stats.steps or self.limit.steps:
             self._lines.write(self._stats.to_json())

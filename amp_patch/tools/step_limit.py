@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn
 
 from torch.optim import Optimizer
 
 from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
+
+from .script_end import ScriptEnd
 
 #: An optimizer rests that steps less often than another by more than this: a critic may take five
 #: steps for one of the generator.
@@ -47,26 +45,6 @@ class StepLimit(StepObserver):
             if not self._end.was_called:
                 self._at_end()
             self._end()
-
-
-class ScriptEnd:
-    """Ends the script when it is called, though the script may catch what the first call raises.
-
-    Attributes:
-        was_called: once, so the script has gone on.
-    """
-
-    def __init__(self) -> None:
-        self.was_called = False
-
-    def __call__(self) -> NoReturn:
-        """Raise SystemExit; see the class."""
-        if self.was_called:
-            sys.stdout.flush()
-            atexit._run_exitfuncs()
-            os._exit(0)
-        self.was_called = True
-        raise SystemExit(0)
 
 
 def is_enough(counts: Counter[int], limit: int) -> bool:

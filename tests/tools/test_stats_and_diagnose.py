@@ -110,7 +110,7 @@ def test_no_rule_is_told_of_what_is_inside_of_what_has_one(found, told) -> None:
     assert lines == [f'"{one}" = "float"' for one in told]
 
 
-@pytest.mark.parametrize("last", ["", "amp.deactivate()", "1 / 0"])
+@pytest.mark.parametrize("last", ["", "amp.deactivate()", "1 / 0", "__import__('os')._exit(0)"])
 def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) -> None:
     result = called("diagnose", value="75", last=last)
     assert "Nothing overflowed in 8 steps." in result.output

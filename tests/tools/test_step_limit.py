@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import pytest
@@ -11,7 +10,6 @@ from support import scaled_backward
 from torch import nn
 
 from amp_patch.session import session
-from amp_patch.tools import step_limit
 from amp_patch.tools.compare.recorder import Recorder
 from amp_patch.tools.step_limit import StepLimit
 
@@ -49,14 +47,3 @@ def steps_until_the_end(amp, limit: str, cycle: list[int]) -> list[int]:
 )
 def test_each_network_makes_its_steps(amp, limit: str, cycle: list[int], made: list[int]) -> None:
     assert steps_until_the_end(amp, limit, cycle) == made
-
-
-def test_a_script_that_catches_its_end_is_ended_by_the_next_step(monkeypatch) -> None:
-    called = []
-    monkeypatch.setattr(step_limit.atexit, "_run_exitfuncs", lambda: called.append("saved"))
-    monkeypatch.setattr(step_limit.os, "_exit", called.append)
-    limit = StepLimit(1, lambda: called.append("at end"))
-    for _ in range(2):
-        with contextlib.suppress(SystemExit):  # as `except:` around a step does
-            limit.stepped(torch.optim.SGD([torch.ones(1)], 0.1), None)
-    assert called == ["at end", "saved", 0]

@@ -5,7 +5,6 @@ Knows the script's training and the file that is written; nothing of what it is 
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -28,9 +27,11 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.at_end import at_end
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
-from amp_patch.tools.step_limit import ScriptEnd, is_enough
+from amp_patch.tools.script_end import ScriptEnd
+from amp_patch.tools.step_limit import is_enough
 
 from .functions import FunctionWatch
 from .samples import sample
@@ -44,8 +45,9 @@ SKIPS = 20
 def start(module: ModuleType) -> None:
     """Record this process; called with ``amp_patch.session``."""
     options = child.begin(module)
-    recorder = Recorder(module.session, options["steps"], options["skipped"])
-    atexit.register(recorder.save, Path(options["out"]))
+    folder = Path(options["out"])
+    recorder = Recorder(module.session, options["steps"], options["skipped"], folder)
+    at_end(recorder.save)
     recorder.begin()
 
 
@@ -57,10 +59,18 @@ class Recorder(StepObserver):
         steps: ends the script when each optimizer has made so many; None lets it end by itself.
         skipped: ``[optimizer, step]``, counted from 0, of the steps to skip: a level whose loss
             scale was too high at first has not made them, and the reference is to follow it.
+        folder: for what was noted; None for no file.
     """
 
-    def __init__(self, session: Any, steps: int | None, skipped: list[list[int]]) -> None:
-        self._session, self._steps = session, steps
+    def __init__(
+        self,
+        session: Any,
+        steps: int | None,
+        skipped: list[list[int]],
+        folder: Path | None = None,
+    ) -> None:
+        self._session, self._steps, self._folder = session, steps, folder
+        self._has_saved = False
         self._skip = {(optimizer, step) for optimizer, step in skipped}
         self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str] | None]
         self._names, self._named = weakref.WeakKeyDictionary(), -1
@@ -83,6 +93,7 @@ class Recorder(StepObserver):
         self._numbers.update(self._session.models.numbers.values())
         tracer.start(models)
         self._session.call_at_deactivate(self._note_causes)
+        at_end(self.save)  # of the process that trains, which may be a fork
 
     def begin(self) -> None:
         """Listen, until the process ends."""
@@ -125,10 +136,11 @@ class Recorder(StepObserver):
         ):
             self._end()
 
-    def save(self, folder: Path) -> None:
-        """Write what was noted, if there was anything, to a file of this rank's."""
-        if not self._calls:
+    def save(self) -> None:
+        """Write what was noted, if there was anything, to a file of this rank's, once."""
+        if not self._calls or self._folder is None or self._has_saved:
             return
+        self._has_saved = True
         self._note_causes()
         several = self._are_several()
         for line in self._calls:
@@ -143,7 +155,7 @@ class Recorder(StepObserver):
                 "nonfinite": self._functions.left_the_range(several),
                 "steps": self._step,
             },
-            folder / f"record-rank{child.rank()}.pt",
+            self._folder / f"record-rank{child.rank()}.pt",
         )
 
     def _note_causes(self) -> None:

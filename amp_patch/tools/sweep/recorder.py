@@ -5,7 +5,6 @@ Attached by `start`, when the script imports amp_patch or, through the drop-in, 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import math
@@ -26,6 +25,7 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 from amp_patch.tools import child
+from amp_patch.tools.at_end import at_end
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.step_limit import PATIENCE
 
@@ -46,7 +46,7 @@ def start(module: types.ModuleType) -> None:
     recorder = Recorder(module.session, child.Lines(options["out"], NAME), options["steps"])
     module.session.observers.attach(recorder)
     recorder.watch_clipping(Patches())
-    atexit.register(recorder.end)
+    at_end(recorder.end)
 
 
 class Recorder(StepObserver):
@@ -183,7 +183,7 @@ class Recorder(StepObserver):
     def _write(self) -> None:
         if not self._written:
             self._lines.write({"about": about()})
-            atexit.register(self.end)  # before the file is closed, which was registered just now
+            at_end(self.end)  # before the file is closed, which was registered just now
         self._written += 1
         self._lines.write(self._round.as_line())
 
