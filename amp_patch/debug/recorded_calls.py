@@ -26,7 +26,7 @@ class Call:
     """One call of a model.
 
     It belongs to its graph: the hooks of the outputs hold it, and it goes when the graph goes. The
-    last call of a model without gradients is kept until a step is made.
+    last call of each model is kept until a step is made.
 
     Attributes:
         model: held weakly.
@@ -68,14 +68,14 @@ class RecordedCalls:
         self._open = _Open()
         self._order: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
         self._changing: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self._ungraphed: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
+        self._last: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()
         self._count = 0
 
     def forget(self) -> None:
         """The step is over: its gradients are used up, and no forward of this thread runs."""
         self.reached.clear()
         self._open.calls.clear()  # what Ctrl-C has ended, in a notebook
-        self._ungraphed.clear()
+        self._last.clear()
 
     def of_pass(self, number: int) -> list[Call]:
         """Return the calls that a pass has reached, the earliest first."""
@@ -121,8 +121,8 @@ class RecordedCalls:
             return
         self._count += 1
         self._order[call] = self._count
+        self._last[model] = call  # also where no graph holds it: under no_grad(), or detached
         if not torch.is_grad_enabled():
-            self._ungraphed[model] = call
             return
         self._ranges.append((self._open.first_node, next_node()))
         if model not in self._changing:

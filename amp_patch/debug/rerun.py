@@ -53,6 +53,7 @@ class Rerun:
         # Copies once more, for the model may write to them and there may be further runs.
         args, kwargs = self._inputs = copied(self._call.inputs)
         self._introduce()
+        session.cache.mark_stale()  # casts of weights are made anew, where they are seen
         set_buffers(self.model, self._call.buffers)
         self._call.random.restore()
         with contextlib.ExitStack() as stack:

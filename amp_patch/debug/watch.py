@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -50,6 +50,8 @@ _FILLING = {
 
 #: Operators whose result nobody has written to yet: what memory held before.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+#: Operators of which no operand is a mask: what is infinite there was not meant to be.
+_PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "convolution", "dot", "mm", "mv"}
 #: What scripts write where a mask is, as transformers do; -inf is another.
 _MASK = torch.finfo(torch.float16).min
 
@@ -65,6 +67,7 @@ class Origin:
         operands: the ranges of what it was called with.
         inputs: the ranges of what its module was called with; none in backward.
         weights: the ranges of the module's own parameters.
+        unless_meant: of a mask that was there before the run, the source that it else is.
     """
 
     source: Source
@@ -73,6 +76,7 @@ class Origin:
     operands: tuple[Range, ...] = ()
     inputs: tuple[Range, ...] = ()
     weights: tuple[Range, ...] = ()
+    unless_meant: Source | None = None
 
     @property
     def may_hide(self) -> bool:
@@ -83,6 +87,10 @@ class Origin:
     def is_meant(self) -> bool:
         """Whether the values are no error by themselves."""
         return self.source == "mask"
+
+    def not_meant(self) -> Origin:
+        """Return the same of what was taken for a mask, and is none."""
+        return replace(self, source=self.unless_meant or self.source, unless_meant=None)
 
 
 @dataclass
@@ -177,9 +185,10 @@ class Watch(TorchDispatchMode):
         """Look at a tensor that was there before the run."""
         if not can_look(tensor) or not (kinds := kinds_of(tensor)):
             return
+        origin = Origin(source, place, range_of(name, tensor))
         if kinds == ("-inf",):
-            source = "mask"
-        self._add(Origin(source, place, range_of(name, tensor)), tensor)
+            origin = replace(origin, source="mask", unless_meant=source)
+        self._add(origin, tensor)
 
     def _add(self, origin: Origin, tensor: Tensor) -> None:
         self._origins[_storage(tensor)] = origin
@@ -213,6 +222,10 @@ class Watch(TorchDispatchMode):
         found = [origin for _, origin in bad if not origin.is_meant]
         if found:
             self._add(min(found, key=self._watched.origins.index), output)
+            return
+        given = [origin for _, origin in bad if origin.unless_meant is not None]
+        if given and func._schema.name.rpartition("::")[2] in _PRODUCTS:
+            self._add(given[0].not_meant(), output)
             return
         meant = {kind for one, _ in bad for kind in kinds_of(one)}
         if bad and set(kinds) <= meant:

@@ -178,7 +178,7 @@ def test_the_model_of_several_is_said(amp) -> None:
     assert report.overflows[1].params[0].name.startswith("Sequential 2: 0.0")
 
 
-@pytest.mark.parametrize("graph", ["none", "detached", "kept"])
+@pytest.mark.parametrize("graph", ["none", "dropped", "detached", "kept"])
 def test_what_another_model_handed_on_is_looked_for_there(amp, graph: str) -> None:
     first, generator = around(nn.BatchNorm1d(WIDTH), 0, 0), around(RootOfZero(), 0, 0)
     with torch.no_grad():
@@ -193,6 +193,8 @@ def test_what_another_model_handed_on_is_looked_for_there(amp, graph: str) -> No
     for _ in range(2):
         with torch.set_grad_enabled(graph != "none"):
             fake = generator(first(torch.randn(4, WIDTH)))
+        if graph == "dropped":
+            fake = fake.detach()
         statistics = first[0][1].running_mean.clone()
         given = torch.cat([fake if graph == "kept" else fake.detach(), torch.zeros(4, WIDTH)])
         with amp.scale_loss(square(critic(given)), optimizers[2]) as scaled:
@@ -365,18 +367,20 @@ def test_a_mask_is_not_taken_for_what_overflows_beside_it(amp) -> None:
     assert (the_cause(amp).where, the_cause(amp).operator) == ("forward", "matmul")
 
 
-def test_a_weight_that_is_not_finite_is_named(amp) -> None:
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_weight_that_is_not_finite_is_named(amp, value: float) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
     with torch.no_grad():
-        model[1][0].weight[0, 0] = torch.nan
+        model[1][0].weight[0, 0] = value
     train(amp, model, optimizer)
     cause = the_cause(amp)
     assert (cause.where, cause.module, cause.operator) == ("weight", "1.0", "weight")
 
 
-def test_an_input_that_is_not_finite_is_named(amp) -> None:
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_an_input_that_is_not_finite_is_named(amp, value: float) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
-    with amp.scale_loss(square(model(torch.full((4, WIDTH), torch.nan))), optimizer) as scaled:
+    with amp.scale_loss(square(model(torch.full((4, WIDTH), value))), optimizer) as scaled:
         scaled.backward()
     assert the_cause(amp).where == "input"
 
@@ -487,14 +491,14 @@ def living_calls() -> list[Call]:
     return [one for one in gc.get_objects() if isinstance(one, Call)]
 
 
-def test_what_is_recorded_goes_with_its_graph(amp) -> None:
+def test_what_is_recorded_goes_with_its_graph_but_the_last_of_a_model(amp) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
     gc.collect()
     others = len(living_calls())
-    outputs = model(torch.randn(4, WIDTH))
-    assert len(living_calls()) == others + 1
+    outputs = [model(torch.randn(4, WIDTH)) for _ in range(3)]
+    assert len(living_calls()) == others + 3
     del outputs
-    assert len(living_calls()) == others
+    assert len(living_calls()) == others + 1
     train(amp, model, optimizer, steps=3)
     assert len(living_calls()) == others
 
