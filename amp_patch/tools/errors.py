@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 
@@ -9,3 +11,16 @@ class BadArguments(click.ClickException):
     """One clear line, and exit code 2; nothing was started or written."""
 
     exit_code = 2
+
+
+def refuse_notebook(path: str | Path) -> None:
+    """Refuse a notebook in the place of a script: JSON reads like Python, and says nothing.
+
+    Raises:
+        BadArguments: it is one.
+    """
+    if Path(path).suffix == ".ipynb":
+        raise BadArguments(
+            f"a script must be Python; got the notebook {path}; call jupyter nbconvert --to script "
+            f"{path}, and give what it writes"
+        )

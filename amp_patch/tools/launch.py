@@ -28,7 +28,7 @@ from .attach import OPTIONS as OPTIONS
 from .attach import TOOL as TOOL
 from .crash import crash_reason
 from .early_notice import NAME as NOTE
-from .errors import BadArguments
+from .errors import BadArguments, refuse_notebook
 from .process import Start, start_process
 from .untrained import MEND, is_to_end, notice, reason_after
 
@@ -97,11 +97,12 @@ def python_command(words: Sequence[str]) -> list[str]:
             processes of this environment (``torchrun --nproc_per_node 2 script.py``).
 
     Raises:
-        BadArguments: there is no such script or program.
+        BadArguments: there is no such script or program, or it is a notebook.
     """
     if not words or words == ["-m"]:
         raise BadArguments("a script must stand after --; got none; write -- train.py ARGS")
     first = words[0]
+    refuse_notebook(first)
     if first == "-m" or Path(first).is_file():
         return [sys.executable, *words]
     program = program_named(first)

@@ -12,7 +12,7 @@ from amp_patch.casting.rules import PROFILES
 from amp_patch.did_you_mean import did_you_mean
 from amp_patch.rules_file import read
 
-from .errors import BadArguments
+from .errors import BadArguments, refuse_notebook
 from .options import known_level, writable_folder
 from .run_report import file_of_rank
 
@@ -83,6 +83,8 @@ def command(
     amp-patch run -m package.train
     torchrun --nproc_per_node 4 -m amp_patch run train.py
     """
+    if not is_module:
+        refuse_notebook(script)
     if report is not None:
         _prepare(report)
     place = None if force else real_amp()

@@ -318,7 +318,7 @@ def test_what_has_no_values_is_not_looked_at(amp) -> None:
 
 
 def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -> None:
-    recorder = Recorder(session, None, [])
+    recorder = Recorder(session, None, [], tmp_path)
     detach = session.observers.attach(recorder)
     models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
@@ -329,7 +329,7 @@ def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -
     detach()
     del models, model, optimizer
     gc.collect()
-    recorder.save(tmp_path)
+    recorder.save()
     calls = torch.load(tmp_path / "record-rank0.pt")["calls"]
     assert [one["module"] for one in calls] == ["0:", "1:"]
 

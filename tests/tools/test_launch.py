@@ -128,7 +128,7 @@ def test_a_module_is_run_by_python() -> None:
     assert launch.python_command(["-m", "train", "x"]) == [sys.executable, "-m", "train", "x"]
 
 
-@pytest.mark.parametrize("words", [[], ["-m"], ["missing.py"], ["no/such/program"]])
+@pytest.mark.parametrize("words", [[], ["-m"], ["missing.py"], ["no/such/program"], ["a.ipynb"]])
 def test_what_is_no_script_is_refused(words: list[str]) -> None:
     with pytest.raises(BadArguments, match="script"):
         launch.python_command(words)

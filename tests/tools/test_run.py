@@ -92,6 +92,13 @@ def test_a_real_apex_is_said_to_be_used_unless_amp_patch_takes_its_place(
     assert started == [(["train.py"], None, force, None, None)]
 
 
+def test_a_notebook_is_refused_with_what_makes_a_script_of_it(started) -> None:
+    result = called("train.ipynb")
+    assert (result.exit_code, started) == (2, [])
+    assert "call jupyter nbconvert --to script train.ipynb" in result.stderr
+    assert called("-m", "package.ipynb").exit_code == 0
+
+
 def test_what_python_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise RuntimeError("got a Python started with -S")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from amp_patch.tools.errors import BadArguments
+from amp_patch.tools.errors import BadArguments, refuse_notebook
 
 from .rules import RULES
 from .script import Unreadable, findings
@@ -62,11 +62,7 @@ def command(paths: tuple[Path, ...]) -> None:
 def _scripts(paths: tuple[Path, ...]) -> Iterator[Path]:
     """Yield files, and those of folders in the order of their names; hidden folders are passed."""
     for path in paths:
-        if path.suffix == ".ipynb":  # JSON reads like Python, and says nothing
-            raise BadArguments(
-                f"a script must be Python; got the notebook {path}; call jupyter nbconvert --to "
-                f"script {path}, and amp-patch check with what it writes"
-            )
+        refuse_notebook(path)
         if not path.is_dir():
             yield path
             continue

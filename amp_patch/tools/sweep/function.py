@@ -7,6 +7,7 @@ the rest is the sweep's, as of the command.
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 import os
 import pickle
@@ -126,7 +127,13 @@ def _refuse_numbers(**options: Any) -> None:
         value = options.get(name)
         if value is None and name in ("steps", "timeout"):
             continue
-        if not (isinstance(value, kind) and value >= least):
+        in_range = isinstance(value, kind) and least <= value < math.inf
+        if name == "timeout" and (not in_range or value == 0):
+            raise ValueError(
+                f"timeout must be seconds above 0, or None for no limit; got {value!r}; "
+                "call amp_patch.sweep(train, timeout=600)."
+            )
+        if not in_range:
             whole = "a whole number of at" if kind is numbers.Integral else "a number of at"
             raise ValueError(
                 f"{name} must be {whole} least {least}; got {value!r}; call "

@@ -56,6 +56,8 @@ def recommend(comparison: Comparison) -> Recommendation:
             f" {best.memory_ratio:.2f} times its memory, at {_speed(best):.2f} times its speed."
         )
         return Recommendation(best.level, reason + after)
+    if len(comparison.rows) == 1:
+        return Recommendation(REFERENCE, "No other level was swept.")
     return Recommendation(REFERENCE, _stay(good) + (after if good else unjudged))
 
 

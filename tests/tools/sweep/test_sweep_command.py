@@ -246,6 +246,8 @@ def test_what_is_no_training_function_is_refused(given) -> None:
         ({"seed": None}, "seed must be a whole number of at least 0; got None"),
         ({"tolerance": -1}, "tolerance must be a number of at least 0; got -1"),
         ({"tolerance": "5%"}, "tolerance must be a number of at least 0; got '5%'"),
+        ({"tolerance": float("inf")}, "tolerance must be a number of at least 0; got inf"),
+        ({"timeout": 0}, "timeout must be seconds above 0, or None for no limit; got 0"),
         ({"resume": "nowhere"}, "must name the folder of a sweep"),
     ],
 )

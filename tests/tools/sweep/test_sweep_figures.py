@@ -202,7 +202,8 @@ def test_what_did_not_end_has_no_final_loss_and_no_deviation() -> None:
         ([("O1", 0.98, 10, 1.0)], "O0", "or saves memory"),
         ([("O1", 0.98, 5, 1.0)], "O1", "0.50 times its memory"),
         ([("O1", 3.0, 5, 1.0)], "O0", "O1 takes 0.50 times as much, at 0.33 times the speed"),
-        ([("O1", 0.5, 5, 1.5)], "O0", "No other level"),
+        ([("O1", 0.5, 5, 1.5)], "O0", "No other level that came to its end"),
+        ([], "O0", "No other level was swept"),
     ],
 )
 def test_the_recommendation_and_its_reason(others, level: str, words: str) -> None:
