@@ -38,10 +38,10 @@ def test_a_seed_is_set_before_amp_is_imported(monkeypatch) -> None:
 def test_a_script_that_seeds_itself_before_it_imports_amp_wins(tool, monkeypatch) -> None:
     options = {"out": "x", "seed": 3, "steps": 1, "skipped": [], "timed": True}
     monkeypatch.setenv("AMP_PATCH_TOOL_OPTIONS", json.dumps(options))
-    for name in ("atexit", "hear_sigint"):
+    for name in ("at_end", "hear_sigint"):
         monkeypatch.setattr(child, name, MagicMock())
-    if hasattr(tool, "atexit"):
-        monkeypatch.setattr(tool, "atexit", MagicMock())
+    if hasattr(tool, "at_end"):
+        monkeypatch.setattr(tool, "at_end", MagicMock())
     for name in ("begin", "watch_clipping"):
         if hasattr(tool, "Recorder"):
             monkeypatch.setattr(tool.Recorder, name, MagicMock(), raising=False)
