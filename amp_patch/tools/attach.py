@@ -5,9 +5,13 @@ Knows the variables of the environment that `launch` sets; imports no torch.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import random
+import signal
+import sys
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -18,17 +22,29 @@ from . import early_notice
 TOOL = "AMP_PATCH_TOOL"
 #: JSON that this function finds there.
 OPTIONS = "AMP_PATCH_TOOL_OPTIONS"
+#: The process of the command, which ends the script when it is interrupted.
+PARENT = "AMP_PATCH_TOOL_PARENT"
+#: See prctl(2).
+_PR_SET_PDEATHSIG = 1
 
 
 def attach() -> None:
     """Let the tool come in when amp_patch is imported, if there is one."""
     tool = os.environ.get(TOOL)
     if tool:
+        end_with_parent()
         register_post_import_hook(tool, "amp_patch.session")
         options = json.loads(os.environ[OPTIONS])
         early_notice.watch(options)
         if "seed" in options:
             seed_everything(options["seed"])
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process where the command is killed, which can end nothing then."""
+    if sys.platform == "linux" and os.environ.get(PARENT) == str(os.getppid()):
+        with contextlib.suppress(AttributeError, OSError):  # a libc of another kind
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def seed_everything(seed: int) -> None:

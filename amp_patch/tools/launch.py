@@ -25,6 +25,7 @@ import click
 from amp_patch.apex.process import environment_of_run, program_named
 
 from .attach import OPTIONS as OPTIONS
+from .attach import PARENT
 from .attach import TOOL as TOOL
 from .crash import crash_reason
 from .early_notice import NAME as NOTE
@@ -141,7 +142,8 @@ class ScriptRun:
         start: Start = start_process,
     ) -> None:
         self._note = Path(options["out"], NOTE)
-        added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), **(environment or {})}
+        added = {TOOL: tool, OPTIONS: json.dumps(dict(options)), PARENT: str(os.getpid())}
+        added |= environment or {}
         self.log = log
         whole = {**environment_of_run(os.environ, opt_level, force=True), **added}
         self._process = start(command, whole, log)

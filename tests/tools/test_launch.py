@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -89,6 +90,30 @@ def test_a_script_that_refuses_to_end_is_killed_with_its_children(
     assert run.wait(0.1) is None
     run.stop()
     assert run.code == -signal.SIGKILL
+    assert has_ended(int(log.read_text()))
+
+
+COMMAND = """
+import time
+from pathlib import Path
+from amp_patch.tools import launch
+
+options = {"out": ".", "level": "any"}
+command = launch.python_command(["train.py"])
+run = launch.ScriptRun(command, "my_tool:start", options, Path("log.txt"))
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the script")
+def test_a_script_does_not_outlive_a_command_that_is_killed(folder: Path) -> None:
+    script = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    (folder / "train.py").write_text(script)
+    log = folder / "log.txt"
+    with subprocess.Popen([sys.executable, "-c", COMMAND]) as command:
+        while not (log.exists() and log.read_text().strip()):
+            time.sleep(0.05)
+        command.kill()
     assert has_ended(int(log.read_text()))
 
 
