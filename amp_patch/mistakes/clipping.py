@@ -28,10 +28,17 @@ _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip
 _BY_NORM = ("torch.nn.utils.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm()")
 
 
-def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], Any]]:
-    """Return, for each function by its path, what makes its replacement."""
+def replacements(
+    optimizers: PreparedOptimizers, refuse: Callable[[Sequence[Tensor], str], None]
+) -> dict[str, Callable[[Any], Any]]:
+    """Return, for each function by its path, what makes its replacement.
+
+    Args:
+        optimizers: the prepared ones.
+        refuse: gets what is clipped, and the call; raises for gradients that nobody unscales.
+    """
     by_name: dict[str, Callable[[Any], Any]] = {
-        name: functools.partial(_clipping, optimizers, f"torch.nn.utils.{name}()")
+        name: functools.partial(_clipping, optimizers, refuse, f"torch.nn.utils.{name}()")
         for name in _OF_PARAMETERS
     }
     by_name["get_total_norm"] = functools.partial(_measuring, optimizers)
@@ -48,11 +55,16 @@ def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], An
 
 
 def _clipping(
-    optimizers: PreparedOptimizers, call: str, original: Callable[..., Any]
+    optimizers: PreparedOptimizers,
+    refuse: Callable[[Sequence[Tensor], str], None],
+    call: str,
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         stepped, owners = _stepped(optimizers, parameters, call)
+        if isinstance(stepped, list):
+            refuse(stepped, call)
         if call in _BY_NORM and any(one.ranks.have_parts for one in owners):
             result = _clip_parts(stepped, owners, *args, **kwargs)
         else:

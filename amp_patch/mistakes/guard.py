@@ -90,7 +90,7 @@ class Guard:
             **grad_scaler.replacements(self._served),
             **bypasses.replacements(self._optimizers),
             **clearing.replacements(self._optimizers),
-            **clipping.replacements(self._optimizers),
+            **clipping.replacements(self._optimizers, self.unprepared.refuse_clip),
             **averages.replacements(self._store, self._models.in_half),
             **self._of_late_modules(),
             **conversions.replacements(lambda: self._models.levels),

@@ -30,24 +30,21 @@ _MEND = (
 
 
 class _Scaled(NamedTuple):
-    """A parameter with its scaled gradient, and what tells whether that is scaled still."""
+    """A parameter with its scaled gradient, and what tells whether that is as it was."""
 
     param: TensorWeakRef
     grad: TensorWeakRef
     version: int
-    plain_backwards: int
 
-    def left(self, plain_backwards: int) -> Tensor | None:
-        """Return the gradient if the parameter has it, and it was not zeroed for a plain backward.
+    def left(self) -> Tensor | None:
+        """Return the gradient if the parameter has it, and the script has not written to it.
 
-        Args:
-            plain_backwards: how many there were.
+        It may have unscaled it, taken its signs, or zeroed it for a backward of its own.
         """
         param, grad = self.param(), self.grad()
-        if param is None or grad is None:
+        if param is None or grad is None or self.version != grad._version:
             return None
-        is_anew = self.version != grad._version and self.plain_backwards != plain_backwards
-        return grad if stored_grad(param) is grad and not is_anew else None
+        return grad if stored_grad(param) is grad else None
 
 
 class UnpreparedParams:
@@ -83,30 +80,28 @@ class UnpreparedParams:
 
     def watch_foreign(self, is_scaled: bool) -> Watch:
         """See `OptimizerBackward.watch_foreign`."""
-        plain = self._plain_backwards()
         if not is_scaled:
-            return Watch([], plain)
+            return Watch([], 0)
         self._scaled = {
             key: one
             for key, one in self._scaled.items()
-            if (grad := one.left(plain)) is not None and values(grad).any()
+            if (grad := one.left()) is not None and values(grad).any()
         }
         alive = [(one, param) for one in self._params if (param := one()) is not None]
         self._params = [reference for reference, _ in alive]
         grads = [(param, stored_grad(param)) for _, param in alive]
         rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
-        return Watch(rows, plain)
+        return Watch(rows, self._plain_backwards())
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """See `OptimizerBackward.note_foreign`."""
-        plain = self._plain_backwards()
-        if watch.own_passes != plain:
+        if watch.rows and watch.own_passes != self._plain_backwards():
             return  # another thread trains its own model, or the block does
         for param, grad, version in watch.rows:
             now = stored_grad(param)
             if now is not None and (now is not grad or now._version != version):
                 found = TensorWeakRef(param), TensorWeakRef(now)
-                self._scaled[id(param)] = _Scaled(*found, now._version, plain)
+                self._scaled[id(param)] = _Scaled(*found, now._version)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""
@@ -139,15 +134,31 @@ class UnpreparedParams:
             )
             if count and has_scaled and not is_plain:
                 raise RuntimeError(_refusal(optimizer, count))
-        plain = self._plain_backwards()
-        scaled = {
-            id(param)
-            for param in params
-            if id(param) in self._scaled and self._scaled[id(param)].left(plain) is not None
-        }
+        scaled = self._scaled_of(params)
         # A prepared optimizer may have got them since, of which this is the one within.
         if scaled and (count := len(scaled - _stepped_by(optimizers))):
             raise RuntimeError(_refusal(optimizer, count))
+
+    def refuse_clip(self, params: Iterable[Tensor], call: str) -> None:
+        """Raise where gradients that are clipped together are scaled.
+
+        Raises:
+            RuntimeError: as said.
+        """
+        count = len(self._scaled_of(params)) if self._scaled else 0
+        if count:
+            raise RuntimeError(
+                f"{call} needs unscaled gradients; got {count} of parameters that no optimizer of "
+                "amp.initialize() steps, which are multiplied by the loss scale. Call "
+                "amp.clip_grad_norm_(optimizer, max_norm), freeze what is not to be trained by "
+                "requires_grad_(False), or give amp.initialize() and amp.scale_loss() the "
+                "optimizer of these."
+            )
+
+    def _scaled_of(self, params: Iterable[Tensor]) -> set[int]:
+        """Return the ids of those among parameters whose gradients are scaled still."""
+        known = [id(param) for param in params if id(param) in self._scaled]
+        return {key for key in known if self._scaled[key].left() is not None}
 
     def _count_unwatched(
         self, params: Sequence[Tensor], models: Iterable[nn.Module], optimizers: PreparedOptimizers
@@ -177,8 +188,9 @@ def _refusal(optimizer: Optimizer, count: int) -> str:
 
 
 def _stepped_by(optimizers: PreparedOptimizers) -> set[int]:
-    steps = list(optimizers.steps.values())
-    return {id(param) for step in steps for param in step.backward.pairs().model}
+    all_of = [one.backward for one in list(optimizers.steps.values())]
+    both = [params for one in all_of for params in (one.pairs().model, one.gradients.elsewhere)]
+    return {id(param) for params in both for param in params}
 
 
 class HalfSteps:

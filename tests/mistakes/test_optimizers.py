@@ -130,6 +130,42 @@ def test_an_optimizer_of_another_model_steps_by_its_own_loss(
     assert_equal(weights(head), weights(by_hand))
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_gradients_that_a_script_unscales_in_place_are_stepped(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    noise = nn.Parameter(torch.zeros(4))
+    other = torch.optim.SGD([noise], lr=0.5, maximize=True)
+    for inputs in batches():
+        optimizer.zero_grad()
+        other.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs + noise), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        noise.grad.sign_()
+        before = noise.detach().clone()
+        other.step()
+        optimizer.step()
+        assert (noise - before).abs().tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_what_no_optimizer_steps_is_not_clipped_with_the_rest(amp: ModuleType, level: str) -> None:
+    """The norm would be that of its scaled gradients, and the update of the others next to none."""
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="got 2 of parameters that no optimizer"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(model.last.parameters(), 1.0)
+    model.first.requires_grad_(False)
+    model.zero_grad()
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) < 1.0
+    optimizer.step()
+
+
 def test_nothing_is_kept_of_optimizers_that_live_for_a_step(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, "O1")
     for inputs in batches():
