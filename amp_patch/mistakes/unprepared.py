@@ -81,7 +81,7 @@ class UnpreparedParams:
     def watch_foreign(self, is_scaled: bool) -> Watch:
         """See `OptimizerBackward.watch_foreign`."""
         if not is_scaled:
-            return Watch([], 0)
+            return Watch.of([])
         self._scaled = {
             key: one
             for key, one in self._scaled.items()
@@ -89,19 +89,15 @@ class UnpreparedParams:
         }
         alive = [(one, param) for one in self._params if (param := one()) is not None]
         self._params = [reference for reference, _ in alive]
-        grads = [(param, stored_grad(param)) for _, param in alive]
-        rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
-        return Watch(rows, self._plain_backwards())
+        return Watch.of([param for _, param in alive], self._plain_backwards())
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """See `OptimizerBackward.note_foreign`."""
-        if watch.rows and watch.own_passes != self._plain_backwards():
+        if watch.params and watch.own_passes != self._plain_backwards():
             return  # another thread trains its own model, or the block does
-        for param, grad, version in watch.rows:
-            now = stored_grad(param)
-            if now is not None and (now is not grad or now._version != version):
-                found = TensorWeakRef(param), TensorWeakRef(now)
-                self._scaled[id(param)] = _Scaled(*found, now._version)
+        for param, grad in watch.written():
+            found = TensorWeakRef(param), TensorWeakRef(grad)
+            self._scaled[id(param)] = _Scaled(*found, grad._version)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters were unscaled in place."""

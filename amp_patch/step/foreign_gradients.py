@@ -6,21 +6,45 @@ Say that a generator's loss runs through the discriminator, whose optimizer was 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.lazy_gradients import stored_grad, stored_grads
+
+from .param_pairs import same
 
 
 class Watch(NamedTuple):
     """Parameters with their gradients as they were, and how many own passes there had been."""
 
-    rows: list[tuple[Tensor, Tensor | None, int]]
+    params: Sequence[Tensor]
+    grads: list[Tensor | None]
+    versions: list[int]
     own_passes: int
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], own_passes: int = 0) -> Watch:
+        """Return parameters as they are before a backward that is not meant to reach them."""
+        grads = stored_grads(params)
+        return cls(params, grads, _versions(grads), own_passes)
+
+    def written(self) -> list[tuple[Tensor, Tensor]]:
+        """Return those that have got a gradient since then, or another one, with it."""
+        now = stored_grads(self.params)
+        if same(now, self.grads) and _versions(now) == self.versions:  # as nearly always
+            return []
+        return [
+            (param, grad)
+            for param, grad, before, version in zip(
+                self.params, now, self.grads, self.versions, strict=True
+            )
+            if grad is not None and (grad is not before or grad._version != version)
+        ]
 
 
 class ForeignGradients:
@@ -39,22 +63,21 @@ class ForeignGradients:
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
         """Return what `note` needs after a backward that these parameters are not meant to get."""
-        grads = [(param, stored_grad(param)) for param in params]
-        rows = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
-        return Watch(rows, self.own_passes)
+        return Watch.of(params, self.own_passes)
 
-    def note(self, watch: Watch, unscaled: Collection[int]) -> None:
+    def note(self, watch: Watch, unscaled: Iterable[Sequence[Tensor]]) -> None:
         """Find out what that backward wrote.
 
         Args:
             watch: what `watch` returned before it.
-            unscaled: ids of the parameters whose gradients another optimizer unscales.
+            unscaled: the parameters whose gradients other optimizers unscale, for each of these.
         """
-        for param, grad, version in watch.rows if watch.own_passes == self.own_passes else ():
-            now = stored_grad(param)
-            is_written = now is not None and (now is not grad or now._version != version)
-            if now is not None and is_written and id(param) not in unscaled:
-                self.found.append((param, TensorWeakRef(now)))
+        written = watch.written() if watch.own_passes == self.own_passes else []
+        if written:
+            known = set(map(id, chain.from_iterable(unscaled)))
+            self.found += [
+                (param, TensorWeakRef(now)) for param, now in written if id(param) not in known
+            ]
 
     def add_to(self) -> None:
         """A pass of the optimizer itself begins, and adds to those not dropped or set to zero."""
@@ -88,3 +111,8 @@ class ForeignGradients:
             for param, grad, noted in now
             if grad is not None and (noted is None or grad is noted())
         ]
+
+
+def _versions(grads: list[Tensor | None]) -> list[int]:
+    """Return 0 for no gradient."""
+    return [0 if grad is None else grad._version for grad in grads]

@@ -31,7 +31,7 @@ from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
-from .param_pairs import ParamPairs, Params
+from .param_pairs import ParamPairs, Params, same
 from .skip import Skip, skips_by_flag
 from .zeroing import Zeroing
 
@@ -297,18 +297,19 @@ class OptimizerBackward:
             self._fused.lazy.materialize()  # unscales half gradients, which may be written to
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # A half gradient that a master has is not read again. Another thread trains its own models.
-        watched = [
-            param
-            for param, master in zip(*self.pairs(), strict=True)
-            if param is master or not (waiting or stored_grad(master) is not None)
-        ]
-        return self._foreign.watch(watched if is_scaled and is_here else [])
+        params, masters = self.pairs() if is_scaled and is_here else ((), ())
+        if not same(params, masters):
+            params = [
+                param
+                for param, master in zip(params, masters, strict=True)
+                if param is master or not (waiting or stored_grad(master) is not None)
+            ]
+        return self._foreign.watch(params)
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """Call after that backward, which was for these optimizers."""
         if not self.is_open:  # a block of its own, around or in another thread, unscales all
-            unscaled = {id(param) for one in optimizers for param in one.pairs().model}
-            self._foreign.note(watch, unscaled)
+            self._foreign.note(watch, (one.pairs().model for one in optimizers))
 
     def show_masters(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step."""
