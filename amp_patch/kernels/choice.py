@@ -67,7 +67,8 @@ def Comparison(sources: Sequence[Tensor], copies: Sequence[Tensor]) -> torch_ker
 
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Add tensors to others; see `torch_kernels.accumulate`."""
-    if _is_for_kernels("accumulate", targets, others):
+    # on a CPU the wish of the environment would take as long as to add
+    if are_on_cuda(targets) and _is_for_kernels("accumulate", targets, others):
         cuda_kernels.accumulate(targets, others)
     else:
         torch_kernels.accumulate(targets, others)

@@ -275,7 +275,7 @@ class Check:
         """Do nothing and return None, as `cuda_kernels.Check.look` where no kernel is there."""
 
 
-@torch.no_grad()
+@without_grad
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     """Add ``others[i]`` to ``targets[i]`` in place, one multi-tensor call per dtype and device."""
     for ours, theirs in alike(targets, others):

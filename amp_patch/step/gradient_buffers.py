@@ -82,6 +82,8 @@ class GradientBuffers:
         # The buffers of all others, with whether a row is theirs; None until somebody asks.
         self._rest: tuple[list[bool], GradientBuffers] | None = None
         self._large = [row for row in rows if not self._have_buffer[row]]
+        # Where the gradients of later passes go first; None until there is one.
+        self._more: GradientBuffers | None = None
 
     def fits(self, pairs: ParamPairs) -> bool:
         """Return whether this was made for the same tensors, and they are where they were."""
@@ -230,6 +232,32 @@ class GradientBuffers:
         if shows and scale != 1.0:
             torch._foreach_copy_(grads, targets)
         return GradCheck(targets, [found_inf])
+
+    def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether these are what `take` has unscaled into."""
+        return same(grads, self._targets)
+
+    @without_grad
+    def take_more(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
+    ) -> GradCheck | None:
+        """Do `take` for a later pass of the same step: add to what the targets have.
+
+        Args:
+            grads, scale, is_checked: see `take`.
+            shows: whether these are to hold the sums.
+
+        Returns:
+            As `take`, of what this pass brought.
+        """
+        if self._more is None:
+            self._more = GradientBuffers(self._pairs)
+        check = self._more.take(grads, scale, is_checked, shows=False)
+        if check is not None:
+            torch._foreach_add_(self._pool, self._more._pool)
+            if shows:
+                torch._foreach_copy_(grads, self._targets)
+        return check
 
     def _only_pool(self) -> list[Tensor]:
         """Return the memory of all targets, if all are small masters on the CPU; else nothing."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -31,8 +32,10 @@ from amp_patch.weights.lazy_gradients import (
     look_up,
     store_grads,
     stored_grad,
+    stored_grads,
 )
 
+from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
@@ -62,8 +65,7 @@ class Gradients:
     def __init__(self, lazy: LazyGradients | None = None) -> None:
         self._lazy = lazy
         self.scaled = ScaledGradients()
-        # (parameter, its gradient before the pass)
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._aside = EarlierGradients()
         self._received = ReceivedGradients()
         # of the last pass, until `show` and `finish`
         self._written: ParamPairs | None = None
@@ -126,7 +128,7 @@ class Gradients:
         Nothing but 0 is what a script leaves that clears in place.
         """
         waiting = self._lazy is not None and self._lazy.are_waiting
-        found = chain([grad for _, grad in self._aside], map(stored_grad, pairs.master))
+        found = chain(self._aside.grads, map(stored_grad, pairs.master))
         grads = [kernels.values(local(grad)) for grad in found if grad is not None]
         return not waiting and not any(bool(grad.any()) for grad in grads)
 
@@ -147,7 +149,7 @@ class Gradients:
             pairs: of the optimizer.
             cleared: ids of parameters.
         """
-        self._aside = [entry for entry in self._aside if id(entry[0]) not in cleared]
+        self._aside.drop(cleared)
         self._clear_masters(
             master
             for param, master in zip(*pairs, strict=True)
@@ -183,14 +185,8 @@ class Gradients:
             return
         if not self._received:
             self.receive_unscaled(pairs)
-        grads = list(map(_GRAD, pairs.model))
-        if self._lazy is not None and any([one is not None and one._is_view() for one in grads]):  # noqa: C419  # faster
+        if self._aside.take(pairs.model) and self._lazy is not None:
             self._lazy.materialize()  # while it is what a view of others' memory was
-        for param, grad in zip(pairs.model, grads, strict=True):
-            if grad is not None:
-                # A view of memory that others write to: DDP's buckets, at the next backward.
-                self._aside.append((param, grad.clone() if grad._is_view() else grad))
-                param.grad = None
 
     def wrote(self, pairs: ParamPairs) -> bool:
         """Return whether a backward has written gradients since `set_aside`."""
@@ -217,9 +213,7 @@ class Gradients:
         self.scaled.forget()
         for param in pairs.model:
             param.grad = None
-        for param, grad in self._aside:
-            param.grad = grad if grad.shape == param.shape else None
-        self._aside.clear()
+        self._aside.put_back()
 
     def receive(
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
@@ -249,7 +243,7 @@ class Gradients:
             self._unscaled = check.grads
             if not self._received:
                 # those that go back to parameters which got none since are used still
-                aside = [grad for _, grad in self._aside]
+                aside = self._aside.grads
                 self._used.begin(self._used.among(aside) if aside else ())
             self._used.add(self._buffers.references(grads))
         self.scaled.scale = None
@@ -260,11 +254,12 @@ class Gradients:
     ) -> tuple[GradCheck, Params]:
         """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
 
-        In most steps each parameter has a dense gradient, and nothing was there before or waits.
-        Then this makes a third of the calls of those three.
+        In most steps each parameter has a dense gradient, and nothing was there before but what an
+        earlier pass has received in the same way. Then this makes a third of the calls of those
+        three.
         """
         check = None
-        if self._buffers.are_taken_at_once and not (self._aside or self._received):
+        if self._buffers.are_taken_at_once:
             check = self._take(pairs, scale, is_checked)
         if check is None:
             found = self.receive(pairs, scale, is_checked)
@@ -276,14 +271,43 @@ class Gradients:
 
     def _take(self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool) -> GradCheck | None:
         """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
-        buffers, lazy = self._buffers, self._lazy
+        buffers = self._buffers
         grads = look_up(_GRAD, pairs.model)
         if not (all(map(operator.is_not, grads, repeat(None))) and buffers.fits(pairs)):
             return None
+        is_first = not (self._aside or self._received)
         if buffers.is_in_place:
-            return buffers.unscale(grads, scale, is_checked)
-        are_waiting = lazy is not None and lazy.are_waiting
-        if are_waiting or any(map(_IS_SPARSE, grads)) or not have_none(buffers.masters):
+            take = buffers.unscale if is_first else self._take_in_place
+            return take(grads, scale, is_checked)
+        if any(map(_IS_SPARSE, grads)):
+            return None
+        take = self._take_first if is_first else self._take_more
+        check = take(grads, scale, is_checked)
+        if check is not None:
+            self._note(pairs.model, grads, grads)
+        return check
+
+    def _take_in_place(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Add to what all parameters, which are stepped themselves, had before the pass."""
+        earlier = self._aside.grads
+        may_overflow = torch.float16 in map(_DTYPE, earlier)
+        if may_overflow or any(map(_IS_SPARSE, chain(earlier, grads))):
+            return None
+        if not same(self._aside.params, self._buffers.params):
+            return None
+        check = self._buffers.unscale(grads, scale, is_checked)
+        kernels.accumulate(earlier, grads)
+        store_grads(self._aside.params, earlier)
+        self._aside.clear()
+        return check
+
+    def _take_first(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        buffers, lazy = self._buffers, self._lazy
+        if (lazy is not None and lazy.are_waiting) or not have_none(buffers.masters):
             return None
         check = buffers.take(grads, scale, is_checked, shows=lazy is None)
         if check is None:
@@ -293,7 +317,21 @@ class Gradients:
         else:
             lazy.hold(buffers.masters, Made(check.grads))
         self._used.begin(grads)
-        self._note(pairs.model, grads, grads)
+        return check
+
+    def _take_more(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Add to what an earlier pass has given to all masters."""
+        buffers, lazy = self._buffers, self._lazy
+        if lazy is not None:
+            lazy.materialize()
+        if not (self._received and buffers.are_targets(stored_grads(buffers.masters))):
+            return None
+        check = buffers.take_more(grads, scale, is_checked, shows=lazy is None)
+        if check is not None:
+            self._aside.clear()  # each parameter has another one
+            self._used.add(grads)
         return check
 
     def show(self, scale: float | Tensor) -> None:
@@ -309,7 +347,8 @@ class Gradients:
         if self._lazy is not None or self._written is None or is_shown:
             return
         if self._has_added or any(map(_IS_SPARSE, self._halves)):
-            self._used.add(map(weakref.ref, show(self._written)))
+            if replaced := show(self._written):
+                self._used.add(map(weakref.ref, replaced))
             self._halves = list(map(_GRAD, self._written.model))
         else:
             self._buffers.copy_back(self._halves, unscaled)
@@ -317,7 +356,8 @@ class Gradients:
     def show_again(self, pairs: ParamPairs) -> None:
         """The masters' gradients were clipped."""
         if self._received and self._lazy is None:
-            self._used.add(map(weakref.ref, show(pairs)))
+            if replaced := show(pairs):
+                self._used.add(map(weakref.ref, replaced))
             params = self._received.take_out()
             grads = list(map(_GRAD, params))
             self._note(params, grads, list(map(weakref.ref, grads)))
@@ -328,10 +368,7 @@ class Gradients:
         halves, self._halves = self._halves, []
         if written is not None:
             self._note(written.model, halves, self._buffers.references(halves))
-        for param, grad in self._aside:
-            if param.grad is None:
-                param.grad = grad
-        self._aside.clear()
+        self._aside.give_back()
 
     def _note(
         self, params: list[Tensor], grads: list[Tensor], references: Sequence[Reference]
@@ -351,7 +388,7 @@ class Gradients:
         Not where they have gradients. Those that a step has used are left where they are, too.
         None may be pending (`are_pending`).
         """
-        if self._lazy is not None and self._lazy.are_waiting:
+        if same(*pairs) or (self._lazy is not None and self._lazy.are_waiting):
             return
         not_new = {id(grad) for grad in (*self._used.alive(), None)}
         rows = [
@@ -411,8 +448,7 @@ class Gradients:
         return [] if same(list(map(_GRAD, masters)), targets) else self._add(pairs, targets)
 
     def _add(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
-        aside = {id(param): grad for param, grad in self._aside}
-        found_inf, were_made = add_to_earlier(pairs, targets, aside)
+        found_inf, were_made = add_to_earlier(pairs, targets, self._aside.by_param())
         self._has_added |= were_made
         return found_inf
 
@@ -460,6 +496,7 @@ def _has_grad(param: Tensor) -> bool:
     return stored_grad(param) is not None
 
 
+_DTYPE = operator.attrgetter("dtype")
 _GRAD = operator.attrgetter("grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
 _VERSION = operator.attrgetter("_version")

@@ -59,7 +59,7 @@ class ReceivedGradients:
         references: Sequence[Reference],
         are_read: bool,
     ) -> None:
-        """Note what one pass has given, in the order of ``params``.
+        """Note what one pass has given, the last one of these parameters, in their order.
 
         Args:
             params: half parameters.
@@ -67,6 +67,7 @@ class ReceivedGradients:
             references: to these.
             are_read: False where the step will read the half gradients, and refuses changed ones.
         """
+        self._passes = [row for row in self._passes if not same(row[0], params)]
         self._passes.append((params, versions, references))
         if are_read and self._watched.passes_left:
             self._watched.note(params)

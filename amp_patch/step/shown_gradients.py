@@ -5,15 +5,19 @@ Knows pairs of parameters and masters; no optimizer and no loss scale.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_patch.distributed.shards import local
+from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.tensor_lists import alike
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.kernels.without_grad import without_grad
+from amp_patch.weights.lazy_gradients import look_up, stored_grads
 
 from .param_pairs import ParamPairs
 
@@ -22,29 +26,40 @@ from .param_pairs import ParamPairs
 WATCHED_PASSES = 16
 
 
-@torch.no_grad()
+@without_grad
 def show(pairs: ParamPairs) -> list[Tensor]:
     """Round the gradients that masters have now into those of their half parameters.
 
     Returns:
         Gradients that took the place of another: sparse ones, which cannot be written to.
     """
-    halves: list[Tensor] = []
-    own: list[Tensor] = []
+    has_master = list(map(operator.is_not, *pairs))
+    if not all(has_master):
+        pairs = pairs.select(has_master)
+    halves: list[Any] = look_up(_GRAD, pairs.model)
+    own: list[Any] = stored_grads(pairs.master)
     replaced: list[Tensor] = []
-    for param, master in zip(*pairs, strict=True):
-        half, grad = param.grad, stored_grad(master)
-        if param is master or half is None or grad is None:
-            continue
-        if half.is_sparse or grad.is_sparse:
-            param.grad = grad.to(half.dtype)
-            replaced.append(param.grad)
-        else:
-            halves.append(local(half))
-            own.append(local(grad))
+    if not all(map(_is_dense, halves)) or not all(map(_is_dense, own)):
+        for param, half, grad in zip(pairs.model, halves, own, strict=True):
+            if half is not None and grad is not None and (half.is_sparse or grad.is_sparse):
+                param.grad = grad.to(half.dtype)
+                replaced.append(param.grad)
+        are_dense = [
+            _is_dense(half) and _is_dense(grad) for half, grad in zip(halves, own, strict=True)
+        ]
+        halves, own = list(compress(halves, are_dense)), list(compress(own, are_dense))
+    if any_spread(halves):
+        halves, own = list(map(local, halves)), list(map(local, own))
     for targets, sources in alike(halves, own):
         torch._foreach_copy_(targets, sources)
     return replaced
+
+
+_GRAD = operator.attrgetter("grad")
+
+
+def _is_dense(grad: Tensor | None) -> bool:
+    return grad is not None and not grad.is_sparse
 
 
 class WatchedBits:

@@ -31,8 +31,8 @@ class UsedGradients:
         self._noted = [*grads]
 
     def add(self, grads: Iterable[Reference]) -> None:
-        """Note more for the same step."""
-        self._noted += grads
+        """Note more for the same step; earlier ones are kept alive by others alone."""
+        self._noted = [*map(weakref.ref, self.alive()), *grads]
 
     def alive(self) -> list[Tensor]:
         """Return those that there still are."""

@@ -1,0 +1,82 @@
+"""Gradients of earlier passes, out of the way of the next backward; knows no masters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container
+from itertools import compress, repeat
+from typing import Any
+
+from torch import Tensor
+
+from amp_patch.weights.lazy_gradients import clear_grads, look_up
+
+
+class EarlierGradients:
+    """What parameters had before a pass; false where none had a gradient.
+
+    Attributes:
+        params: those that had one.
+        grads: theirs, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.params: list[Tensor] = []
+        self.grads: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    def take(self, params: list[Tensor]) -> bool:
+        """Take the gradients from these parameters, in the place of what is here.
+
+        Returns:
+            Whether one was a view of memory that others write to (DDP's buckets, at the next
+            backward). Of those a copy is taken.
+        """
+        grads: list[Any] = look_up(_GRAD, params)
+        have_one = list(map(operator.is_not, grads, repeat(None)))
+        if not all(have_one):
+            params, grads = list(compress(params, have_one)), list(compress(grads, have_one))
+        are_views = any(look_up(_IS_VIEW, grads))
+        if are_views:
+            grads = [grad.clone() if grad._is_view() else grad for grad in grads]
+        self.params, self.grads = (
+            params,
+            grads,
+        )  # before they are cleared: an error may come between
+        clear_grads(params)
+        return are_views
+
+    def give_back(self) -> None:
+        """The pass is over: what got no gradient in it has its earlier one again."""
+        now = look_up(_GRAD, self.params)
+        if any(map(operator.is_, now, repeat(None))):
+            for param, grad, new in zip(self.params, self.grads, now, strict=True):
+                if new is None:
+                    param.grad = grad
+        self.clear()
+
+    def put_back(self) -> None:
+        """There was no such pass: all have their earlier ones, where these still fit."""
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad if grad.shape == param.shape else None
+        self.clear()
+
+    def drop(self, cleared: Container[int]) -> None:
+        """Forget those of parameters with these ids."""
+        kept = [id(param) not in cleared for param in self.params]
+        self.params = list(compress(self.params, kept))
+        self.grads = list(compress(self.grads, kept))
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.params, self.grads = [], []
+
+    def by_param(self) -> dict[int, Tensor]:
+        """Return the gradients by the ids of their parameters."""
+        return dict(zip(map(id, self.params), self.grads, strict=True))
+
+
+_GRAD = operator.attrgetter("grad")
+_IS_VIEW = Tensor._is_view
