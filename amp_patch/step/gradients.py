@@ -246,7 +246,7 @@ class Gradients:
                 aside = self._aside.grads
                 self._used.begin(self._used.among(aside) if aside else ())
             self._used.add(self._buffers.references(grads))
-        self.scaled.scale = None
+        self.scaled.forget()
         return check, self._buffers.params
 
     def receive_alone(
@@ -266,7 +266,7 @@ class Gradients:
             self.show(scale)
             self.finish()
             return found
-        self.scaled.scale = None
+        self.scaled.forget()
         return check, self._buffers.params
 
     def _take(self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool) -> GradCheck | None:

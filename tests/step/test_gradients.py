@@ -217,6 +217,17 @@ def test_accumulated_gradients_are_the_exact_sum(
         assert model.named[name].flatten().tolist() == [value] * model.named[name].numel()
 
 
+def test_gradients_that_were_delayed_go_when_they_are_cleared(amp: ModuleType) -> None:
+    """Else they would lie in memory beside those of the next forward and backward."""
+    model, optimizer = prepared(amp, "O1")
+    for delay in (True, True, False):
+        backward(amp, model, optimizer, {"a": 1.0, "b": 1.0, "norm": 1.0}, delay_unscale=delay)
+    grads = [weakref.ref(param.grad) for param in model.named.values()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None] * 3
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_what_half_would_flush_to_zero_reaches_the_master(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level, 2.0**16)
