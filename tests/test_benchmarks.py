@@ -55,7 +55,7 @@ def test_a_quick_run_prints_a_line_for_each_thing_measured(
 def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     few = ("--rounds", "1", "--steps", "2", "--only", "penalty", "--cpu-time", "--quiet")
-    few = (*few, "--optimizer", "SGD(foreach=True)")
+    few = (*few, "--optimizer", "SGD(foreach=True)", "--micro-batches", "2")
     plot = tmp_path / "host.png"
     done = processes.run(
         [sys.executable, *WARNINGS, HOST_ROWS, *few, "--out", out, "--plot", plot], env=ENVIRONMENT

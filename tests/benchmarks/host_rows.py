@@ -4,6 +4,7 @@
     python tests/benchmarks/host_rows.py --only linears conv --rounds 41
     python tests/benchmarks/host_rows.py --compile --rounds 5
     python tests/benchmarks/host_rows.py --optimizer SGD
+    python tests/benchmarks/host_rows.py --micro-batches 4
     python tests/benchmarks/host_rows.py --from FILE --plot FILE
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
@@ -62,16 +63,19 @@ def step_of(
     make: Callable[[], HostModel],
     compiled: host_steps.Compile,
     optimizer: str = "AdamW(fused=True)",
+    batches: host_steps.Batches = host_steps.ONE_BATCH,
 ) -> contextlib.AbstractContextManager[host_steps.Step]:
     kind, _, rest = name.partition(" ")
     steps = host_steps.OPTIMIZERS[optimizer]
     if kind == "autocast":
-        return host_steps.autocast(make, rest, compiled, steps)
+        return host_steps.autocast(make, rest, compiled, steps, batches)
     if kind == "bare":
-        return host_steps.bare(make, rest, compiled, steps)
+        return host_steps.bare(make, rest, compiled, steps, batches)
     rules = host_steps.rules_of_cpu_autocast() if rest == "by the CPU's list" else None
     fused_step = rest == "fused_step"
-    return host_steps.amp_patch(make, kind, compiled, steps, fused_step=fused_step, rules=rules)
+    return host_steps.amp_patch(
+        make, kind, compiled, steps, batches, fused_step=fused_step, rules=rules
+    )
 
 
 def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace) -> Seconds:
@@ -79,7 +83,8 @@ def candidate(name: str, make: Callable[[], HostModel], args: argparse.Namespace
     clock = time.thread_time if args.cpu_time else time.perf_counter
     if args.compile:
         torch.compiler.reset()  # of one function torch compiles eight variants, and then no more
-    with step_of(name, make, compiled, args.optimizer) as step:
+    batches = host_steps.Batches(args.micro_batches, args.unscale_each)
+    with step_of(name, make, compiled, args.optimizer, batches) as step:
         return median_time(step, host_steps.WARM_UP, args.steps, clock)
 
 
@@ -177,6 +182,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=20, help="timed in each round")
     parser.add_argument("--cpu-time", action="store_true", help="see above")
+    host_steps.add_batches(parser)
     parser.add_argument("--compile", action="store_true", help="torch.compile all models")
     parser.add_argument("--out", type=Path, help="a file for the result as JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")

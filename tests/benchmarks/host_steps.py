@@ -5,11 +5,12 @@ Each starts from the same weights, and steps the same optimizer.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,6 +43,31 @@ _FUSED = OPTIMIZERS["AdamW(fused=True)"]
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+class Batches(NamedTuple):
+    """What is computed for one step.
+
+    Attributes:
+        count: how many micro-batches.
+        unscale_each: whether amp_patch unscales the gradients of each, not those of all at the end.
+    """
+
+    count: int = 1
+    unscale_each: bool = False
+
+    def are_delayed(self) -> list[bool]:
+        """Return for each micro-batch whether its gradients stay scaled."""
+        return [not self.unscale_each] * (self.count - 1) + [False]
+
+
+ONE_BATCH = Batches()
+
+
+def add_batches(parser: argparse.ArgumentParser) -> None:
+    """Let a script take the fields of `Batches`."""
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="N", help="of each step")
+    parser.add_argument("--unscale-each", action="store_true", help="without delay_unscale=True")
+
+
 def _started(make: Callable[[], HostModel]) -> HostModel:
     torch.manual_seed(0)
     return make()
@@ -53,6 +79,7 @@ def autocast(
     half: str,
     compiled: Compile,
     make_optimizer: MakeOptimizer = _FUSED,
+    batches: Batches = ONE_BATCH,
 ) -> Iterator[Step]:
     """torch's own: with a ``GradScaler`` in float16, without any scale in bfloat16."""
     model, loss_of, _ = _started(make)
@@ -62,17 +89,19 @@ def autocast(
 
     def scaled_step() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = loss_of(model)
-        scaler.scale(loss).backward()
+        for _ in range(batches.count):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = loss_of(model)
+            scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
     def plain_step() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model)
-        loss.backward()
+        for _ in range(batches.count):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model)
+            loss.backward()
         optimizer.step()
 
     yield scaled_step if half == "fp16" else plain_step
@@ -140,6 +169,7 @@ def amp_patch(
     opt_level: str,
     compiled: Compile,
     make_optimizer: MakeOptimizer = _FUSED,
+    batches: Batches = ONE_BATCH,
     *,
     fused_step: bool = False,
     rules: dict[str, str] | None = None,
@@ -151,12 +181,14 @@ def amp_patch(
         model, optimizer, opt_level=opt_level, fused_step=fused_step, rules=rules, verbosity=0
     )
     model = compiled(model)
+    delayed = batches.are_delayed()
 
     def step() -> None:
         optimizer.zero_grad()
-        loss = loss_of(model)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        for is_delayed in delayed:
+            loss = loss_of(model)
+            with amp.scale_loss(loss, optimizer, delay_unscale=is_delayed) as scaled_loss:
+                scaled_loss.backward()
         optimizer.step()
 
     try:
@@ -171,12 +203,14 @@ def bare(
     half: str,
     compiled: Compile,
     make_optimizer: MakeOptimizer = _FUSED,
+    batches: Batches = ONE_BATCH,
 ) -> Iterator[Step]:
     """What one writes by hand for this one model: no hook, no safety, nothing that may change.
 
     A half model (batch norms in fp32), fp32 masters, multi-tensor copies, one check in float16.
+    Micro-batches are added up in half.
     """
-    bare_model = _BareModel(make, HALVES[half], compiled, make_optimizer)
+    bare_model = _BareModel(make, HALVES[half], compiled, make_optimizer, batches.count)
     yield bare_model.scaled_step if half == "fp16" else bare_model.plain_step
 
 
@@ -187,7 +221,9 @@ class _BareModel:
         half: torch.dtype,
         compiled: Compile,
         make_optimizer: MakeOptimizer,
+        micro_batches: int,
     ) -> None:
+        self.micro_batches = micro_batches
         model, _, self.loss_of = _started(make)
         masters = {param: param.detach().clone() for param in model.parameters()}
         for module in model.modules():
@@ -209,7 +245,8 @@ class _BareModel:
     def scaled_step(self) -> None:
         for param in self.params:
             param.grad = None
-        (self.loss_of(self.model) * self.scale).backward()
+        for _ in range(self.micro_batches):
+            (self.loss_of(self.model) * self.scale).backward()
         torch._foreach_copy_(self.grads, [param.grad for param in self.halves])
         self.found_inf.zero_()
         self.inverse.fill_(1 / self.scale)
@@ -225,7 +262,8 @@ class _BareModel:
     def plain_step(self) -> None:
         for param in self.params:
             param.grad = None
-        self.loss_of(self.model).backward()
+        for _ in range(self.micro_batches):
+            self.loss_of(self.model).backward()
         torch._foreach_copy_(self.grads, [param.grad for param in self.halves])
         self._step()
 

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/memory.py
     python tests/benchmarks/memory.py --out FILE
+    python tests/benchmarks/memory.py --micro-batches 4
 
 The peak over one step, weights, optimizer state, gradients and activations together. The counts are
 exact, and those of a GPU would be the same; what an operator takes for itself is not among them.
@@ -99,12 +100,16 @@ MODELS: dict[str, Callable[[], HostModel]] = {
 }
 
 
-def peak(name: str, make: Callable[[], HostModel]) -> int:
+def peak(
+    name: str,
+    make: Callable[[], HostModel],
+    batches: host_steps.Batches = host_steps.ONE_BATCH,
+) -> int:
     """Return the most bytes alive at once in a step, after some others."""
     gc.collect()
     name, is_cudas, _ = name.partition(" by CUDA's list")
     by_list = host_steps.list_of_cuda() if is_cudas else contextlib.nullcontext()
-    with by_list, step_of(name, make, lambda model: model) as step:
+    with by_list, step_of(name, make, lambda model: model, batches=batches) as step:
         for _ in range(3):
             step()
         gc.collect()
@@ -113,10 +118,12 @@ def peak(name: str, make: Callable[[], HostModel]) -> int:
     return living.peak
 
 
-def measure() -> dict[str, dict[str, int]]:
+def measure(batches: host_steps.Batches) -> dict[str, dict[str, int]]:
     """Return model -> what is measured -> bytes."""
     names = dict.fromkeys(name for pair in RATIOS for name in pair)
-    return {model: {name: peak(name, make) for name in names} for model, make in MODELS.items()}
+    return {
+        model: {name: peak(name, make, batches) for name in names} for model, make in MODELS.items()
+    }
 
 
 def as_table(measured: dict[str, dict[str, int]]) -> Table:
@@ -130,8 +137,9 @@ def as_table(measured: dict[str, dict[str, int]]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a file for the result as JSON")
+    host_steps.add_batches(parser)
     args = parser.parse_args()
-    measured = measure()
+    measured = measure(host_steps.Batches(args.micro_batches, args.unscale_each))
     Console(width=160).print(as_table(measured))
     if args.out is not None:
         result = {"machine": report.machine(), "bytes": measured}
