@@ -82,8 +82,10 @@ class Casts:
         wrapper = self._rules[rule](_alone(function) if alone else function)
         if self.observer is not None and rule in _REPORTS:
             wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
-        # TorchScript compiles the original: it cannot read a closure.
-        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
+        # TorchScript, which cannot read a closure, compiles the original; beneath a wrapper of
+        # `library_functions` as well.
+        original = getattr(function, "__prepare_scriptable__", lambda: function)
+        wrapper.__prepare_scriptable__ = original  # type: ignore[attr-defined]  # our own
         return wrapper
 
     def _casting(self, fixed: torch.dtype | None, original: Function) -> Function:

@@ -187,17 +187,18 @@ def test_ci_installs_the_compiler_where_there_is_none(
     pytestconfig: pytest.Config, tmp_path: Path, there: bool
 ) -> None:
     script = (pytestconfig.rootpath / ".ci" / "run").read_text(encoding="utf-8")
-    lines = re.search(r"^command -v g\+\+ (?:.*\\\n)*.*$", script, re.MULTILINE)
+    lines = re.search(r"^missing=\(\)\n.*?^\}$", script, re.MULTILINE | re.DOTALL)
     assert lines
     bash = str(shutil.which("bash"))
     (tmp_path / "bash").symlink_to(bash)
-    for name in ("apt-get", "g++") if there else ("apt-get",):
+    for name in ("apt-get", "chromium", "g++") if there else ("apt-get", "chromium"):
         (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n', encoding="utf-8")
         (tmp_path / name).chmod(0o755)
-    command = [bash, "-c", f'timed() {{ shift; "$@"; }}\n{lines[0]}']
+    command = [bash, "-euo", "pipefail", "-c", f"{lines[0]}\ninstall_missing"]
     run = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == ("" if there else "-qq update\n-qq install -y g++\n")
+    install = "-qq update\n-qq install -y --no-install-recommends g++\n"
+    assert run.stdout == ("" if there else install)
 
 
 @dataclass(frozen=True)

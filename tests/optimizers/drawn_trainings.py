@@ -118,9 +118,10 @@ class Run:
             self.optimizer.zero_grad(**({} if how == "plain" else {"set_to_none": how == "none"}))
 
     def penalize(self) -> None:
-        for master in self.amp.master_params(self.optimizer):
-            master.requires_grad_()
-            (master.square().sum() * 0.01).backward()
+        with unless_scaled():
+            for master in self.amp.master_params(self.optimizer):
+                master.requires_grad_()
+                (master.square().sum() * 0.01).backward()
 
     def write(self, to_master: bool) -> None:
         if to_master:
