@@ -41,10 +41,8 @@ class EarlierGradients:
         are_views = any(look_up(_IS_VIEW, grads))
         if are_views:
             grads = [grad.clone() if grad._is_view() else grad for grad in grads]
-        self.params, self.grads = (
-            params,
-            grads,
-        )  # before they are cleared: an error may come between
+        # Before they are cleared: an error may come between.
+        self.params, self.grads = params, grads
         clear_grads(params)
         return are_views
 
