@@ -47,7 +47,6 @@ def start(module: ModuleType) -> None:
     options = child.begin(module)
     folder = Path(options["out"])
     recorder = Recorder(module.session, options["steps"], options["skipped"], folder)
-    at_end(recorder.save)
     recorder.begin()
 
 
