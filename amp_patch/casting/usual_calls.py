@@ -49,6 +49,8 @@ PRODUCTS = frozenset(
 )
 #: Functions that take an equation and operands.
 CONTRACTIONS = frozenset({torch.einsum})
+#: Functions that take an activation, a state and weights: one step of a recurrent layer.
+CELLS = frozenset({torch.rnn_tanh_cell, torch.rnn_relu_cell, torch.gru_cell, torch.lstm_cell})
 #: Functions that take an activation, what is no tensor, and perhaps a weight and a bias.
 NORMS = frozenset(
     {
@@ -62,6 +64,8 @@ NORMS = frozenset(
 )
 #: What the weight of a layer's usual call is.
 _WEIGHTS = frozenset({Parameter, Tensor})
+#: What the weights of a cell's usual call are; a bias may be missing.
+_CELL_WEIGHTS = frozenset({Parameter, type(None)})
 
 
 def layer(
@@ -159,6 +163,30 @@ def contraction(
             cast_weight(x, dtype) if type(x) is Parameter else cast(x, dtype) for x in operands
         ]
         return original(equation, *casts)
+
+    return wrapper
+
+
+def cell(
+    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+) -> Function:
+    """Wrap one of `CELLS`, which is to cast to ``fixed``, or to the level's dtype."""
+
+    @functools.wraps(original)
+    def wrapper(input: Any, hx: Any, *weights: Any, **kwargs: Any) -> Any:
+        dtype = mode.dtype or process.dtype
+        if (
+            kwargs
+            or dtype is OFF
+            or type(input) is not Tensor
+            or is_dynamo_compiling()
+            or not _CELL_WEIGHTS.issuperset(map(type, weights))
+            or _may_differ()
+        ):
+            return general(input, hx, *weights, **kwargs)
+        dtype = fixed or dtype
+        casts = [None if weight is None else cast_weight(weight, dtype) for weight in weights]
+        return original(_shared(input, dtype), to_dtype(hx, dtype, cast_weight), *casts)
 
     return wrapper
 

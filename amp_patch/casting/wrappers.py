@@ -32,11 +32,13 @@ from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
 from .usual_calls import (
     AUTOGRAD,
+    CELLS,
     CONTRACTIONS,
     LAYERS,
     NORMS,
     PRODUCTS,
     below_autograd,
+    cell,
     contraction,
     layer,
     norm,
@@ -144,7 +146,7 @@ class Casts:
         return wrapper
 
 
-_USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction))
+_USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction), (CELLS, cell))
 
 
 def _name(function: Function) -> str:

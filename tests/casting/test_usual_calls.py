@@ -1,5 +1,5 @@
-"""Products, contractions and norms, whose usual calls have wrappers of their own: drawn calls
-against casts by hand, bit for bit, with their gradients."""
+"""Products, contractions, cells and norms, whose usual calls have wrappers of their own: drawn
+calls against casts by hand, bit for bit, with their gradients."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ CONTRACTIONS: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     "number": ("ij,->ij", ((3, 4), ())),
     "diagonal": ("ii,i->i", ((3, 3), (3,))),
     "three": ("bej,eji,be->bi", ((3, 2, 4), (2, 4, 3), (3, 2))),
+}
+CELLS: dict[str, tuple[int, Callable[..., Any]]] = {
+    "tanh": (1, lambda x, h, *rest: torch.rnn_tanh_cell(x, h[0], *rest)),
+    "relu": (1, lambda x, h, *rest: torch.rnn_relu_cell(x, h[0], *rest)),
+    "gru": (3, lambda x, h, *rest: torch.gru_cell(x, h[0], *rest)),
+    "lstm": (4, lambda x, h, *rest: torch.cat(torch.lstm_cell(x, h, *rest))),
 }
 NORMS: dict[str, Callable[..., Any]] = {
     "F.layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b, 1e-3),
@@ -119,6 +125,40 @@ def test_a_contraction_is_that_of_the_casts(
 
     with o1.disable_casts():
         expected = run(lambda *tensors: call(*(one.to(HALF) for one in tensors)), tensors)
+    model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
+    session.cache.add_model(model)
+    for _ in range(2):
+        assert_same(run(call, tensors), expected)
+
+
+@pytest.mark.parametrize("name", CELLS)
+@shared_fixtures
+@given(
+    kinds=st.lists(operands, min_size=3, max_size=3),
+    weights=operands | st.just(("parameter", torch.float32)),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_cell_is_that_of_the_casts(
+    o1: Any,
+    name: str,
+    kinds: list[tuple[str, torch.dtype]],
+    weights: tuple[str, torch.dtype],
+    has_bias: bool,
+    seed: int,
+) -> None:
+    gates, cell = CELLS[name]
+    torch.manual_seed(seed)
+    tensors = [drawn(kind, 2, 4) for kind in kinds]
+    tensors += [drawn(weights, gates * 4, 4) for _ in range(2)]
+    if has_bias:
+        tensors += [drawn(one, gates * 4) for one in _plain(weights, weights)]
+
+    def call(x: Tensor, h: Tensor, c: Tensor, *rest: Tensor) -> Tensor:
+        return cell(x, (h, c), *rest) + 0 * c.to(HALF).sum()  # an RNN and a GRU have no cell state
+
+    with o1.disable_casts():
+        expected = run(lambda *given: call(*(one.to(HALF) for one in given)), tensors)
     model = nn.ParameterList(one for one in tensors if type(one) is nn.Parameter)
     session.cache.add_model(model)
     for _ in range(2):
