@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Comparison:
         self._are_on_cpu = all(copy.is_cpu for copy in copies)
         ids = set(map(id, together))
         self._alone = [pair for pair in self._pairs if id(pair[1]) not in ids]
-        self._together = [list(map(_bits, group)) for (group,) in alike(_in_few_pieces(together))]
+        self._together = [_words(group) for (group,) in alike(_in_few_pieces(together))]
         # Kept, for to allocate it costs the host more than to fill it.
         self._memory: list[Tensor] = []
         # What the small copies were when they were equal; None where that is not known.
@@ -55,17 +55,17 @@ class Comparison:
         Between `note_equal` and `forget`, what is written to a small source is not seen.
         """
         if self._are_on_cpu:
-            return not all(torch.equal(expected, copy) for expected, copy in self._expected())
-        flags = [(expected != copy).any() for expected, copy in self._expected()]
+            return not all(starmap(torch.equal, self._expected()))
+        flags = [torch.ne(*both).any() for both in self._expected()]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
 
-    def _expected(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _expected(self) -> Iterator[Sequence[Tensor]]:
         """Yield the bits that copies must have and have; few casts are in memory at a time."""
         for pair in self._pairs if self._seen is None else self._alone:
             for source, copy in _pieces(*pair):
-                yield _bits(source.to(copy.dtype)), _bits(copy)
+                yield _words([source.to(copy.dtype), copy])
         if self._seen is not None:
             yield from zip(self._seen, map(_joined, self._together), strict=True)
 
@@ -133,6 +133,23 @@ def _in_few_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _bits(tensor: Tensor) -> Tensor:
     """View numbers as integers: these are compared faster, and a NaN is equal to itself."""
     return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _words(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """View the numbers of tensors of one dtype as integers of 64 bits, flat, if all of them can be.
+
+    torch compares on the CPU one integer at a time, whatever it holds. Else see `_bits`.
+    """
+    per_word = 8 // tensors[0].element_size()
+    if all(_is_of_words(tensor, per_word) for tensor in tensors):
+        return [_flat(tensor).view(torch.int64) for tensor in tensors]
+    return list(map(_bits, tensors))
+
+
+def _is_of_words(tensor: Tensor, per_word: int) -> bool:
+    count, offset = tensor.numel(), tensor.storage_offset()
+    is_whole = count > 0 and count % per_word == 0 and offset % per_word == 0
+    return is_whole and tensor.is_contiguous()
 
 
 def _pieces(source: Tensor, copy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

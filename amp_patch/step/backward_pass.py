@@ -196,9 +196,9 @@ class BackwardPass:
         return found
 
     def _take_in(self, is_on: bool) -> list[Found]:
-        if len(self._received) == 1:
-            ((one, pairs),) = self._received
-            return [one.receive_alone(pairs, self._scale, is_on)]
+        if all(pairs is one.pairs() for one, pairs in chain(self._open, self._received)):
+            # no optimizer shares a parameter or a master with another
+            return [one.receive_alone(pairs, self._scale, is_on) for one, pairs in self._received]
         # two optimizers may receive the same half gradients
         found: list[Found] = [
             one.receive(pairs, self._scale, is_on) for one, pairs in self._received

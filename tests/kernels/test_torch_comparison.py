@@ -59,7 +59,7 @@ def test_what_is_kept_of_copies_has_a_bound(
     sources = [torch.randn(8) for _ in range(count)]
     comparison = torch_comparison.Comparison(sources, [source.half() for source in sources])
     comparison.note_equal()
-    assert sum(memory.numel() for memory in comparison._memory) == 8 * kept
+    assert sum(memory.nbytes for memory in comparison._memory) == 2 * 8 * kept
     assert not comparison.differs()
 
 
@@ -77,6 +77,27 @@ def test_comparison_in_strips_sees_every_element(
     assert not comparison.differs()
     half[place] += 1
     assert comparison.differs()
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("shape", [(8,), (7,), (3, 4), (3, 5), (4, 1), ()])
+@pytest.mark.parametrize("offset", range(5))
+def test_comparison_sees_every_element_wherever_a_copy_begins(
+    monkeypatch: pytest.MonkeyPatch, offset: int, shape: tuple[int, ...], is_small: bool
+) -> None:
+    monkeypatch.setattr(torch_comparison, "_LEAST", 1 << 16 if is_small else 0)
+    source = torch.randn(shape)
+    memory = torch.zeros(offset + source.numel() + 1).half()
+    half = memory[offset : offset + source.numel()].view(shape).copy_(source)
+    whole = torch.randn(4, 4)
+    for copy in (half, half.mT.contiguous().mT if half.dim() == 2 else half):
+        comparison = torch_kernels.Comparison([source, whole], [copy, whole.half()])
+        comparison.note_equal()
+        for where in np.ndindex(shape):
+            assert not comparison.differs()
+            copy[where] += 1
+            assert comparison.differs()
+            copy[where] = source[where]
 
 
 def test_comparison_casts_a_strip_at_a_time() -> None:
