@@ -9,8 +9,8 @@ A half buffer has a value as well, where half precision cannot hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
-from itertools import chain
+from collections.abc import Iterable, MutableMapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -24,44 +24,65 @@ from amp_patch.distributed.shards import detached, place, same_numbers, version_
 from .handed_out import HandedOut
 
 
+class Versions:
+    """Versions of values and parameters, which tell later what was written to.
+
+    An optimizer has one object for all of its masters, so that a step notes all in one assignment.
+
+    Attributes:
+        equal: of each value, when it and its parameter were equal.
+        given: of each parameter and its value, when the user was given the values, and may have
+            written to them by ``.data``, which moves no version. None of a pair that was equal
+            since; empty where the user was given none.
+    """
+
+    def __init__(self, equal: list[int] | None = None) -> None:
+        self.equal = equal or []
+        self.given: list[tuple[int, int] | None] = []
+        self.given_at = 0
+
+    def give(self, params: Sequence[int], values: Sequence[int]) -> None:
+        """The user is given all values."""
+        self.given, self.given_at = list(zip(params, values, strict=True)), next(_COUNT)
+
+    def end_giving(self) -> None:
+        """The user writes to none of them any more, and parameters equal them."""
+        self.given, self.given_at = [], next(_COUNT)
+
+
+_COUNT = count(1)
+
+
 class _Value:
     """One fp32 value, and what tells whether it was written to since the parameter equalled it.
 
     Attributes:
         value: fp32; the master itself where an optimizer steps one.
-        noted: ``(list, index)`` of where the value's version was noted when the two were equal.
-            An optimizer has one list for all of its masters, so that a step notes all versions in
-            one assignment. Where two optimizers step the parameter both have noted it: it was
-            written to only if its version is neither's.
+        noted: where its versions are noted, and its index there. Where two optimizers step the
+            parameter both have noted them: it was written to only if its version is neither's.
     """
 
-    __slots__ = ("_exposed", "noted", "value")
+    __slots__ = ("noted", "value")
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-        self.noted: list[tuple[list[int], int]] = []
-        # versions of parameter and value when the user was given the value
-        self._exposed: tuple[int, int] | None = None
+        self.noted: list[tuple[Versions, int]] = []
 
     def note_equal(self) -> None:
         for versions, index in self.noted:
-            versions[index] = version_of(self.value)
-        self._exposed = None
-
-    def expose(self, param: Tensor) -> None:
-        """The user has the value, and may write to it by ``.data``, which moves no version."""
-        self._exposed = version_of(param), version_of(self.value)
-
-    def end_exposure(self) -> None:
-        self._exposed = None
+            versions.equal[index] = version_of(self.value)
+            if index < len(versions.given):
+                versions.given[index] = None
 
     def wins(self, param: Tensor) -> bool:
         """Return whether the parameter has to follow the value, see `FP32Values`."""
         version = version_of(self.value)
-        if self._exposed is not None:
-            param_then, value_then = self._exposed
+        last, index = max(self.noted, key=lambda noted: noted[0].given_at)
+        given = last.given[index] if index < len(last.given) else None  # one may have come since
+        if given is not None:
+            param_then, value_then = given
             return version_of(param) == param_then or version != value_then
-        return all(versions[index] != version for versions, index in self.noted)
+        return all(versions.equal[index] != version for versions, index in self.noted)
 
 
 class FP32Values:
@@ -101,18 +122,18 @@ class FP32Values:
         self._converted: set[int] = set()
 
     def set(
-        self, param: Tensor, value: Tensor, versions: list[int] | None = None, index: int = 0
+        self, param: Tensor, value: Tensor, versions: Versions | None = None, index: int = 0
     ) -> None:
         """Enter ``value``, of which ``param`` holds the rounded copy.
 
         Args:
             param: the half parameter.
             value: fp32, same shape.
-            versions: where the version of ``value`` is noted; a list of its own if None.
+            versions: where those of ``value`` are noted; an object of its own if None.
             index: the place in ``versions``.
         """
         entry, known = _Value(value), self._values.get(param)
-        entry.noted.append(([0] if versions is None else versions, index))
+        entry.noted.append((Versions([0]) if versions is None else versions, index))
         entry.note_equal()
         if versions is not None and known is not None and _share_memory(known.value, value):
             entry.noted += known.noted
@@ -144,26 +165,18 @@ class FP32Values:
         """Return whether a parameter came in half and is not trained."""
         return param in self._came_in and not param.requires_grad
 
-    def forget_versions(self, param: Tensor, versions: list[int]) -> None:
-        """Note the version of a parameter's value elsewhere than in ``versions`` from now on."""
+    def forget_versions(self, param: Tensor, versions: Versions) -> None:
+        """Note the versions of a parameter's value elsewhere than in ``versions`` from now on."""
         entry = self._values.get(param)
         if entry is not None:
             wins = entry.wins(param)
             entry.noted = [(other, i) for other, i in entry.noted if other is not versions]
             if not entry.noted:
-                entry.noted.append(([-1 if wins else version_of(entry.value)], 0))
+                entry.noted.append((Versions([-1 if wins else version_of(entry.value)]), 0))
 
     def wins(self, param: Tensor) -> bool:
         """Return whether a parameter has to follow its fp32 value, and not the reverse."""
         return bool(self._values[param].wins(param))
-
-    def expose(self, param: Tensor) -> None:
-        """The user was given the value; it wins unless only the parameter is written to."""
-        self._values[param].expose(param)
-
-    def end_exposure(self, param: Tensor) -> None:
-        """The two are equal, and what the user was given is not written to any more."""
-        self._values[param].end_exposure()
 
     def set_converted(self, param: Tensor, value: Tensor) -> None:
         """As `set`, for a parameter converted just now; until `end_conversion` nothing writes."""

@@ -25,7 +25,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 
-from .fp32_values import FP32Values
+from .fp32_values import FP32Values, Versions
 from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, look_up
 
 _VERSION = operator.attrgetter("_version")
@@ -62,7 +62,7 @@ class MasterWeights:
         self._values = values
         self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
-        self._versions: list[int] = []
+        self._versions = Versions()
         self._exposed: list[int] | None = None
         self._is_due = False
         self.lock = threading.RLock()
@@ -136,7 +136,7 @@ class MasterWeights:
         while len(self._masters) > count:
             param, master = self._params.pop(), self._masters.pop()
             self._values.forget_versions(param, self._versions)
-            self._versions.pop()
+            self._versions.equal.pop()
             del self._params_by_master[id(master)]
             self._move_state(master, param)
 
@@ -152,9 +152,9 @@ class MasterWeights:
         self._params.append(param)
         self._are_spread |= is_spread(param)
         self._masters.append(master)
-        self._versions.append(0)
+        self._versions.equal.append(0)
         self._params_by_master[id(master)] = param
-        self._values.set(param, master, self._versions, len(self._versions) - 1)
+        self._values.set(param, master, self._versions, len(self._masters) - 1)
         self._move_state(param, master)
         return master
 
@@ -164,12 +164,12 @@ class MasterWeights:
         self.reconcile()
         self._note_exposed()
         for param, master in zip(self._params, self._masters, strict=True):
-            master.requires_grad_(param.requires_grad)
+            if param.requires_grad is not master.requires_grad:
+                master.requires_grad_(param.requires_grad)
 
     def _note_exposed(self) -> None:
         self._exposed = self.weight_versions()
-        for param in self._params:
-            self._values.expose(param)
+        self._versions.give(self._exposed, self._versions_of(self._masters))
 
     def show_writes(self) -> None:
         """A forward reads the parameters next: what the user wrote to the masters goes there.
@@ -194,7 +194,7 @@ class MasterWeights:
                 self._note_exposed()
 
     def _is_written(self) -> bool:
-        if self._versions_of(self._masters) != self._versions:
+        if self._versions_of(self._masters) != self._versions.equal:
             return True
         return self._may_move and self._places() != self._masters_at
 
@@ -219,8 +219,7 @@ class MasterWeights:
             self._end_exposure()
 
     def _end_exposure(self) -> None:
-        for param in self._params:
-            self._values.end_exposure(param)
+        self._versions.end_giving()
         self._exposed = None
 
     def reconcile(self) -> None:
@@ -236,7 +235,7 @@ class MasterWeights:
         if comparison.reconcile(lambda: self._masters_that_win(judged)):
             self._note_equal()
         elif judged:  # kernels have made them equal, without a word
-            self._versions[:] = judged
+            self._versions.equal[:] = judged
 
     def reconcile_later(self) -> None:
         """As `reconcile`, but in the step, or else before the next `publish`."""
@@ -291,7 +290,7 @@ class MasterWeights:
             versions: gets the versions of the masters that this was found for.
         """
         versions[:] = self._versions_of(self._masters)
-        if versions == self._versions and self._exposed is None:
+        if versions == self._versions.equal and self._exposed is None:
             return [False] * len(versions)
         return list(map(self._values.wins, self._params))
 
@@ -367,7 +366,7 @@ class MasterWeights:
             group["params"][:] = [self.param_of(param) for param in group["params"]]
         self._params.clear()
         self._masters.clear()
-        self._versions.clear()
+        self._versions = Versions()
         self._params_by_master.clear()
         self._forget_places()
 
@@ -406,7 +405,7 @@ class MasterWeights:
         return list(map(local, tensors)) if self._are_spread else tensors
 
     def _note_equal(self) -> None:
-        self._versions[:] = self._versions_of(self._masters)
+        self._versions.equal[:] = self._versions_of(self._masters)
 
     def _versions_of(self, tensors: list[Tensor]) -> list[int]:
         """Return what `version_of` does of parameters or masters."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.weights.fp32_values import FP32Values
+from amp_patch.weights.fp32_values import FP32Values, Versions
 
 HALVES = (torch.float16, torch.bfloat16)
 #: Neither half dtype has it.
@@ -47,17 +47,19 @@ class TestWhichWins:
         assert values.wins(param)
         assert values.exact(param).tolist() == [3.0, 3.0]
 
-    def test_an_exposed_value_wins_unless_only_the_parameter_is_written_to(
+    def test_a_given_value_wins_unless_only_the_parameter_is_written_to(
         self, dtype: torch.dtype
     ) -> None:
         values, param, value = entered(dtype)
-        values.expose(param)
+        versions = Versions([value._version])
+        values.set(param, value, versions)
+        versions.give([param._version], [value._version])
         value.data.fill_(3.0)  # moves no version
         assert values.wins(param)
         with torch.no_grad():
             param.fill_(2.0)
         assert not values.wins(param)
-        values.end_exposure(param)
+        versions.end_giving()
         assert not values.wins(param)
 
 
@@ -70,15 +72,44 @@ def test_what_was_never_entered_is_the_parameter_itself_in_fp32() -> None:
 
 def test_a_value_of_two_optimizers_was_written_to_only_if_neither_noted_it() -> None:
     values, param, value = entered()
-    first, second = [0], [0]
+    first, second = Versions([0]), Versions([0])
     values.set(param, value, first)
     values.set(param, value, second)
     value.fill_(3.0)
     assert values.wins(param)
-    second[0] = value._version  # as the second optimizer's step does
+    second.equal[0] = value._version  # as the second optimizer's step does
     assert not values.wins(param)
     values.forget_versions(param, second)
     assert values.wins(param)
+
+
+def test_of_two_optimizers_that_give_a_value_the_last_one_says_since_when() -> None:
+    values, param, value = entered()
+    first, second = Versions([0]), Versions([0])
+    values.set(param, value, first)
+    values.set(param, value, second)
+    first.give([param._version], [value._version])
+    value.fill_(3.0)
+    second.give([param._version], [value._version])
+    param.data.fill_(2.0)  # moves no version
+    assert values.wins(param)
+    with torch.no_grad():
+        param.fill_(2.0)
+    assert not values.wins(param)  # the value was written to before
+    values.receive(param, value)  # now both are equal
+    assert not values.wins(param)
+    second.end_giving()
+    assert not values.wins(param)  # though the first one has not ended
+
+
+def test_a_value_that_came_later_was_not_given() -> None:
+    values, _, value = entered()
+    versions = Versions([value._version, 0])
+    values.set(nn.Parameter(value.half()), value, versions)
+    versions.give([0], [0])
+    later = nn.Parameter(torch.ones(2).half())
+    values.set(later, torch.ones(2), versions, 1)
+    assert not values.wins(later)
 
 
 def test_values_go_with_their_parameters() -> None:
