@@ -49,7 +49,7 @@ def cast_direct_calls(model: nn.Module) -> None:
     # What is kept for the undoing must not keep the model, as its own methods would.
     patches.replace(model, "forward", types.MethodType(forward, model), weakly=True)
     hook = model.register_forward_pre_hook(_begin)
-    session.call_at_deactivate(functools.partial(_undo, patches, hook))
+    session.call_at_deactivate(functools.partial(_undo, patches, hook), of=model)
 
 
 def _undo(patches: Patches, hook: RemovableHandle) -> None:
