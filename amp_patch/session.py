@@ -136,7 +136,7 @@ class Session:
         self._without_model: set[torch.dtype] = set()
         self._torch_patches = Patches()
         self._step_hooks: list[Any] = []
-        self._at_deactivate: list[Callable[[], object]] = []
+        self._at_deactivate: list[tuple[Callable[[], object], Callable[[], object]]] = []
         process.reset()
         warn_once.reset()
         kernels.reset()
@@ -268,16 +268,21 @@ class Session:
         self._torch_patches.undo()
         for hook in self._step_hooks:
             hook.remove()
-        for undo in reversed(self._at_deactivate):
+        for undo, _ in reversed(self._at_deactivate):
             undo()
         self.cache.clear()
         self.store.clear()
         self._reset()
 
-    def call_at_deactivate(self, undo: Callable[[], object]) -> None:
-        """Have something of the caller's undone with the rest; once, however often it is said."""
-        if undo not in self._at_deactivate:
-            self._at_deactivate.append(undo)
+    def call_at_deactivate(self, undo: Callable[[], object], of: object = None) -> None:
+        """Have something of the caller's undone with the rest; once, however often it is said.
+
+        Args:
+            of: whose it is, where it need not be undone when that is gone.
+        """
+        self._at_deactivate = [one for one in self._at_deactivate if one[1]() is not None]
+        if undo not in (one for one, _ in self._at_deactivate):
+            self._at_deactivate.append((undo, weakref.ref(self if of is None else of)))
 
     def show_writes(self, model: nn.Module | None = None) -> None:
         """Have what was written to masters and to the last state dicts in the parameters.

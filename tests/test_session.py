@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import time
@@ -279,6 +280,19 @@ def test_nothing_of_a_hundred_dropped_models_is_kept(amp: ModuleType, level: str
     assert survivors == dict.fromkeys(survivors, 0)
     amp.initialize(*make(), opt_level=level, verbosity=0)
     assert len(session.cache._groups) <= 1
+
+
+def test_what_is_to_be_undone_of_an_object_goes_with_it(amp: ModuleType) -> None:
+    """A search through the drop-in for apex drops one model and optimizer after the other."""
+    dropped, kept = nn.Linear(1, 1), nn.Linear(1, 1)
+    undone: list[str] = []
+    session.call_at_deactivate(functools.partial(undone.append, "dropped"), of=dropped)
+    session.call_at_deactivate(functools.partial(undone.append, "kept"), of=kept)
+    session.call_at_deactivate(functools.partial(undone.append, "of nobody"))
+    del dropped
+    session.call_at_deactivate(functools.partial(undone.append, "later"))
+    amp.deactivate()
+    assert undone == ["later", "of nobody", "kept"]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])

@@ -6,6 +6,7 @@ To import them for every script would take a second of each start.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -16,12 +17,15 @@ from amp_patch.patching import Patches, when_imported
 #: Path -> what makes a replacement of what stands there.
 Replacements = Mapping[str, Callable[[Any], Any]]
 
+#: Name of a module -> who waits for it. What is called at an import cannot be taken back, and a
+#: process may initialize and deactivate many times: each name is asked for once.
+_waiting: dict[str, weakref.WeakSet[LateModules]] = {}
+
 
 class LateModules:
     """What is to be replaced in them, once they are imported."""
 
     def __init__(self) -> None:
-        self._awaited: set[str] = set()
         self._patches = Patches()
         self._made: dict[str, Replacements] = {}
 
@@ -42,10 +46,18 @@ class LateModules:
             patches: have replaced something already.
         """
         self._patches = patches
-        for name in self._made.keys() - self._awaited:
-            self._awaited.add(name)
-            when_imported(name, self._imported)
+        for name in self._made:
+            if name not in _waiting:
+                _waiting[name] = weakref.WeakSet()
+                when_imported(name, _tell)
+            _waiting[name].add(self)
 
-    def _imported(self, module: ModuleType) -> None:
-        if self._patches:  # which are not undone
+    def replace_in(self, module: ModuleType) -> None:
+        """Replace in a module that is imported now, unless the patches are undone."""
+        if self._patches:
             torch_sites.replace(self._patches, self._made.pop(module.__name__, {}))
+
+
+def _tell(module: ModuleType) -> None:
+    for late in tuple(_waiting.pop(module.__name__, ())):
+        late.replace_in(module)

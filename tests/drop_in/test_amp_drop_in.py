@@ -11,10 +11,12 @@ import inspect
 import io
 import itertools
 import pickle
+import sys
 import types
 import warnings
 import weakref
 
+import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -585,6 +587,21 @@ def test_copies_pickles_and_replicas_run_their_own_weights(amp) -> None:
         assert not other(torch.ones(1, 2)).any()
         assert not other.forward(torch.ones(1, 2).half()).any() or other is replica
     assert model(torch.ones(1, 2)).any()
+
+
+def test_cloudpickle_and_dill_take_along_the_forward_that_casts(amp) -> None:
+    """They save the function, where pickle saves a name. Joblib and mlflow use cloudpickle."""
+    model = Doubling()
+    amp.initialize(model, opt_level="O3", verbosity=0)
+    function = model.forward.__func__
+    # dill saves the globals of a function by value, unless this is so.
+    assert vars(sys.modules[function.__module__]) is function.__globals__
+    loaded = cloudpickle.loads(cloudpickle.dumps(model))
+    expected = model(torch.ones(1, 2))
+    assert torch.equal(loaded(torch.ones(1, 2)), expected)
+    assert torch.equal(loaded.forward(torch.ones(1, 2)), expected)
+    amp.initialize(loaded.float(), opt_level="O3", verbosity=0)
+    assert torch.equal(loaded(torch.ones(1, 2)), expected)
 
 
 def test_models_and_optimizers_that_a_script_drops_are_freed(amp) -> None:

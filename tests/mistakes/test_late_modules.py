@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +59,18 @@ def test_a_module_that_comes_when_all_is_undone_stays_as_it_is() -> None:
     late.imported({NAME: {f"{NAME}.answer": doubling}})
     late.follow(patches)
     patches.undo()
+    assert importlib.import_module(NAME).answer() == 1
+
+
+@pytest.mark.usefixtures("_on_path")
+def test_who_is_dropped_while_it_waits_is_not_kept_by_the_import_to_come() -> None:
+    late, patches = LateModules(), patches_of_others()
+    late.imported({NAME: {f"{NAME}.answer": doubling}})
+    late.follow(patches)
+    dropped = weakref.ref(late)
+    del late
+    gc.collect()
+    assert dropped() is None
     assert importlib.import_module(NAME).answer() == 1
 
 

@@ -181,7 +181,7 @@ def attach(optimizer: Optimizer) -> None:
         "_prepare_amp_backward": stash.prepare_backward,
     }.items():
         patches.replace(optimizer, name, value)
-    session.call_at_deactivate(patches.undo)
+    session.call_at_deactivate(patches.undo, of=optimizer)
 
 
 def post_backward_models_are_masters(

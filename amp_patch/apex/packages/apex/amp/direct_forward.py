@@ -31,24 +31,25 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.begun: list[weakref.ref[nn.Module]] = []
 
+    def __reduce__(self) -> str:
+        return "_calls"  # cloudpickle takes along what a forward refers to
+
 
 _calls = _Calls()
-#: The functions made here; a copy of a model has that of its original.
-_forwards: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def cast_direct_calls(model: nn.Module) -> None:
     """Have ``model.forward(x)`` do what ``model(x)`` does, until `amp.deactivate`."""
     own = vars(model).get("forward")
-    if getattr(own, "__func__", None) in _forwards:
+    # A copy of a model has that of its original, and one from a file a function of its own.
+    if getattr(getattr(own, "__func__", None), "__module__", None) == __name__:
         return
     forward = _casting(type(model), own)
-    _forwards.add(forward)
     patches = Patches()
     # What is kept for the undoing must not keep the model, as its own methods would.
     patches.replace(model, "forward", types.MethodType(forward, model), weakly=True)
     hook = model.register_forward_pre_hook(_begin)
-    session.call_at_deactivate(functools.partial(_undo, patches, hook))
+    session.call_at_deactivate(functools.partial(_undo, patches, hook), of=model)
 
 
 def _undo(patches: Patches, hook: RemovableHandle) -> None:
@@ -82,5 +83,6 @@ def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[
         return own(*args, **kwargs) if own else kind.forward(model, *args, **kwargs)
 
     # Methods are pickled by the name of their function; a copy from a file has the class's own.
-    forward.__name__ = "forward"
+    # For dill and cloudpickle, which save the function, its globals are those of this module.
+    forward.__name__, forward.__module__ = "forward", __name__
     return forward
