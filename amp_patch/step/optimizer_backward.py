@@ -335,10 +335,15 @@ class OptimizerBackward:
             return None
         return self._fused.clip(optimizer, max_norm)
 
-    def refuse_scaled(self, caller: str, steps: bool = False) -> None:
+    def refuse_scaled(self, caller: str, steps: bool = False, goes_on: bool = False) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 
         Inside of a block, behind its backward, they are unscaled now: its end has nothing to do.
+
+        Args:
+            caller: what needs them unscaled, for the message.
+            steps: it is the step.
+            goes_on: blocks of a closure follow, which may be the last to add to them.
 
         Raises:
             RuntimeError: as said.
@@ -356,6 +361,8 @@ class OptimizerBackward:
         if self._foreign.found:
             self._foreign.refuse(caller)
         if self.gradients.scaled.scale is not None:
+            if goes_on:
+                return
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; the last scale_loss(..., "
                 "delay_unscale=True) or one under no_sync(), or a GradScaler's scale(), left them "

@@ -184,8 +184,9 @@ class OptimizerStep:
             self._publish()
         if self.skip.pending:
             self.skip.settle()
-        self.backward.refuse_scaled("optimizer.step()", steps=True)
         closure = args[0] if args else kwargs.get("closure")
+        evaluates = closure is not None
+        self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=evaluates)
         if closure is not None:
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *args[1:], **kwargs)

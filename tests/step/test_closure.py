@@ -225,6 +225,28 @@ def test_a_closure_that_leaves_gradients_scaled_is_refused(amp: ModuleType) -> N
         optimizer.step(closure)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_closure_ends_an_accumulation(amp: ModuleType, level: str) -> None:
+    """Lightning calls the last backward so, behind micro-batches under ``no_sync()``."""
+    model, optimizer = prepared(amp, level)
+    before = [master.detach().clone().float() for master in amp.master_params(optimizer)]
+
+    def add(factor: float, **options: bool) -> Tensor:
+        loss = model(torch.ones(2, 4)).float().sum() * factor
+        scaled_backward(amp, loss, optimizer, **options)
+        return loss
+
+    add(0.25, delay_unscale=True)
+    optimizer.step(lambda: add(0.5))
+
+    (lr,) = (group["lr"] for group in optimizer.param_groups)
+    expected = [was - lr * (0.25 + 0.5) * 2.0 for was in before]  # of two rows of ones
+    for master, value in zip(amp.master_params(optimizer), expected, strict=True):
+        torch.testing.assert_close(
+            master.detach().float(), value.expand_as(master), atol=2e-2, rtol=0.0
+        )
+
+
 @pytest.mark.parametrize("make", ["sgd", "two evaluations"])
 def test_what_a_closure_writes_to_half_weights_is_stepped_from(amp: ModuleType, make: str) -> None:
     model, optimizer = prepared(amp, make=CLOSURE_OPTIMIZERS[make])
