@@ -6,14 +6,17 @@ Knows what was prepared and who looks out for mistakes; `BackwardPass` does the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .casting.mode import mode
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
+from .distributed.agreement import require_alike
 from .distributed.groups import has_others
 from .mistakes.guard import Guard
 from .scaling.loss_scaler import LossScaler
@@ -73,6 +76,7 @@ class BackwardPasses:
             or scaler.scale != 1.0
             or not is_alone
             or self._guard.unprepared
+            or self._guard.unsynced.has_new
             or self._observers
             or mode.modules
             or mode.models
@@ -134,7 +138,13 @@ class BackwardPasses:
     def under(
         self, steps: Sequence[OptimizerStep], scaler_id: int, scaling: LossScaling
     ) -> BackwardPass:
-        """Return the hooks of a backward pass whose loss is scaled so; arguments as `scaling`'s."""
+        """Return the hooks of a backward pass whose loss is scaled so; arguments as `scaling`'s.
+
+        Raises:
+            RuntimeError: ranks that share a model do not begin alike.
+        """
+        if self._guard.unsynced.has_new:
+            self._compare_ranks(steps, self._scalers[scaler_id])
         others: list[Other] = [*self._optimizers.others(steps)]
         if self._guard.unprepared:
             others.append(self._guard.unprepared)
@@ -148,8 +158,30 @@ class BackwardPasses:
             optimizers, others, scaling, self._cache, on_scaled, unsynced, open_block
         )
 
+    def _compare_ranks(self, steps: Sequence[OptimizerStep], scaler: LossScaler) -> None:
+        """Compare, once for each wrapper, what nothing tells of later: what the ranks have.
+
+        Raises:
+            RuntimeError: it is not the same.
+        """
+        every = list(self._optimizers.steps.values())
+        for wrapper in self._guard.unsynced.take_new(_params_of(steps), _params_of(every)):
+            dtypes = sorted({str(param.dtype) for param in wrapper.parameters()})
+            require_alike(
+                wrapper,
+                f"loss scale {scaler.loss_scale()} for {scaler.unskipped} steps, parameters in "
+                f"{' and '.join(dtypes)}",
+            )
+
     def _note_overflow(
         self, scaler_id: int, found: Sequence[Found], scale: float, step: int
     ) -> None:
         self.overflows.note(scaler_id, scale, step, found, self._models.places())
         self._observers.overflowed(scaler_id, found)
+
+
+def _params_of(steps: Sequence[OptimizerStep]) -> Iterable[Tensor]:
+    """Return what optimizers step, and what other ranks step for them (ZeRO)."""
+    backwards = [step.backward for step in steps]
+    both = [(one.pairs().model, one.gradients.elsewhere) for one in backwards]
+    return chain.from_iterable(chain.from_iterable(both))

@@ -2,8 +2,9 @@
 
 ``no_sync()`` of `DistributedDataParallel` and of FSDP1, and FSDP2's
 ``set_requires_gradient_sync(False)`` and ``set_requires_all_reduce(False)`` do that, until a later
-backward shares the sum. Nothing may be decided by what one rank has until then. Knows modules of
-torch; no optimizer, no scale.
+backward shares the sum. Nothing may be decided by what one rank has until then. And which wrappers
+are about to share for the first time, when the ranks compare what they have. Knows modules of torch;
+no optimizer, no scale.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ from . import flat_parameters, fully_sharded
 
 
 class Unsynced:
-    """The models of which that may be so; false where there never were any."""
+    """The models of which that may be so; false where there never were any.
+
+    Attributes:
+        has_new: whether there may be wrappers that have not shared gradients yet.
+    """
 
     def __init__(self) -> None:
-        self._has_any = False
+        self._has_any = self.has_new = False
         self._wrapped: MutableMapping[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -58,7 +64,29 @@ class Unsynced:
     def _watch(self, wrapper: nn.Module) -> None:
         if wrapper not in self._wrapped:
             self._wrapped[wrapper], self._has_any = False, True
+            self._new.add(wrapper)
+            self.has_new = True
             wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
+
+    def take_new(self, params: Iterable[Tensor], stepped: Iterable[Tensor]) -> list[Any]:
+        """Return new wrappers of some parameters whose next backward shares; each once.
+
+        Args:
+            params: that this backward is of.
+            stepped: by any optimizer that was prepared; wrappers of others are new to nobody.
+        """
+        now, ever = set(map(id, params)), set(map(id, stepped))
+        found = []
+        for wrapper, is_local in list(self._wrapped.items()):
+            if wrapper in self._new:
+                own = set(map(id, wrapper.parameters()))
+                if own.isdisjoint(ever):
+                    self._new.discard(wrapper)
+                elif not is_local and not own.isdisjoint(now):
+                    self._new.discard(wrapper)
+                    found.append(wrapper)
+        self.has_new = bool(self._new)
+        return found
 
     def is_wrapped(self, params: Iterable[Tensor]) -> bool:
         """Return whether a `DistributedDataParallel` has some of these parameters."""

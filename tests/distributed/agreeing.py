@@ -107,6 +107,36 @@ def other_count() -> str:
     return "nothing"
 
 
+def begun_apart(kind: str) -> tuple[str, Tensor, Tensor]:
+    """Return what the first block says with DDP where rank 1 differs, and the weight around it."""
+    is_other = distributed.get_rank() == 1
+    level = "O5" if is_other and kind == "dtype" else "O2"
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule: dict[str, Any] = {"loss_scale": "dynamic", "max_loss_scale": 4.0}
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **rule)
+    if kind == "loaded" and not is_other:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}})
+    wrapper = DistributedDataParallel(model)
+    with wrapper.no_sync():  # nothing is shared yet
+        step_delayed(wrapper, optimizer)
+    before, said = model.weight.detach().clone(), "nothing"
+    try:
+        step(wrapper, optimizer)
+    except RuntimeError as error:
+        said = str(error)
+    after = model.weight.detach().clone()
+    amp.deactivate()
+    return said, before, after
+
+
+def step_delayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Add to the gradients, and leave them scaled."""
+    loss = model(torch.ones(1, 2)).float().sum()
+    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+
+
 def closure(failing: int) -> list[Any]:
     """Return the weight after a step whose closure returns an inf on one rank."""
     model, optimizer = one_parameter()

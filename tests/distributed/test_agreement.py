@@ -55,6 +55,19 @@ def test_another_number_of_steps_is_told_of() -> None:
         assert "after 1 steps on rank 1" in message
 
 
+def test_ranks_that_begin_to_share_a_model_with_other_scales_or_dtypes_are_told_of() -> None:
+    expected = {
+        "loaded": ("loss scale 2.0 for 0 steps", "loss scale 4.0 for 0 steps"),
+        "dtype": ("parameters in torch.float16", "parameters in torch.bfloat16"),
+    }
+    with ranks.Ranks() as two:
+        for kind, (first, second) in expected.items():
+            for said, before, after in two.run(agreeing.begun_apart, kind):
+                assert first in said.partition("on rank 0")[0]
+                assert second in said.partition("on rank 0")[2]
+                assert torch.equal(before, after)
+
+
 def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all_without_a_warning() -> None:
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
 
