@@ -332,7 +332,8 @@ def clip_grad_norm_(
             session.observers.clipped(optimizer, total)
             return total
     grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
-    total = clip_by_norm(grads, max_norm, norm_type, ranks, stages, device)
+    whole = step.backward.whole_gradients() if step is not None else ()
+    total = clip_by_norm(grads, max_norm, norm_type, ranks, stages, device, whole)
     if step is not None:
         step.backward.note_clipped()
     session.observers.clipped(optimizer, total)

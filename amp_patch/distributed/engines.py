@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .flat_parameters import spread_modules
+from .flat_parameters import spread_modules, spread_params
 from .groups import StepRanks, is_on, without_repetition
 
 if TYPE_CHECKING:
@@ -35,13 +35,17 @@ def ranks_given(
         None where there is neither: then the parameters tell (`groups_of`).
     """
     found: list[ProcessGroup] = []
+    parts: frozenset[int] | None = None
     if is_on():
+        models = list(models)
         found = [one.process_group for model in models for one in spread_modules(model)]
         if steps_share:
             found.append(optimizer.process_group)  # type: ignore[attr-defined]  # it is one
+        elif found:  # beside which there may be NO_SHARD, ignored_states, and other models
+            parts = frozenset(id(param) for model in models for param in spread_params(model))
     if given is not None:
-        return StepRanks(without_repetition([given]), bool(found))
-    return StepRanks(without_repetition(found), True) if found else None
+        return StepRanks(without_repetition([given]), bool(found), parts)
+    return StepRanks(without_repetition(found), True, parts) if found else None
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

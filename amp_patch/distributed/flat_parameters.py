@@ -26,6 +26,12 @@ def spread_modules(model: nn.Module) -> list[Any]:
     return [one for one in flat_modules(model) if one.sharding_strategy.name != "NO_SHARD"]
 
 
+def spread_params(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of such modules: the flat ones, or the views that users see of them."""
+    flat = [one._flat_param for one in spread_modules(model) if one._flat_param is not None]
+    return [param for one in flat for param in (one, *(one._params or ()))]
+
+
 def keeps_gradients(module: Any) -> bool:
     """Return whether the last backward of such a module was under its ``no_sync()``.
 

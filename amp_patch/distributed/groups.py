@@ -21,10 +21,12 @@ class StepRanks(NamedTuple):
         groups: the process groups that they form.
         have_parts: True where the plain tensors that one of them steps are its part of what all
             step; else these are the same on all. (Of a DTensor the mesh tells.)
+        parts: the ids of those that are; None: all of them.
     """
 
     groups: Sequence[ProcessGroup] = ()
     have_parts: bool = False
+    parts: frozenset[int] | None = None
 
 
 def is_on() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ def clip_by_norm(
     ranks: StepRanks,
     stages: ProcessGroup | None = None,
     device: torch.device | None = None,
+    whole: Container[int] = (),
 ) -> Tensor:
     """Clip gradients by their norm over all ranks that hold parts of them, in place.
 
@@ -39,6 +40,7 @@ def clip_by_norm(
         ranks: of the optimizer; all must come here.
         stages: ranks that each have gradients of another part of the model; all must come here.
         device: where gradients would be, should this rank have none; None: one of its groups'.
+        whole: the ids of plain tensors that are the same on all ranks, where others are parts.
 
     Returns:
         The total norm before, 0-dim, the same on all ranks.
@@ -49,8 +51,9 @@ def clip_by_norm(
     together: dict[tuple[str, ...], tuple[Sequence[ProcessGroup], list[Tensor]]] = {}
     if ranks.have_parts:  # of which this rank may hold none
         together[_names(ranks.groups)] = ranks.groups, []
-    for grad in map(summed, grads):
-        groups = _holders(grad) if is_spread(grad) else ranks.groups if ranks.have_parts else ()
+    for given, grad in zip(grads, map(summed, grads), strict=True):
+        is_part = ranks.have_parts and id(given) not in whole
+        groups = _holders(grad) if is_spread(grad) else ranks.groups if is_part else ()
         together.setdefault(_names(groups), (groups, []))[1].append(local(grad))
     parts = [local(grad) for grad in grads]
     # A rank that holds no gradient takes part, too, and by the same backend as the others.

@@ -3,8 +3,8 @@
 ``no_sync()`` of `DistributedDataParallel` and of FSDP1, and FSDP2's
 ``set_requires_gradient_sync(False)`` and ``set_requires_all_reduce(False)`` do that, until a later
 backward shares the sum. Nothing may be decided by what one rank has until then. And which wrappers
-are about to share for the first time, when the ranks compare what they have. Knows modules of torch;
-no optimizer, no scale.
+are about to share for the first time, when the ranks compare what they have. Knows modules of
+torch; no optimizer, no scale.
 """
 
 from __future__ import annotations

@@ -123,7 +123,10 @@ def _clip_parts(
     elsewhere = {id(param) for one in owners for param in one.gradients.elsewhere}
     grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
     device = owners[0].device
-    total = clip_by_norm(grads, float(max_norm), float(norm_type), ranks, device=device)
+    whole = set().union(*(one.whole_gradients() for one in owners))
+    total = clip_by_norm(
+        grads, float(max_norm), float(norm_type), ranks, device=device, whole=whole
+    )
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"error_if_nonfinite=True wants a finite norm of the gradients; got {total.item()}. "

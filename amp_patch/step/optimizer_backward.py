@@ -335,6 +335,14 @@ class OptimizerBackward:
             return None
         return self._fused.clip(optimizer, max_norm)
 
+    def whole_gradients(self) -> set[int]:
+        """Return the ids of gradients that are the same on all ranks, where others are parts."""
+        parts, pairs = self.ranks.parts, self.pairs()
+        if parts is None:
+            return set()
+        stepped = zip(pairs.model, pairs.master, strict=True)
+        return {id(master.grad) for param, master in stepped if id(param) not in parts}
+
     def refuse_scaled(self, caller: str, steps: bool = False, goes_on: bool = False) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
 

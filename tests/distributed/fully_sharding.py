@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 
@@ -106,6 +107,38 @@ def original_params(levels: tuple[str, ...]) -> list[str]:
             found.append(str(error))
         amp.deactivate()
     return found
+
+
+def norms_beside_whole_ones(level: str) -> tuple[list[float], float]:
+    """Return the norm by each call that clips, of parts and whole parameters, and a plain model's.
+
+    FSDP1 leaves one layer whole, by ``NO_SHARD``; another is not in it at all.
+    """
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def flat(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
+
+    plain, model = build(), build()
+    plain(torch.ones(2, 4)).square().mean().backward()
+    whole = flat(model[1], sharding_strategy=ShardingStrategy.NO_SHARD)
+    sharded = flat(nn.Sequential(model[0], whole))
+    optimizer = torch.optim.SGD([*sharded.parameters(), *model[2].parameters()], lr=0.1)
+    amp.initialize([sharded, model[2]], optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
+    loss = model[2](sharded(torch.ones(2, 4))).float().square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    found = [
+        amp.clip_grad_norm_(optimizer, 1e3),
+        nn.utils.clip_grad_norm_([*sharded.parameters(), *model[2].parameters()], 1e3),
+    ]
+    amp.deactivate()
+    return [norm.item() for norm in found], nn.utils.get_total_norm(
+        [param.grad for param in plain.parameters() if param.grad is not None]
+    ).item()
 
 
 def written_parts(level: str) -> dict[str, bool]:

@@ -83,3 +83,9 @@ def test_a_model_runs_before_and_after_a_level(engine: str) -> None:
 def test_a_model_is_given_back_after_a_pass_that_failed(engine: str, fails_in: str) -> None:
     for found in ranks.run(fully_sharding.given_up, engine, "O2", fails_in):
         assert found == [FLOAT]
+
+
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
+def test_what_fsdp1_leaves_whole_counts_once_in_the_norm(level: str) -> None:
+    for norms, expected in ranks.run(fully_sharding.norms_beside_whole_ones, level):
+        assert norms == pytest.approx([expected] * 2, rel=5e-3)
