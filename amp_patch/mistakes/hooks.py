@@ -30,6 +30,10 @@ _METHODS = {
 }
 
 
+#: Packages whose own hooks do not depend on the scale: Lightning's Fabric sees by one whether its
+#: ``backward`` was called.
+_NO_SCRIPTS = frozenset({"torch", "amp_patch", "apex", "lightning", "lightning_fabric"})
+
 _Models = Callable[[], Iterable[nn.Module]]
 
 
@@ -47,9 +51,8 @@ def replacements(scaled_models: _Models) -> dict[str, Callable[[Any], Any]]:
 def _telling(scaled_models: _Models, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def register(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Hooks that torch and amp_patch register themselves do not come from a script.
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if caller not in ("torch", "amp_patch", "apex") and _concerns(self, scaled_models()):
+        if caller not in _NO_SCRIPTS and _concerns(self, scaled_models()):
             _tell(what)
         return original(self, *args, **kwargs)
 

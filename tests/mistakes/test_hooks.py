@@ -70,3 +70,13 @@ def test_what_the_warning_says_makes_the_hook_right(amp: ModuleType) -> None:
     torch.testing.assert_close(
         list(model.parameters()), list(exact.parameters()), rtol=2e-3, atol=2e-3
     )
+
+
+def test_a_hook_of_a_library_that_only_looks_is_not_told(amp: ModuleType) -> None:
+    """Lightning's Fabric registers one on each output of the model."""
+    model, _ = prepared(amp, "O1")
+    fabric: dict[str, Any] = {"__name__": "lightning_fabric.wrappers", "clamp": clamp}
+    fabric["output"] = loss_of(model, next(batches()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec("output.register_hook(clamp)", fabric)
