@@ -196,6 +196,7 @@ class Session:
             )
             self.store.end_conversion()
             self.functions.follow_models(self._casting_dtypes())
+            self.libraries.reach(self.models.in_half())  # it may have put functions back there
             for optimizer in stepping:
                 warn_of_eps(optimizer)
             on_error.pop_all()

@@ -11,15 +11,16 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from amp_patch.imported_modules import is_left_alone
-from amp_patch.patching import Patches, resolve_in, when_imported
+from amp_patch.imported_modules import bindings, is_left_alone
+from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
 from . import library_rules
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
@@ -65,7 +66,9 @@ class LibraryFunctions:
             for module, names in library_rules.RULES.items()
         }
         self._patches = Patches()
+        self._of_torch: dict[int, tuple[Any, Any]] = {}
         self._held = HeldFunctions()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._active = False
         self._awaited: set[str] = set()
 
@@ -73,25 +76,43 @@ class LibraryFunctions:
         """Patch the functions of every imported module, and of the others when they come."""
         self._active = True
         replaced: dict[int, tuple[Any, Any]] = {}
-        of_torch: dict[int, tuple[Any, Any]] = {}
+        self._of_torch = {}
         for name in self._rules:
             module = sys.modules.get(name)
             if module is not None:
                 # Torch's are called as F.normalize: to look for other names in every module that
-                # uses torch would make each initialize a third longer.
-                (of_torch if is_left_alone(name) else replaced).update(self._patch(module))
+                # uses torch would make each initialize a third longer. `reach` looks in a few.
+                (self._of_torch if is_left_alone(name) else replaced).update(self._patch(module))
             elif name not in self._awaited:
                 self._awaited.add(name)
                 when_imported(name, self._imported)
         if replaced:
             self._patches.replace_bindings(replaced, users_only=True)
-        self._held.install(of_torch, (), ())
+        self._held.install(self._of_torch, (), ())
+        self.reach(list(self._models))
+
+    def reach(self, models: Iterable[nn.Module]) -> None:
+        """Patch the functions of torch that models in half hold, or their modules have imported.
+
+        ``self.loss = F.mse_loss``, and ``from torch.nn.functional import mse_loss`` where one of
+        their classes is defined.
+        """
+        self._models.update(models)
+        users = _modules_of(models)
+        self._held.reach(models, users.values())
+        for module, name, wrapper in bindings(self._of_torch, (), users):
+            self._patches.replace(module, name, wrapper)
 
     def undo(self) -> None:
         """Restore every function, also where a model or module took it since; the rules stay."""
+        self._restore()
+        self._models.clear()
+
+    def _restore(self) -> None:
         self._active = False
+        self._of_torch = {}  # else each would be looked for, for something holds it
         self._patches.undo()
-        self._held.undo()
+        self._held.undo(_modules_of(self._models).values())
 
     def register(self, module: str, name: str, rule: Rule) -> None:
         """Add a rule for ``module.name``, for as long as this process runs."""
@@ -100,7 +121,7 @@ class LibraryFunctions:
             self._beneath(self._reinstall, True)
 
     def _reinstall(self) -> None:
-        self.undo()
+        self._restore()
         self.install()
 
     def _imported(self, module: types.ModuleType) -> None:
@@ -116,8 +137,16 @@ class LibraryFunctions:
                 wrapper = wrap(original, rule)
                 self._patches.replace(owner, name, wrapper)
                 if owner is module:
+                    as_if_defined_at(wrapper, f"{module.__name__}.{path}")
                     replaced[id(original)] = original, wrapper
         return replaced
+
+
+def _modules_of(models: Iterable[nn.Module]) -> dict[str, types.ModuleType]:
+    """Return where the classes of models and their submodules are defined, but for torch's."""
+    names = {type(module).__module__ for model in models for module in model.modules()}
+    users = {name for name in names if not is_left_alone(name)}
+    return {name: sys.modules[name] for name in users & sys.modules.keys()}
 
 
 def _expanded(module: types.ModuleType, rules: Mapping[str, Rule]) -> dict[str, Rule]:

@@ -1,7 +1,9 @@
 """Functions of a library written for the test: found when it is imported, cast, put back."""
 
+import functools
 import importlib
 import itertools
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import huber_loss
 
 from amp_patch import amp as core
 from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, _dtypes, wrap
@@ -552,3 +555,42 @@ def test_losses_and_what_has_no_half_kernel_are_float32(amp: ModuleType, level: 
             atol=1e-5,
         )
     assert model.layer.weight.grad.isfinite().all()
+
+
+class HoldsLosses(nn.Module):
+    smooth = staticmethod(F.smooth_l1_loss)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.loss = F.mse_loss
+        self.criterion = functools.partial(F.cross_entropy, label_smoothing=0.1)
+        self.losses = {"l1": [F.l1_loss]}
+        self.distance = torch.cdist
+
+    def held(self) -> list[Any]:
+        return [self.loss, self.smooth, self.losses["l1"][0], self.distance, huber_loss]
+
+    def forward(self, x: Tensor) -> set[torch.dtype]:
+        half = self.layer(x)
+        assert half.dtype is F16
+        found = [*(loss(half, x) for loss in self.held()), self.criterion(half, torch.arange(4))]
+        return {one.dtype for one in found}
+
+
+@pytest.mark.parametrize("beside", ["O0", "O1"])
+def test_losses_that_a_model_in_half_holds_or_its_module_imported_are_float32(
+    amp: ModuleType, library: str, beside: str
+) -> None:
+    model = HoldsLosses()
+    originals = [*model.held(), F.cross_entropy]
+    # one that is gone where the next one comes, and with it the functions that cast
+    amp.initialize(HoldsLosses(), opt_level=beside, verbosity=0)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert model(torch.randn(4, 4)) == {F32}
+    pickle.loads(pickle.dumps(model.held()))
+    imported(f"{library}.ops")
+    amp.register_library_function(f"{library}.ops", "multiply")
+    assert model(torch.randn(4, 4)) == {F32}
+    amp.deactivate()
+    assert [*model.held(), model.criterion.func] == originals
