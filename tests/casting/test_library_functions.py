@@ -594,3 +594,35 @@ def test_losses_that_a_model_in_half_holds_or_its_module_imported_are_float32(
     assert model(torch.randn(4, 4)) == {F32}
     amp.deactivate()
     assert [*model.held(), model.criterion.func] == originals
+
+
+class Spectral(nn.Module):
+    """As a Fourier neural operator: a product with complex weights between two transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.skip, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.weight = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        mixed = torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(self.weight), n=6)
+        frames = torch.stft(x, 4, window=torch.ones(4), return_complex=True)
+        back = torch.istft(frames, 4, window=torch.ones(4), length=6)
+        assert mixed.dtype is back.dtype is x.dtype
+        assert frames.dtype is torch.complex64
+        return self.head(self.skip(x) + mixed + back)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_fourier_transforms_in_a_model_in_half_are_computed_in_float32(
+    amp: ModuleType, level: str
+) -> None:
+    model, inputs = Spectral(), torch.randn(5, 6)
+    expected = model(inputs).detach()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(inputs)
+    found.sum().backward()
+    tolerance = 64 * torch.finfo(HALF_OF[level]).eps
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert model.weight.grad.isfinite().all()

@@ -26,16 +26,18 @@ MEND = (
 #: Functions that torch refuses half numbers for, each by words of its own.
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "not implemented for": lambda x: torch.linalg.svd(x)[1],
-    "Unsupported dtype": lambda x: torch.fft.rfft(x).abs(),
-    "MKL FFT doesn't support": lambda x: torch.stft(x, 4, return_complex=True).abs(),
+    "Unsupported dtype": lambda x: torch.fft.rfft(x.detach(), out=x.new_empty(0).cfloat()).abs(),
+    "MKL FFT doesn't support": lambda x: torch.functional.stft(x, 4, return_complex=True).abs(),
     "Low precision dtypes": lambda x: torch.linalg.inv(x),
     "either float or double": lambda x: torch.quantile(x.detach(), 0.5, out=x.new_empty(0)),
     "other than float and double": lambda x: torch.linalg.lstsq(x, x)[0],
 }
 #: The same, of bfloat16 alone.
 REFUSED_IN_BFLOAT16: dict[str, Callable[[Tensor], Any]] = {
-    "Half, Float or Double tensors": lambda x: torch.complex(x, x),
-    "view_as_complex is only": lambda x: torch.view_as_complex(x.reshape(-1, 2)),
+    "Half, Float or Double tensors": lambda x: torch.complex(
+        x.detach(), x.detach(), out=x.new_empty(0).cfloat()
+    ),
+    "view_as_complex is only": lambda x: torch._VF.view_as_complex(x.reshape(-1, 2)),
     "unsupported ScalarType": lambda x: x.detach().numpy(),
 }
 
