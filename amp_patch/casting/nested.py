@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -22,9 +23,9 @@ def map_tensors(
     """Return ``value`` with ``function`` applied to each tensor in it, ``other`` to other leaves.
 
     Lists, tuples, named tuples, deques, sets, mappings (also subclasses such as ``OrderedDict`` or
-    a model's output object), dataclasses and ``PackedSequence`` keep their type. The caller's
-    containers are never changed: where no tensor changed the same object is returned, else a new
-    one.
+    a model's output object), dataclasses, namespaces and ``PackedSequence`` keep their type. The
+    caller's containers are never changed: where no tensor changed the same object is returned, else
+    a new one.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -39,9 +40,8 @@ def map_tensors(
         return _map_collection(function, value, other)
     if isinstance(value, Mapping):
         return _map_mapping(function, value, other)
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
-        return _map_dataclass(function, value, other)
-    return other(value)
+    names = _fields_of(value)
+    return other(value) if names is None else _map_fields(function, value, names, other)
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -106,8 +106,8 @@ def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     if attributes is value:
         # The idiom ``self.__dict__ = self``, whose copy has a dictionary of its own.
         object.__setattr__(new, "__dict__", new)
-    elif attributes:
-        # What is no dict keeps its items in an attribute, which copy.copy shares.
+    elif attributes and not isinstance(value, dict):
+        # It keeps its items in an attribute, which copy.copy shares.
         vars(new).update(
             {n: kept.copy() for n, kept in attributes.items() if isinstance(kept, (dict, list))}
         )
@@ -128,13 +128,24 @@ def _copy_ordered(value: Any) -> OrderedDict[Any, Any]:
     return new
 
 
-def _map_dataclass(function: Callable[..., Any], value: Any, other: Callable[..., Any]) -> Any:
+def _fields_of(value: Any) -> list[str] | None:
+    """Return the names of what a dataclass or a namespace holds; None of all else."""
+    if isinstance(value, types.SimpleNamespace):
+        return list(vars(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module)):
+        return [field.name for field in dataclasses.fields(value)]
+    return None
+
+
+def _map_fields(
+    function: Callable[..., Any], value: Any, names: list[str], other: Callable[..., Any]
+) -> Any:
     changed = {}
-    for field in dataclasses.fields(value):
-        old = getattr(value, field.name, None)
+    for name in names:
+        old = getattr(value, name, None)
         new = map_tensors(function, old, other)
         if not _same(new, old):
-            changed[field.name] = new
+            changed[name] = new
     if not changed:
         return value
     result = copy.copy(value)

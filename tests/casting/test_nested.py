@@ -120,6 +120,14 @@ class LossAndLogits(ModelOutput):
     hidden: tuple[Tensor, ...] | None = None
 
 
+@dataclasses.dataclass
+class LogitsOf(ModelOutput):
+    """Has a field without a default, and an output in it, as that of VJEPA2."""
+
+    logits: Tensor
+    predictor: Any = None
+
+
 class CaseInsensitive(MutableMapping[str, Any]):
     """A mapping that is no dict and keeps its items in an attribute."""
 
@@ -217,6 +225,11 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], lis
         lambda x, y: LossAndLogits(loss=x, hidden=(y,)),
         lambda c: [c.loss, c["loss"], c.hidden[0], c["hidden"][0]],
     ),
+    "model output in one": (
+        lambda x, y: LogitsOf(x, predictor=LogitsOf(y)),
+        lambda c: [c.logits, c.predictor["logits"], c["predictor"].logits],
+    ),
+    "namespace": (lambda x, y: types.SimpleNamespace(x=x, n=1, y=[y]), lambda c: [c.x, c.y[0]]),
     "user dict": (lambda x, y: Named("n", {"x": x, "y": y}), lambda c: [c["x"], c["y"]]),
     "mapping": (lambda x, y: CaseInsensitive(X=x, y=y), lambda c: [c["x"], c["Y"]]),
     "mapping proxy": (
@@ -245,6 +258,8 @@ def content(container: Any) -> Any:
         return [content(item) for item in container]
     if isinstance(container, set | frozenset):
         return {str(content(item)) for item in container}
+    if isinstance(container, types.SimpleNamespace):
+        return content(vars(container))
     if dataclasses.is_dataclass(container):
         return [content(getattr(container, f.name)) for f in dataclasses.fields(container)]
     return container
