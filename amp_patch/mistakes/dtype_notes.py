@@ -19,7 +19,7 @@ from torch.nn.utils import stateless
 from amp_patch.casting.mode import FLOATS, HALVES
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
-from amp_patch.weights.half_model import kept_in_fp32
+from amp_patch.weights.half_model import kept_by_name, kept_in_fp32
 
 _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor|BFloat16Tensor|desired output type"
@@ -281,10 +281,12 @@ def _castable(model: nn.Module) -> Iterator[str]:
 def _strays(place: _Place) -> dict[str, str]:
     """Return where weights are not as `initialize` leaves them: paths of modules -> dtype."""
     found = {}
+    kept = set(map(id, kept_by_name(place.model, place.level.cast_model_type)))
     for name in _castable(place.model):
         for param in place.model.get_submodule(name)._parameters.values():
             if (
                 param is not None
+                and id(param) not in kept
                 and param.dtype in FLOATS
                 and param.dtype is not place.level.cast_model_type
             ):

@@ -7,8 +7,10 @@ What stays on a model are hooks, not a replaced forward: they follow copies, rep
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -240,8 +242,8 @@ def convert(
     """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
 
     Args:
-        model: its float64, complex and integer tensors are left alone, and half parameters that
-            are trained, with all that is in half beside them in a module.
+        model: its float64, complex and integer tensors are left alone, half parameters that are
+            trained, with all that is in half beside them in a module, and what `kept_by_name` says.
         dtype: float16, bfloat16 or float32.
         keep_batchnorm_fp32: see `kept_in_fp32`.
         stored: ids of parameters and buffers of models that were converted before; these may share
@@ -253,6 +255,7 @@ def convert(
         What it held before; of half parameters also where they are in ``dtype`` already.
     """
     kept = kept_in_fp32(model, keep_batchnorm_fp32)
+    stored = {*stored, *map(id, kept_by_name(model, dtype))}
     originals = Originals({}, {}, {})
     for path, module in model.named_modules():
         halves = HALVES if _trains_no_half(module) else ()  # asked before any of it is cast
@@ -325,6 +328,30 @@ def kept_in_fp32(model: nn.Module, batch_norms: bool) -> set[nn.Module]:
     """
     norms = {module for module in model.modules() if isinstance(module, _BatchNorm)}
     return parametrizations.modules_of(model) | (norms if batch_norms else set())
+
+
+def kept_by_name(model: nn.Module, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return what a model of transformers, or one in the model, names to be kept in fp32.
+
+    ``_keep_in_fp32_modules`` for float16, ``_keep_in_fp32_modules_strict`` for bfloat16 as well.
+    Its forward casts to what is kept, as to what ``from_pretrained(..., dtype=...)`` keeps.
+    """
+    kept: list[Tensor] = []
+    for module in model.modules() if dtype in HALVES else ():
+        names = _names_in(module, "_keep_in_fp32_modules_strict")
+        if dtype is torch.float16:
+            names |= _names_in(module, "_keep_in_fp32_modules")
+        if names:
+            named = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)")
+            tensors = chain(module.named_parameters(), module.named_buffers())
+            kept += [tensor for path, tensor in tensors if named.search(path)]
+    return kept
+
+
+def _names_in(module: nn.Module, attribute: str) -> set[str]:
+    """Return the names in an attribute of a module, whose ``__getattr__`` may know any."""
+    names = vars(module).get(attribute, getattr(type(module), attribute, None))
+    return set(names) if isinstance(names, (list, tuple, set)) else set()
 
 
 def restore(

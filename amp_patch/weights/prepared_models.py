@@ -186,6 +186,8 @@ class PreparedModels:
             norms = bool(level.keep_batchnorm_fp32)
             kept = [one for model in models for one in half_model.kept_in_fp32(model, norms)]
             params = {id(p) for module in kept for p in module.parameters(recurse=False)}
+            dtype = level.cast_model_type
+            params.update(id(p) for one in models for p in half_model.kept_by_name(one, dtype))
             refuse_mixed_groups(models, params)
 
     def holds(self, module: nn.Module) -> bool:

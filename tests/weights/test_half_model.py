@@ -6,6 +6,7 @@ import io
 import pickle
 import sys
 from collections import OrderedDict, UserDict
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -151,6 +152,43 @@ def test_a_model_that_processes_share_is_shared_still(amp: ModuleType, level: st
     assert models[0][0].weight.dtype is models[0][0].mean.dtype is HALF_OF[level]
     assert all(tensor.is_shared() for tensor in shared)
     assert not any(tensor.is_shared() for tensor in own)
+
+
+class NamesWhatIsKept(nn.Module):
+    """As T5 of transformers, and a mixture of experts: casts to what is kept, where it is."""
+
+    _keep_in_fp32_modules = ("wo",)
+    _keep_in_fp32_modules_strict = ("gate.weight", "correction")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo, self.gate = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.register_buffer("correction", torch.full((4,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.wo(self.wi(x).to(self.wo.weight.dtype)).to(x.dtype)
+        scores = hidden.float() @ self.gate.weight
+        return self.two(hidden * (scores + self.correction).to(x.dtype))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_a_model_of_transformers_keeps_in_fp32_stays_so(amp: ModuleType, level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), NamesWhatIsKept())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    wide = {"1.gate.weight", "1.correction", *(["1.wo.weight", "1.wo.bias"] * (level == "O2"))}
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    assert {name for name, tensor in tensors.items() if tensor.dtype is torch.float32} == wide
+    with amp.scale_loss(model(torch.randn(3, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    amp.deactivate()
+    for name, value in model.state_dict().items():
+        assert value.dtype is torch.float32
+        learned = name not in ("1.correction", "1.gate.bias")  # which the forward does not use
+        assert torch.equal(value, before[name]) != learned, name
 
 
 def test_a_tied_weight_stays_one_parameter(amp: ModuleType) -> None:
