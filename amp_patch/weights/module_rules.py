@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from amp_patch.casting.mode import mode
+from amp_patch.casting.mode import HALVES, mode
 from amp_patch.casting.regions import FloatRegion, HalfRegion, end_block
 from amp_patch.casting.torch_compile import order_hooks
 
@@ -48,6 +48,15 @@ class ModuleRegion:
         module.register_forward_pre_hook(self.enter)
         module.register_forward_hook(self.leave, prepend=True, always_call=True)
         order_hooks(module._forward_hooks)
+
+
+class FrequencyRegion(ModuleRegion):
+    """The hooks of a module that `has_frequencies`: it computes in fp32, and hands on half."""
+
+    def leave(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        """Forward hook; also called when the forward raised."""
+        super().leave(module, args, outputs)
+        return outputs if mode.stored is None else cast_floats(outputs, mode.stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +92,9 @@ def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype 
             what those with a rule hand on. None where functions cast.
     """
     detach(model)
+    if stored in HALVES:
+        for module in has_frequencies(model, precisions):
+            FrequencyRegion("float").attach(module)
     # One module may have two paths.
     ruled = {
         model.get_submodule(path): ModuleRegion(precision) for path, precision in precisions.items()
@@ -106,6 +118,25 @@ def in_float(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:
     # One module may have two paths.
     paths = model.named_modules(remove_duplicate=False)
     return {module for path, module in paths if _innermost(path, precisions) == "float"}
+
+
+def has_frequencies(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:
+    """Return the modules without weights that hold a buffer called ``inv_freq``.
+
+    So most models of transformers and other libraries call what they multiply positions by, to take
+    sines and cosines of it: rounded to half, far positions are turned by wrong angles.
+
+    Args:
+        model: any.
+        precisions: path of a module -> "float" or "half"; what has such a rule is left out.
+    """
+    return {
+        module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if any("inv_freq" in name for name in module._buffers)
+        and next(module.parameters(), None) is None
+        and _innermost(path, precisions) is None
+    }
 
 
 def detach(model: nn.Module) -> None:

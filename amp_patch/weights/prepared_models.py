@@ -124,6 +124,7 @@ class PreparedModels:
             on_error.callback(self._put_back, model, *earlier)
             if level.cast_model_type is not None:
                 in_float = module_rules.in_float(model, rules)
+                in_float |= module_rules.has_frequencies(model, rules)
                 originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
                 on_error.callback(self._store.forget, originals)
                 on_error.callback(self._converted.pop, model, None)

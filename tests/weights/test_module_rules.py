@@ -387,11 +387,57 @@ def test_a_rotary_embedding_in_float_computes_exact_angles(
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_without_the_rule_its_angles_are_rounded(amp, level: str) -> None:
-    model = Decoder()
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_a_rule_its_angles_are_exact_as_well(amp, level: str, recompute: bool) -> None:
+    model = Decoder(recompute)
     amp.initialize(model, opt_level=level, verbosity=0)
-    model(X, POSITIONS)
-    assert (model.seen[0][0].double() - angles_in_float64()[0]).abs().max() > 0.1
+    model(X, POSITIONS).sum().backward()
+    for found, expected in zip(model.seen[0], angles_in_float64(), strict=True):
+        assert found.dtype is STORED[level]
+        rounding = torch.finfo(found.dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=1e-6)
+
+
+class Turns(Rotary):
+    """Hands on angles in the dtype of the frequencies, as older models do."""
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        angles = torch.einsum("i,j->ij", positions.type_as(self.inv_freq), self.inv_freq)
+        return angles.cos(), angles.sin()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary, self.query, self.value = Turns(), nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        first, second = self.query(x).chunk(2, -1)
+        cos, sin = self.rotary(x, positions)
+        turned = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+        return nn.functional.scaled_dot_product_attention(turned, turned, self.value(x))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_exact_frequencies_make_half_angles_in_copies_as_well(amp, level: str) -> None:
+    torch.manual_seed(0)
+    model = Attends()
+    expected, frequencies = model(X, POSITIONS).detach(), model.rotary.inv_freq
+    amp.initialize(model, opt_level=level, verbosity=0)
+    tolerance = 8 * torch.finfo(HALF[level]).eps
+    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        found = one(X, POSITIONS)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert no_region_is_left()
+    amp.deactivate()
+    assert model.rotary.inv_freq is frequencies
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_rule_says_half_of_frequencies(amp) -> None:
+    model = Attends()
+    amp.initialize(model, opt_level="O2", rules={"modules": {"rotary": "half"}}, verbosity=0)
+    assert model.rotary.inv_freq.dtype is torch.float16
 
 
 @pytest.mark.parametrize("level", STORED)
