@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,6 +57,7 @@ class Cause:
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
         in_half: of a loss, an operator that the script computes in half, "" for none.
+        also: the paths of further modules that must be in fp32 together with the module.
     """
 
     where: Where
@@ -80,6 +81,7 @@ class Cause:
     is_static: bool = False
     zero_eps: float | None = None
     in_half: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -97,7 +99,8 @@ class Cause:
         if self.is_loss_scale or self.mended_by not in ("module", "model"):
             return {}
         number = self.path[: len(self.path) - len(self.module)]
-        return {self.path if self.mended_by == "module" else number + self.called: "float"}
+        modules = (self.module, *self.also) if self.mended_by == "module" else (self.called,)
+        return {number + module: "float" for module in modules}
 
     def title(self) -> str:
         """Return one line: where it was."""
@@ -175,8 +178,11 @@ def _of_loss_scale(cause: Cause) -> str:
     )
 
 
-def _region(module: str) -> str:
+def _region(module: str, also: Sequence[str] = ()) -> str:
     around = f"`{module}`" if module else "the model"
+    if also:
+        *between, last = (f"`{one}`" for one in also)
+        around = f"{', '.join([around, *between])} and {last}, each of which overflows by itself,"
     return f"compute {around} in `with amp.float_region():`"
 
 
@@ -196,17 +202,19 @@ def _of_operator(cause: Cause) -> str:
         return f"{_OF_LARGE_LOSS} Or take O5: bfloat16 has the range of float32."
     module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
-    if cause.level in ("O1", "O4") and _has_rule(cause) and cause.mended_by != "model":
+    is_one = cause.mended_by == "module" and not cause.also
+    if cause.level in ("O1", "O4") and _has_rule(cause) and is_one:
         rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'
     after = ""
     if module and cause.level not in ("O0", "O1", "O4"):
-        after = " Hand its result on in the dtype of its input (`.to(x.dtype)`)."
+        its = "their results" if cause.also else "its result"
+        after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
     if cause.mended_by == "model" and cause.where == "forward":
         after = " What it returns is too large for float16 wherever it is used next."
     elif cause.mended_by == "model":
         after = f" {_OF_LARGE_LOSS}"
     return (
-        f"{_capital(_region(module))}{rule}.{after} Or train at "
+        f"{_capital(_region(module, cause.also))}{rule}.{after} Or train at "
         f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
     )
 

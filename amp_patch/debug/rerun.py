@@ -28,7 +28,7 @@ class Rerun:
 
     Args:
         call: of a model that still lives.
-        in_float: a module that computes in fp32 this time; None changes nothing.
+        in_float: modules that compute in fp32 this time.
 
     Attributes:
         watched: what it showed.
@@ -36,7 +36,7 @@ class Rerun:
         reached: the origins of those outputs of the forward that are not finite.
     """
 
-    def __init__(self, call: Call, in_float: nn.Module | None = None) -> None:
+    def __init__(self, call: Call, in_float: Sequence[nn.Module] = ()) -> None:
         model = call.model()
         assert model is not None
         self.model = model
@@ -99,7 +99,7 @@ class Rerun:
         None: as it comes.
         """
         level = session.models.levels.get(self.model)
-        if level is None or self._in_float is self.model:
+        if level is None or self.model in self._in_float:
             return None
         return level.cast_model_type if level.cast_model_type in HALVES else None
 
@@ -140,28 +140,30 @@ def _around(call: Call) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _computing_in_float(module: nn.Module | None, after: torch.dtype | None) -> Iterator[None]:
-    """Let a module compute in fp32, as ``amp.float_region()`` in its forward does.
+def _computing_in_float(modules: Sequence[nn.Module], after: torch.dtype | None) -> Iterator[None]:
+    """Let modules compute in fp32, as ``amp.float_region()`` in their forward does.
 
     Args:
-        module: None for none.
-        after: the dtype of what it returns; None leaves it.
+        modules: may be called within each other.
+        after: the dtype of what they return; None leaves it.
     """
-    if module is None:
-        yield
-        return
-    region = regions.FloatRegion()
+    entered: list[regions.FloatRegion] = []
 
     def enter(*_: Any) -> None:
-        region.__enter__()
+        entered.append(regions.FloatRegion())
+        entered[-1].__enter__()
 
     def leave(_: nn.Module, args: Any, outputs: Any) -> Any:
-        region.__exit__(None, None, None)
+        entered.pop().__exit__(None, None, None)
         return outputs if after is None else cast_floats(outputs, after)
 
     handles = [
-        module.register_forward_pre_hook(enter),
-        module.register_forward_hook(leave, prepend=True, always_call=True),
+        handle
+        for module in modules
+        for handle in (
+            module.register_forward_pre_hook(enter),
+            module.register_forward_hook(leave, prepend=True, always_call=True),
+        )
     ]
     try:
         yield

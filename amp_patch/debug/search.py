@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,21 @@ from .ranges import Range
 from .recorded_calls import Call
 from .rerun import Rerun
 from .watch import Origin, near_limits
+
+#: So many modules are tried in fp32 together, before the whole model is.
+MOST_TOGETHER = 16
+
+
+class _Mended(NamedTuple):
+    """What makes a call finite.
+
+    Attributes:
+        by: see `cause.Mend`.
+        also: paths in the called model, of the modules that must be in fp32 beside the origin's.
+    """
+
+    by: Mend | None
+    also: tuple[str, ...] = ()
 
 
 class Search:
@@ -113,7 +128,9 @@ class Search:
         other.forward()
         real = other.backward(unscaled)
         if real is None:
-            return _in_model(one, origin, self._scale, None, largest_scale(other.watched.peak))
+            return _in_model(
+                one, origin, self._scale, _Mended(None), largest_scale(other.watched.peak)
+            )
         # Whatever the scale: the first at the present one may be another.
         return _in_model(other, real, self._scale, _mend(call, real, unscaled))
 
@@ -134,7 +151,7 @@ class Search:
 
 
 def _in_model(
-    one: Rerun, origin: Origin, scale: float, mended_by: Mend | None, fits: float | None = None
+    one: Rerun, origin: Origin, scale: float, mended: _Mended, fits: float | None = None
 ) -> Cause:
     assert origin.source != "mask"
     root, called = root_of(one.model)
@@ -151,7 +168,8 @@ def _in_model(
         dtype=origin.result.dtype,
         level=_level_of(root),
         fits=fits,
-        mended_by=mended_by,
+        mended_by=mended.by,
+        also=tuple(joined(called, module) for module in mended.also),
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,
@@ -178,23 +196,45 @@ def _zero_eps(model: nn.Module, origin: Origin) -> float | None:
     return None
 
 
-def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> Mend | None:
+def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Mended:
     """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
     model = call.model()
     if model is None or origin.source not in ("forward", "backward"):
-        return None
-    tries: dict[Mend, nn.Module] = {
-        "module": model.get_submodule(origin.place.module),
-        "model": model,
-    }
-    for name, module in tries.items():
-        one = Rerun(call, module)
-        left = one.forward()
-        if left is None and grads is not None:
-            left = one.backward(grads)
+        return _Mended(None)
+    together = [origin.place.module]
+    while len(together) <= MOST_TOGETHER:
+        left = _left(call, [model.get_submodule(one) for one in together], grads)
         if left is None:
-            return name
-    return "level" if left is not None and left.place.operator == "cast" else "nothing"
+            return _Mended("module", tuple(together[1:]))
+        if not _may_join(left, together):
+            break
+        # Many a model has the same block several times, and each of them overflows by itself.
+        inside = [one for one in together[1:] if one.startswith(f"{left.place.module}.")]
+        together = [*(one for one in together if one not in inside), left.place.module]
+    left = _left(call, [model], grads)
+    if left is None:
+        return _Mended("model")
+    return _Mended("level" if left.place.operator == "cast" else "nothing")
+
+
+def _left(
+    call: Call, in_float: Sequence[nn.Module], grads: Mapping[int, Tensor] | None
+) -> Origin | None:
+    """Return what is still not finite where these modules compute in fp32."""
+    one = Rerun(call, in_float)
+    left = one.forward()
+    return one.backward(grads) if left is None and grads is not None else left
+
+
+def _may_join(left: Origin, together: Sequence[str]) -> bool:
+    """Return whether another module made what is left by itself, and may need fp32 as well.
+
+    A cast of what is too large already has no part in it.
+    """
+    module = left.place.module
+    if not module or left.source not in ("forward", "backward") or left.place.operator == "cast":
+        return False
+    return not any(f"{module}.".startswith(f"{one}.") for one in together if one)
 
 
 def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
@@ -211,11 +251,11 @@ def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
             "model": one.model,
         }
         for name, module in tries.items():
-            again = Rerun(call, module)
+            again = Rerun(call, [module])
             again.forward()
             left = {other.place.module for other in again.watched.origins if other.may_hide}
             if origin.place.module not in left:
-                yield _in_model(one, origin, 1.0, name)
+                yield _in_model(one, origin, 1.0, _Mended(name))
                 break
 
 

@@ -151,7 +151,8 @@ class Tracer(StepObserver):
         if before is None and len(self.causes) < MOST_CAUSES:
             logger.warning("Gradient overflow: %s", cause)
         if before is not None or len(self.causes) < MOST_CAUSES:
-            self.causes[cause.key] = (cause, 1 if before is None else before[1] + 1)
+            known, count = before or (cause, 0)
+            self.causes[cause.key] = (_together(cause, known), count + 1)
 
     def last_pass(self) -> LastPass:
         """Return the calls whose outputs the last backward pass of this step has reached."""
@@ -229,6 +230,12 @@ class Tracer(StepObserver):
             if number > self._looked_at
         ):
             self.overflowed(0, [])
+
+
+def _together(cause: Cause, before: Cause) -> Cause:
+    """Return a cause with what an earlier step needed in fp32 beside it: one mend is to do."""
+    both = dict.fromkeys((*before.also, *cause.also))
+    return replace(cause, also=tuple(both)) if cause.mended_by == "module" else cause
 
 
 def _sends(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plants import WIDTH, around, prepared, square, the_cause, train
+from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
 
 
@@ -60,3 +60,35 @@ def test_an_operator_on_complex_numbers_is_named(amp) -> None:
     cause = the_cause(amp)
     assert (cause.module, cause.operator) == ("1.1", "div")
     assert cause.operands[0].shape == (4, WIDTH)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_modules_that_overflow_each_by_itself_are_advised_together(amp, level: str) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(around(Scores()), around(Scores()), nn.Linear(WIDTH, WIDTH))
+
+    traced, optimizer = prepared(amp, model(), level)
+    train(amp, traced, optimizer)
+    cause = the_cause(amp)
+    assert (cause.module, cause.also, cause.mended_by) == ("0.1.1", ("1.1.1",), "module")
+    assert "`0.1.1` and `1.1.1`, each of which" in cause.advice()
+
+    mended, optimizer = prepared(amp, model(), level, rules={"modules": cause.rule})
+    train(amp, mended, optimizer)
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_what_two_steps_need_in_float32_is_one_advice(amp) -> None:
+    class Now(Scores):
+        is_on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.is_on else x
+
+    model, optimizer = prepared(amp, nn.Sequential(Scores(), Now(), Now()), "O1")
+    for later in model[1:]:
+        later.is_on = True
+        train(amp, model, optimizer)
+        later.is_on = False
+    assert the_cause(amp).rule == {"0": "float", "1": "float", "2": "float"}
