@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from amp_patch.apex.process import environment_of_run
 
+from .attach import PARENT
 from .process import Process, start_process
 
 _SERVER = Path(__file__).with_name("warm_server.py")
@@ -63,9 +64,10 @@ class WarmPython:
             return start_process(command, environment, log)
 
     def _started(self) -> subprocess.Popen[bytes]:
+        environment = {PARENT: str(os.getpid()), **self._environment}
         return subprocess.Popen(
             [sys.executable, str(_SERVER)],
-            env={**environment_of_run(os.environ, None, force=True), **self._environment},
+            env={**environment_of_run(os.environ, None, force=True), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -21,13 +21,14 @@ IMPORTED = ("torch", "torch._dynamo")
 
 def next_script() -> dict[str, Any] | None:
     """Serve jobs until there are no more; return the job in its fork, None in the server."""
+    server = str(os.getpid())
     for line in sys.stdin:
         fork = os.fork()
         if fork == 0:
             os.setsid()  # before anybody knows of it, who may want to end it
             print(os.getpid(), flush=True)
             job: dict[str, Any] = json.loads(line)
-            return job
+            return {**job, "server": server}
         print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
     return None
 
@@ -44,7 +45,10 @@ def become(job: dict[str, Any]) -> None:
     if dynamo is not None:  # which has read the environment before
         is_off = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
         importlib.import_module("amp_patch.patching").put(dynamo.config, "disable", is_off)
-    importlib.import_module("amp_patch.tools.attach").attach()
+    attach = importlib.import_module("amp_patch.tools.attach")
+    if attach.PARENT in os.environ:  # the command that is killed takes the server along, and it us
+        os.environ[attach.PARENT] = job["server"]
+    attach.attach()
 
 
 def run(command: list[str]) -> None:
@@ -61,6 +65,7 @@ def run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder
+    importlib.import_module("amp_patch.tools.attach").end_with_parent()
     for name in IMPORTED:
         importlib.import_module(name)
     job = next_script()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_launch import has_ended
 
 from amp_patch.tools import launch, warm
 from amp_patch.tools.crash import crash_reason
@@ -97,6 +98,32 @@ def test_a_script_that_hangs_is_ended(server: WarmPython, tmp_path: Path, monkey
         run.stop()
     assert run.code
     assert run.wait(0) == run.code
+
+
+COMMAND = """
+import os, sys, time
+from pathlib import Path
+from amp_patch.tools import launch, warm
+
+warm._SERVER, warm._DRIVER = Path("server.py"), Path("no driver")
+options = {"out": ".", "level": "any"}
+command = [sys.executable, "hangs.py"]
+with warm.WarmPython({}) as python:
+    run = launch.ScriptRun(command, "my_tool:start", options, Path("log.txt"), start=python.start)
+    time.sleep(600)
+"""
+
+
+def test_a_script_does_not_outlive_a_command_that_is_killed(server, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(
+        "import os, time\nprint(os.getpid(), os.getppid(), flush=True)\ntime.sleep(600)"
+    )
+    log = tmp_path / "log.txt"
+    with subprocess.Popen([sys.executable, "-c", COMMAND]) as command:
+        while not (log.exists() and log.read_text().strip()):
+            time.sleep(0.02)
+        command.kill()
+    assert all(has_ended(int(one)) for one in log.read_text().split())
 
 
 def test_other_commands_and_dead_servers_get_processes_of_their_own(
