@@ -70,8 +70,9 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         found: as `diagnose_child` writes it.
         script: the words that start it.
     """
-    steps, overflows = found["steps"], found["overflows"]
-    hidden, overflowed = found["hidden"], found["overflowed_steps"]
+    steps, overflows, overflowed = found["steps"], found["overflows"], found["overflowed_steps"]
+    told = {_title(cause) for cause in found["causes"]}
+    hidden = [cause for cause in found["hidden"] if _title(cause) not in told]
     if overflows:
         passes = f", in {overflows} backward passes" if overflows != overflowed else ""
         lines = [f"{overflowed} of {steps} steps overflowed{passes}."]
@@ -89,6 +90,11 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
         lines += ["", _ALSO_IN_FP32]
     return "\n".join(lines)
+
+
+def _title(cause: dict[str, Any]) -> str:
+    """Return the line that says where it was; below it are magnitudes, which steps change."""
+    return str(cause["text"]).partition("\n")[0]
 
 
 def _rules(rules: dict[str, str], script: Sequence[str]) -> list[str]:

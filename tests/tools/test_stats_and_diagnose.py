@@ -259,6 +259,16 @@ def test_inf_that_no_gradient_shows_is_told_with_its_operator_and_the_rule() -> 
     assert "float32, too" not in text
 
 
+def test_what_skips_steps_is_not_told_again_as_what_no_gradient_shows() -> None:
+    title = "Net: `a.b`: `exp` returned inf"
+    cause = {"count": 1, "text": f"{title}\n  of 13", "rule": {"a.b": "float"}}
+    hidden = {"text": f"{title}\n  of 14", "rule": {"a.b": "float"}}
+    found = a_report(overflows=1, overflowed_steps=1, causes=[cause], hidden=[hidden])
+    text = diagnose.report(found, ["x"])
+    assert text.count(title) == text.count('"a.b" = "float"') == 1
+    assert "no gradient shows it" not in text
+
+
 def test_of_several_processes_the_one_that_overflows_is_told(monkeypatch) -> None:
     found = [a_report(overflows=number, overflowed_steps=number) for number in (0, 3, 1)]
     monkeypatch.setattr(diagnose, "observe", lambda *_: Observed(found, ""))
