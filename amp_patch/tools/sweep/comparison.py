@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .continued import continued
 from .outcomes import Run
@@ -69,6 +69,7 @@ class Comparison:
         rounds: how many runs each level has.
         on_cuda: whether memory is the CUDA allocator's.
         continued: levels that seem to go on from what an earlier run has saved.
+        timed: level -> steps whose time counts, over the rounds that came to their end.
     """
 
     rows: Sequence[Row]
@@ -76,6 +77,7 @@ class Comparison:
     rounds: int
     on_cuda: bool
     continued: Sequence[str] = ()
+    timed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def reference(self) -> Row | None:
@@ -101,7 +103,11 @@ def compared(runs: Sequence[Run], tolerance: float) -> Comparison:
     rows = [_row(own, references, tolerance, warm_up) for own in levels.values()]
     on_cuda = any(run.about.get("is_cuda") for run in runs)
     rounds = len({run.round for run in runs})
-    return Comparison(rows, warm_up, rounds, on_cuda, continued(runs))
+    counts = {
+        level: sum(len(timed(run.steps, warm_up)) for run in own if run.is_finished)
+        for level, own in levels.items()
+    }
+    return Comparison(rows, warm_up, rounds, on_cuda, continued(runs), counts)
 
 
 def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int) -> Row:

@@ -12,6 +12,12 @@ LEAST_GAIN = 0.02
 LEAST_SAVING = 0.05
 #: Memory is not worth more than this share of the speed, unless one needs it.
 MOST_LOSS = 0.1
+#: Of fewer steps no level is said to be faster.
+LEAST_TIMED = 5
+_FEW = (
+    f" Fewer than {LEAST_TIMED} steps of {{}} or of {REFERENCE} have a time: too few to say what "
+    "is faster. Sweep more --steps."
+)
 _ONE_ROUND = " One round cannot see whether the machine changed between runs; --repeat 3 can."
 
 
@@ -43,8 +49,10 @@ def recommend(comparison: Comparison) -> Recommendation:
         if reference.verdict.kind == NO_LOSS
         else ""
     )
-    faster = [row for row in good if is_faster(row)]
-    after = unjudged + (_ONE_ROUND if comparison.rounds == 1 else "")
+    few = [row.level for row in good if _least_timed(comparison, row) < LEAST_TIMED]
+    faster = [row for row in good if is_faster(row) and row.level not in few]
+    after = unjudged + (_FEW.format(" and ".join(few)) if few else "")
+    after += _ONE_ROUND if comparison.rounds == 1 else ""
     if faster:
         best = max(faster, key=_speed)
         return Recommendation(best.level, _faster(best, faster) + after)
@@ -59,6 +67,11 @@ def recommend(comparison: Comparison) -> Recommendation:
     if len(comparison.rows) == 1:
         return Recommendation(REFERENCE, "No other level was swept.")
     return Recommendation(REFERENCE, _stay(good) + (after if good else unjudged))
+
+
+def _least_timed(comparison: Comparison, row: Row) -> int:
+    """Return how many steps of a level or of O0 have a time, whichever has fewer."""
+    return min(comparison.timed[level] for level in (row.level, REFERENCE))
 
 
 def is_faster(row: Row) -> bool:

@@ -187,6 +187,18 @@ def test_one_round_says_what_it_cannot_see(rounds: int) -> None:
     assert ("One round cannot see" in reason) is (rounds == 1)
 
 
+@pytest.mark.parametrize(("steps", "rounds", "level"), [(6, 1, "O0"), (7, 1, "O1"), (4, 3, "O1")])
+def test_no_level_is_faster_by_a_handful_of_steps(steps: int, rounds: int, level: str) -> None:
+    runs = [
+        made_run(name, FALLING[:steps], seconds=seconds, number=number)
+        for number in range(1, rounds + 1)
+        for name, seconds in (("O0", 0.01), ("O1", 0.005))
+    ]
+    found = recommend(compared(runs, 0.05))  # of each run 2 steps are warm-up
+    assert found.level == level
+    assert ("Fewer than 5 steps of O1" in found.reason) is (level == "O0")
+
+
 def test_what_did_not_end_has_no_final_loss_and_no_deviation() -> None:
     runs = [made_run("O0", FALLING), made_run("O1", FALLING[:9], outcome="crashed")]
     row = compared(runs, 0.05).rows[1]
