@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from .outcomes import Run
 from .verdicts import OK, REFERENCE
 
 _FONT = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 14}
+#: Labels of a logarithmic axis that do not lie upon each other.
+MOST_DECADES = 8
 
 
 def figures(
@@ -24,7 +27,7 @@ def figures(
     found = {"loss": ("Loss: running mean; single steps are faint", _loss(comparison, with_loss))}
     if len(with_loss) > 1 and any(run.level == REFERENCE for run in with_loss):
         title = f"Difference of the loss from {REFERENCE}; the band is the tolerance"
-        found["difference"] = title, _difference(with_loss, tolerance)
+        found["difference"] = title, _difference(comparison, with_loss, tolerance)
     found["speed"] = "Speed: median and spread, steps per second", _speed(comparison)
     found["memory"] = f"Peak memory: {_memory_of(comparison)}", _memory(comparison)
     found["loss_scale"] = "Loss scale; triangles are skipped steps", _scale(shown)
@@ -56,21 +59,28 @@ def _loss(comparison: Comparison, runs: Sequence[Run]) -> Any:
     means = [series.smoothed(series.losses(run)) for run in runs]
     is_log = series.falls_far(means)
     # "D2" are ticks at 1, 2 and 5, which lie upon each other where the axis is long
-    tick = "D2" if series.decades(means) < 3 else 1
+    decades = series.decades(means)
+    tick = "D2" if decades < 3 else math.ceil(decades / MOST_DECADES)
     figure.update_yaxes(type="log" if is_log else "linear", dtick=tick if is_log else None)
     figure.update_yaxes(exponentformat="power")
     figure.update_layout(updatemenus=[_log_switch(is_log, tick)])
     return figure
 
 
-def _difference(runs: Sequence[Run], tolerance: float) -> Any:
+def _difference(comparison: Comparison, runs: Sequence[Run], tolerance: float) -> Any:
     figure = _figure("step", f"vs {REFERENCE}")
     losses = {run.level: series.losses(run) for run in runs}
     figure.add_hrect(y0=-tolerance, y1=tolerance, fillcolor="#eeeeee", line_width=0, layer="below")
+    reach = [-2 * tolerance, 2 * tolerance]
     for level, curve in losses.items():
         away = series.thinned(series.difference(curve, losses[REFERENCE]))
         figure.add_scatter(x=away.steps, y=away.values, **_line(level))
+        if level not in comparison.diverged:
+            reach += [value for value in away.values if math.isfinite(value)]
     figure.update_yaxes(tickformat="+.1%")
+    if comparison.diverged:  # beside its millions of per cent all others would be one line
+        edge = 0.05 * (max(reach) - min(reach))
+        figure.update_yaxes(range=[min(reach) - edge, max(reach) + edge])
     return figure
 
 

@@ -57,12 +57,13 @@ class Sweep:
             runner = Runner(self.settings, self.command, self.folder, view, self._save)
             runs = runner.run(self.kept)
         comparison, recommendation = self._save(runs)
+        # First, for no full disk is to keep what hours of runs have found.
+        tables.show(console, comparison, recommendation)
         files.write_levels(self.folder, comparison)
         markdown = tables.as_markdown(comparison)
         (self.folder / "levels.md").write_text(markdown, encoding="utf-8")
         files.write_steps(self.folder, runs, comparison.warm_up)
         self._draw(comparison, recommendation, runs)
-        tables.show(console, comparison, recommendation)
         console.print(f"Report: {self.folder / 'report.html'}", soft_wrap=True, highlight=False)
         if runner.is_futile:
             console.print(f"No other level was run. To mend: {MEND}.", highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import io
 import json
 import math
@@ -16,13 +17,14 @@ from hypothesis import strategies as st
 from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 from rich.console import Console
-from sweeps import eventful, eventful_comparison, made_run
+from sweeps import NAN, eventful, eventful_comparison, made_run
 
 from amp_patch.tools.sweep import figures, files, live, plots, series, tables, wording
 from amp_patch.tools.sweep.comparison import compared
 from amp_patch.tools.sweep.recommendation import recommend
 from amp_patch.tools.sweep.settings import Settings
 from amp_patch.tools.sweep.steps import Recording
+from amp_patch.tools.sweep.sweep import Sweep
 from amp_patch.tools.sweep.verdicts import Verdict
 
 DOCS = Path(__file__).parents[3] / "docs" / "sweep.md"
@@ -209,7 +211,7 @@ def test_where_there_is_no_room_columns_are_left_out_and_no_figure_is_cut(width:
     assert max(map(len, re.split(r"[\r\n]+", plain))) <= width
 
 
-@pytest.mark.parametrize(("least", "tick"), [(0.9, None), (1e-2, "D2"), (1e-6, 1)])
+@pytest.mark.parametrize(("least", "tick"), [(0.9, None), (1e-2, "D2"), (1e-6, 1), (1e-12, 2)])
 def test_the_axis_of_the_loss_has_as_many_ticks_as_there_is_room_for(least: float, tick) -> None:
     runs = [made_run("O0", [1.0 * least ** (step / 39) for step in range(40)])]
     _, figure = figures.figures(compared(runs, 0.05), runs, 0.05)["loss"]
@@ -278,6 +280,30 @@ def test_a_loss_that_diverged_is_marked_where_it_was_finite_last(axes) -> None:
     plots.draw_loss(axes, comparison, shown)
     crosses = [line for line in axes.lines if line.get_marker() == "X"]
     assert [tuple(line.get_xydata().ravel()) for line in crosses] == [(*last.steps, *last.values)]
+
+
+def test_a_loss_that_diverged_does_not_flatten_the_differences_of_others() -> None:
+    bursting = [2.0 * 10**step for step in range(20)]
+    runs = [made_run("O0"), made_run("O1", [2.4, 1.2] * 10), made_run("O3", [*bursting, NAN])]
+    shown = figures.figures(compared(runs, 0.05), runs, 0.05)["difference"][1]
+    low, high = shown.layout.yaxis.range
+    assert -0.2 < low < -0.05
+    assert 0.2 < high < 0.3  # O1 is 20 % above
+    every = figures.figures(compared(runs[:2], 0.05), runs[:2], 0.05)["difference"][1]
+    assert every.layout.yaxis.range is None
+
+
+def test_a_full_disk_does_not_keep_the_table_from_being_shown(tmp_path: Path, monkeypatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_levels", no_room)
+    console = console_of(80)
+    settings = Settings(["train.py"], ["O0", "O1"])
+    runs = [made_run(level) for level in settings.levels]
+    with pytest.raises(OSError, match="No space"):
+        Sweep(settings, tmp_path, ["python"], kept=runs).run(console)
+    assert "Recommended: O0" in printed(console)
 
 
 def test_a_loss_that_never_was_finite_has_no_mark() -> None:
