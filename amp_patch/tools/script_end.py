@@ -25,13 +25,15 @@ class ScriptEnd:
     """
 
     def __init__(self) -> None:
-        self.was_called = False
+        self.was_called = self._is_over = False
 
     def __call__(self) -> NoReturn:
         """Raise SystemExit; see the class."""
         if self.was_called:
             sys.stdout.flush()
-            atexit._run_exitfuncs()
+            if not self._is_over:  # else it is one of these functions that trains on
+                self._is_over = True
+                atexit._run_exitfuncs()
             os._exit(0)
         self.was_called = True
         is_main = threading.current_thread() is threading.main_thread()

@@ -33,6 +33,27 @@ def test_a_script_that_waits_for_its_own_threads_is_ended(waiting: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "trains\n", "")
 
 
+TRAINS_ON = """
+import atexit
+from amp_patch.tools.at_end import at_end
+
+def kept(depth=100):
+    return kept(depth - 1) if depth else "kept"
+
+script_end.GRACE = 60.0
+end = script_end.ScriptEnd()
+at_end(lambda: print(kept()))
+atexit.register(end)
+end()
+"""
+
+
+def test_a_script_that_trains_on_when_python_ends_is_ended() -> None:
+    command = [sys.executable, "-c", PROGRAM.format(TRAINS_ON)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trains\nkept\n", "")
+
+
 def test_a_script_that_catches_its_end_is_ended_by_the_next_step(monkeypatch) -> None:
     called = []
     monkeypatch.setattr(script_end, "_end_later", lambda is_main: None)
