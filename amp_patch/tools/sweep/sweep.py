@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib
-import itertools
 import os
 import sys
 import tempfile
@@ -150,8 +149,18 @@ def resumed(
 
 
 def _free_folder() -> Path:
-    names = itertools.chain(["amp-sweep"], (f"amp-sweep-{n}" for n in itertools.count(2)))
-    return next(Path(name) for name in names if not Path(name).exists())
+    """Make a folder that is there for nobody else, who may begin a sweep at the same time."""
+    folder, number = Path("amp-sweep"), 1
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            folder = Path(f"amp-sweep-{number}")
+            continue
+        except OSError:  # which `writable_folder` tells
+            pass
+        return folder
 
 
 def _plots() -> Any:

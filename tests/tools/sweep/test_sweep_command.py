@@ -19,7 +19,8 @@ from sweeps import eventful, files_in, made_run
 
 import amp_patch
 from amp_patch.tools import command_line, launch
-from amp_patch.tools.sweep import function, runs
+from amp_patch.tools.sweep import function, runs, sweep
+from amp_patch.tools.sweep.settings import Settings
 from amp_patch.tools.sweep.sweep import Sweep
 
 DOCS = Path(__file__).parents[3] / "docs" / "sweep.md"
@@ -151,6 +152,13 @@ def test_a_folder_that_holds_a_sweep_is_not_written_over(tmp_path: Path) -> None
     assert code == 2
     assert f"--resume {tmp_path}" in output
     assert (tmp_path / "sweep.json").read_text() == "{}"
+
+
+def test_two_sweeps_that_begin_at_once_have_a_folder_each(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "writable_folder", lambda folder: folder)  # too late for it
+    folders = [sweep.begun(None, Settings(["x"]), ["x"]).folder for _ in range(2)]
+    assert folders == [Path("amp-sweep"), Path("amp-sweep-2")]
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib", "plotly"])
