@@ -73,7 +73,7 @@ def test_the_metric_is_the_mean_of_the_last_tenth_for_each_optimizer() -> None:
         (steps(1.0, float("nan")), None, "not finite"),
         (steps(*[1.0] * 40, skipped=10), None, "10 of the last 20 steps were skipped"),
         (steps(1.0), "ValueError: no", "ValueError: no"),
-        ([], None, "no loss was given"),
+        ([], None, "--metric 'accuracy"),
     ],
 )
 def test_a_run_that_cannot_be_used_says_why(lines, error, why: str) -> None:
@@ -182,6 +182,18 @@ def test_a_script_that_fails_in_fp32_is_told_of(tmp_path: Path) -> None:
     assert code == 1
     assert "fp32 cannot be measured: NameError: name 'undefined' is not defined" in output
     assert not out.exists()
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_script_that_steps_nothing_is_told_the_whole_mend(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from torch import nn\nfrom amp_patch import amp\namp.initialize(nn.Linear(2, 2))"
+    )
+    code, output = tuned("--out", str(tmp_path / "rules.toml"), "--", str(path))
+    assert code == 1
+    assert "was stepped; call model, optimizer = amp.initialize(model, optimizer), and" in output
+    assert "scaled_loss.backward()" in output
 
 
 @pytest.mark.usefixtures("forked")

@@ -15,6 +15,10 @@ from typing import Any
 SKIPPED = 0.1
 #: Characters of an error that are told.
 WORDS = 100
+NO_LOSS = (
+    "no loss was given to amp.scale_loss; name another metric, a number that the script prints: "
+    "--metric 'accuracy: ([0-9.]+)'"
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Outcome:
 
     Attributes:
         values: of the loss one for each optimizer, else one; empty where it failed.
-        failure: why it cannot be used, in words; None where it can.
+        failure: why it cannot be used, in words, all of them; None where it can.
     """
 
     values: tuple[float, ...] = ()
@@ -37,8 +41,10 @@ class Outcome:
         return max(_relative(one, other) for one, other in pairs)
 
     def words(self) -> str:
-        """Return the values, or the failure."""
-        return self.failure or ", ".join(f"{value:.5g}" for value in self.values)
+        """Return the values, or the failure in a line."""
+        if self.failure:
+            return shortened(self.failure)
+        return ", ".join(f"{value:.5g}" for value in self.values)
 
 
 def over_ranks(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -66,13 +72,13 @@ def outcome_of_losses(steps: Sequence[Mapping[str, Any]], error: str | None) -> 
         error: why the run failed; None where it did not.
     """
     if error is not None:
-        return Outcome(failure=shortened(error))
+        return Outcome(failure=error)
     half = steps[len(steps) // 2 :]
     skipped = sum(bool(step["skipped"]) for step in half)
     values = [_last_tenth(steps, number) for number in sorted({one["optimizer"] for one in steps})]
     means = [value for value in values if value is not None]
     if not means:
-        return Outcome(failure="no loss was given to amp.scale_loss")
+        return Outcome(failure=NO_LOSS)
     if not all(map(math.isfinite, means)):
         return Outcome(failure="the loss is not finite")
     if skipped > max(1, SKIPPED * len(half)):
@@ -89,7 +95,7 @@ def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) ->
         error: why the run failed; None where it did not.
     """
     if error is not None:
-        return Outcome(failure=shortened(error))
+        return Outcome(failure=error)
     found = [match[1] if pattern.groups else match[0] for match in pattern.finditer(text)]
     if not found:
         return Outcome(failure=f"it printed nothing that matches {pattern.pattern!r}")

@@ -147,7 +147,7 @@ class Search:
     def deviation_words(self, outcome: Outcome) -> str:
         """Return a metric and its deviation in words."""
         if outcome.failure:
-            return outcome.failure
+            return outcome.words()
         return f"{outcome.words()} ({outcome.deviation(self.reference):.2%} from fp32)"
 
     def _measure_reference(self) -> None:
@@ -169,7 +169,10 @@ class Search:
             for level in levels:
                 seconds = self._trials.seconds(Setting(level))
                 if seconds is None and level == "O0":
-                    raise TooFar("fp32 makes too few optimizer steps to be timed; 5 are the least")
+                    raise TooFar(
+                        "fp32 makes too few optimizer steps to be timed; 5 are the least: let the "
+                        "script train longer"
+                    )
                 times[level] += [] if seconds is None else [seconds]
         for level, known in times.items():
             # A level that fails may be mended, and then has a time of its own.
