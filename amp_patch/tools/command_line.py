@@ -90,9 +90,13 @@ def _called(error: click.ClickException) -> str:
 
 
 def _hint(error: click.ClickException) -> str:
-    """Return where an option belongs that stands before the command."""
-    if not isinstance(error, click.NoSuchOption) or error.ctx is None or error.ctx.parent:
+    """Return where an option belongs that stands before the command, or before ``--``."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return ""
+    if error.ctx.parent:
+        takes_script = any(param.name == "script" for param in error.ctx.command.params)
+        is_module = takes_script and error.option_name == "-m"
+        return f" Did you mean `{error.ctx.command_path} -- -m MODULE`?" if is_module else ""
     of_run = importlib.import_module("amp_patch.tools.run").command.params
     if error.option_name not in [name for param in of_run for name in param.opts]:
         return ""

@@ -141,10 +141,14 @@ def share(context: click.Context, param: click.Parameter, value: str) -> float:
 
 
 class Duration(click.FloatRange):
-    """A time above 0, which ends: neither inf nor nan."""
+    """A time above 0, which ends: neither inf nor nan.
 
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True, max=math.inf, max_open=True)
+    Args:
+        may_be_zero: whether none is a time, too.
+    """
+
+    def __init__(self, may_be_zero: bool = False) -> None:
+        super().__init__(min=0, min_open=not may_be_zero, max=math.inf, max_open=True)
 
     def convert(
         self, value: Any, param: click.Parameter | None, context: click.Context | None

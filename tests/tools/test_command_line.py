@@ -71,6 +71,8 @@ def test_help_needs_no_torch() -> None:
         (["-m", "train"], "Did you mean `amp-patch run -m ...`?"),
         (["swep"], "No such command 'swep'; did you mean 'sweep'?"),
         (["frobnicate"], f"the commands are {', '.join(command_line.COMMANDS)}"),
+        (["stats", "-m", "train"], "Did you mean `amp-patch stats -- -m MODULE`?"),
+        (["doctor", "--seconds", "nan"], "nan is not in the range"),
         (["run", "--opt-level", "01", "train.py"], "Did you mean O1, with the letter O?"),
         (["run", "--opt-level", "fast", "train.py"], "'fast' is not one of 'O0', 'O1'"),
     ],

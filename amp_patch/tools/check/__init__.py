@@ -46,6 +46,8 @@ def command(paths: tuple[Path, ...]) -> None:
     PATH is a script, or a folder with scripts in it. What is found is printed as
     `file:line: rule: what was found; the mend`. A comment `# amp-patch: ignore[rule]` on the line
     silences a rule. Exit code: 0 nothing was found, 1 something was, 2 a file is not Python.
+
+        amp-patch check train.py src
     """
     found = unreadable = False
     for path in dict.fromkeys(_scripts(paths)):

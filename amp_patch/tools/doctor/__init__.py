@@ -7,6 +7,8 @@ import sys
 import click
 import torch
 
+from amp_patch.tools.options import Duration
+
 from . import compilation, installation, machine, self_test, speed
 from .advice import advise
 from .finding import Finding
@@ -36,9 +38,10 @@ def examine(seconds: float) -> Report:
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, for machines.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0.0),
+    type=Duration(may_be_zero=True),
     default=10.0,
     show_default=True,
+    metavar="N",
     help="How long the speed is measured.",
 )
 def command(as_json: bool, seconds: float) -> None:
