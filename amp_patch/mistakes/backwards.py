@@ -118,7 +118,7 @@ class Backwards:
         if not (nodes or delayed):
             return
         graph = _Graph(tensors, nodes)
-        reached = set(map(id, graph.leaves(inputs)))
+        reached = graph.leaves(inputs)
         for block in blocks:
             if block.params is not None and not reached.isdisjoint(map(id, block.params())):
                 refuse_another_backward()
@@ -205,14 +205,12 @@ class _Graph:
                 self._callers.setdefault(following, []).append(node)
                 nodes.append(following)
 
-    def leaves(self, inputs: Any) -> Iterator[Tensor]:
-        """Yield the leaves that are written to: all, or those of ``inputs``."""
-        if inputs is not None:
-            wanted = {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
-        for node in self._nodes:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and (inputs is None or id(leaf) in wanted):
-                yield leaf
+    def leaves(self, inputs: Any) -> set[int]:
+        """Return the ids of the leaves that are written to: all, or those of ``inputs``."""
+        leaves = {id(node.variable) for node in self._nodes if hasattr(node, "variable")}
+        if inputs is None:
+            return leaves
+        return leaves & {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
 
     def behind(self, nodes: Iterable[Any]) -> Iterator[Any]:
         """Yield the nodes of what was computed from the results of these."""
