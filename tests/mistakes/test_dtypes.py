@@ -104,6 +104,33 @@ def test_a_tensor_made_inside_of_forward(
     assert "'O1'" in note
 
 
+class Normed(Masked):
+    """Has a batch norm, which stays in float32."""
+
+    def __init__(self) -> None:
+        super().__init__("mask")
+        self.norm = nn.BatchNorm1d(4)
+
+
+class Bare(nn.Module):
+    """Has no weights at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("make_block", [Normed, Bare])
+def test_neither_batch_norms_nor_missing_weights_are_blamed(amp: ModuleType, make_block: Any) -> None:
+    model = amp.initialize(nn.Sequential(make_block()), opt_level="O2", verbosity=0)
+    assert "mask.to(x.dtype)" in fail(lambda: model(X))
+
+
+def test_a_layer_that_another_module_calls(amp: ModuleType) -> None:
+    model = amp.initialize(Outer("mask"), opt_level="O2", verbosity=0)
+    other = nn.Sequential(model.blocks[0])
+    assert "module 'blocks.0' (Linear)" in fail(lambda: other(X), ends_script=True)
+
+
 @pytest.mark.parametrize("level", HALF)
 def test_a_mask_that_reaches_a_layer(amp: ModuleType, level: str) -> None:
     model = amp.initialize(Outer("layer"), opt_level=level, verbosity=0)
@@ -199,7 +226,7 @@ def test_the_model_in_float_again(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)
     model.float()
     note = fail(lambda: model(X))
-    assert "as model.float() leaves them: leave that call out" in note
+    assert "as model.float() leaves them: leave that call out, or call amp.deactivate()" in note
 
 
 @pytest.mark.parametrize(("level", "name"), [("O2", "bfloat16"), ("O5", "half")])
