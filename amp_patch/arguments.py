@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
+from .levels import HALVES
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
-_HALVES = (torch.float16, torch.bfloat16)
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
 
 
@@ -111,7 +112,7 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
 
 def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.dtype not in _HALVES:
+        if tensor.dtype not in HALVES:
             continue
         found = f"models must come in float32, amp.initialize() casts them; got {name!r} in "
         if id(tensor) in stored:
@@ -145,7 +146,7 @@ def refuse_half_params(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> 
     Raises:
         RuntimeError: as said.
     """
-    halves = [param for param in params if param.requires_grad and param.dtype in _HALVES]
+    halves = [param for param in params if param.requires_grad and param.dtype in HALVES]
     if halves:
         raise RuntimeError(
             "optimizers of amp.initialize() train float32 parameters, for small updates are "

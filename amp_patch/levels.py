@@ -13,6 +13,9 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed
 
+#: The half dtypes.
+HALVES: Final = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class OptLevel:
@@ -48,10 +51,15 @@ class OptLevel:
         return self.patch_torch_functions
 
     @property
+    def stores_half(self) -> bool:
+        """Whether models are stored in half precision (O2, O3 and O5, unless overridden)."""
+        return self.cast_model_type in HALVES
+
+    @property
     def half_dtype(self) -> torch.dtype:
         """The 16-bit dtype of this level's casts and regions; float16 where it has none (O0)."""
         for dtype in (self.patch_torch_functions_type, self.cast_model_type):
-            if dtype in (torch.float16, torch.bfloat16):
+            if dtype in HALVES:
                 return dtype
         return torch.float16
 

@@ -27,7 +27,7 @@ from . import arguments, kernels
 from .backward_passes import BackwardPasses
 from .casting import torch_compile, torch_sites
 from .casting.library_functions import LibraryFunctions
-from .casting.mode import ALL_DEVICES, HALVES, mode, process
+from .casting.mode import ALL_DEVICES, mode, process
 from .casting.patched_functions import PatchedFunctions
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
@@ -169,8 +169,8 @@ class Session:
         arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.master_weights:
             arguments.refuse_shared_state(stepping)
-        arguments.refuse_compiled(models, level.cast_model_type in HALVES)
-        if level.cast_model_type in HALVES:
+        arguments.refuse_compiled(models, level.stores_half)
+        if level.stores_half:
             arguments.refuse_unstorable(models)
             refuse_bucket_views(optimizers)
         self.models.refuse_sharded(models, level)

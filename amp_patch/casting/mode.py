@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from amp_patch.levels import HALVES as HALVES
+
 #: The value of a cast dtype that means: casts are off, everything runs as it comes in.
 OFF = torch.float32
-#: The dtypes that casts cast to.
-HALVES = (torch.float16, torch.bfloat16)
-#: The dtypes that they cast from; float64 is somebody's choice.
+#: The dtypes that casts cast from, to those of `HALVES`; float64 is somebody's choice.
 FLOATS = (torch.float32, *HALVES)
 #: The device types that torch has, where no model says which ones are meant.
 ALL_DEVICES = frozenset(

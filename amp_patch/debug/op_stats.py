@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from amp_patch.levels import HALVES
 from amp_patch.session import session
 
 from .op_table import table
@@ -25,7 +26,6 @@ from .trace import tracer
 Kind = Literal["weight", "activation", "gradient"]
 
 _BULK = "_foreach_copy_"
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class OpStats:
@@ -198,7 +198,7 @@ class Counting(TorchDispatchMode):
 
     def _count_reads(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for one in inputs:
-            if one.dtype in _HALVES and (not outputs or outputs[0].dtype is one.dtype):
+            if one.dtype in HALVES and (not outputs or outputs[0].dtype is one.dtype):
                 storage = _storage(one)
                 if storage in self._fresh:  # made for this very use
                     self._fresh.remove(storage)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casting import regions
-from amp_patch.casting.mode import HALVES, mode
+from amp_patch.casting.mode import mode
 from amp_patch.session import session
 from amp_patch.weights.half_model import cast_floats
 
@@ -101,7 +101,7 @@ class Rerun:
         level = session.models.levels.get(self.model)
         if level is None or self.model in self._in_float:
             return None
-        return level.cast_model_type if level.cast_model_type in HALVES else None
+        return level.cast_model_type if level.stores_half else None
 
     def _introduce(self) -> None:
         for number, tensor in enumerate(tensors_of(self._inputs)):

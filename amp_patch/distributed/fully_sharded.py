@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.levels import HALVES
 from amp_patch.patching import remove
 
 from . import flat_parameters
-
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -84,7 +83,7 @@ def refuse_other_dtypes(
         asked = [module._get_fsdp_state()._mp_policy.param_dtype for module in sharded]
         asked += [one.mixed_precision.param_dtype for one in flat_parameters.flat_modules(model)]
         for dtype in asked:
-            if dtype in _HALVES and dtype is not half:
+            if dtype in HALVES and dtype is not half:
                 raise RuntimeError(
                     f"the mixed precision of FSDP must leave the dtype to the level, or name the "
                     f"same; got param_dtype={dtype} for opt_level {level}, which computes in "

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: The dtypes that are rounded to: sums and norms of them are taken in float32.
-HALVES = (torch.float16, torch.bfloat16)
-
 
 def alike(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
     """Split parallel lists into groups, in each of which a list has one device and dtype.

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .tensor_lists import HALVES, alike, dense, values
+from amp_patch.levels import HALVES
+
+from .tensor_lists import alike, dense, values
 
 #: What is added to the norm where gradients are clipped as `torch.nn.utils.clip_grad_norm_` does.
 CLIP_EPS = 1e-6

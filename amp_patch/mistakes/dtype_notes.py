@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from amp_patch.casting.mode import FLOATS, HALVES
+from amp_patch.casting.mode import FLOATS
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
 from amp_patch.weights.half_model import kept_by_name, kept_in_fp32
@@ -76,7 +76,7 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
         {
             model: level
             for model, level in levels.items()
-            if level.cast_model_type in HALVES or (where_functions_cast and level.casts_functions)
+            if level.stores_half or (where_functions_cast and level.casts_functions)
         },
     )
     if place is not None:
@@ -138,18 +138,12 @@ def _is_calling(frame: types.FrameType) -> bool:
 def _describe(place: _Place, error: BaseException) -> str:
     where = f"module {place.path!r}" if place.path else "the model itself"
     kind = type(place.module).__name__
-    is_stored = place.level.cast_model_type in HALVES
-    does = "the model is stored in" if is_stored else "functions cast to"
-    operands = ", ".join(f"{name} {_short(value.dtype)}" for name, value in _operands(place))
+    does = "the model is stored in" if place.level.stores_half else "functions cast to"
+    operands = ", ".join(f"{name} {value.dtype}" for name, value in _operands(place))
     return (
-        f"at opt_level {place.level.name} {does} {_dtype(place)}; this came from {where} "
+        f"at opt_level {place.level.name} {does} {place.level.half_dtype}; this came from {where} "
         f"({kind}), with {operands or 'no tensor in a variable'}. {_mend(place, error)}"
     )
-
-
-def _dtype(place: _Place) -> str:
-    stored = place.level.cast_model_type
-    return _short(stored if stored in HALVES else place.level.half_dtype)
 
 
 def _operands(place: _Place) -> list[tuple[str, Tensor]]:
@@ -177,7 +171,7 @@ def _mend(place: _Place, error: BaseException) -> str:
 
 def _mend_of_half(message: str, place: _Place) -> str | None:
     """Return what mends an error for which half numbers alone are at fault."""
-    dtype = _dtype(place)
+    dtype = place.level.half_dtype
     if _OVERFLOW.search(message):
         return f"{dtype} cannot hold that number: {_mend_of_a_number(place)}."
     if _NO_KERNEL.search(message):
@@ -221,7 +215,7 @@ def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
     if strays and _share_memory(place.model):
         return (
             "Its weights are parts of one vector, as vector_to_parameters() leaves them: give it "
-            f"vector.to({_dtype(place)})."
+            f"vector.to({place.level.half_dtype})."
         )
     if strays and len(strays) == sum(1 for _ in _castable(place.model)):
         return _mend_of_a_cast(set(strays.values()))
@@ -243,7 +237,7 @@ def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
 
 def _mend_of_inputs(place: _Place) -> str:
     """Return what mends tensors that are not cast, or are cast by others."""
-    dtype = _dtype(place)
+    dtype = place.level.half_dtype
     if any(torch.is_autocast_enabled(value.device.type) for _, value in _operands(place)):
         return (
             "torch.autocast is on, and casts by a list of its own: remove it, the level casts by "
@@ -290,7 +284,7 @@ def _strays(place: _Place) -> dict[str, str]:
                 and param.dtype in FLOATS
                 and param.dtype is not place.level.cast_model_type
             ):
-                found[name] = _short(param.dtype).removeprefix("torch.")
+                found[name] = str(param.dtype).removeprefix("torch.")
     return found
 
 
@@ -298,7 +292,7 @@ def _float_weights(module: nn.Module | None, level: OptLevel) -> str | None:
     """Return the dtype of a module's own weights, where it is not the one that a level stores."""
     params = [] if module is None else module._parameters.values()
     dtypes = [param.dtype for param in params if param is not None and param.dtype in FLOATS]
-    return next((_short(one) for one in dtypes if one is not level.cast_model_type), None)
+    return next((str(one) for one in dtypes if one is not level.cast_model_type), None)
 
 
 def _is_functional_call() -> bool:
@@ -329,10 +323,6 @@ def _mend_of_a_cast(stored: set[str]) -> str:
         f"All its weights are {min(stored)}, as model.{call}() leaves them: leave that call out"
         f"{mend if call == 'float' else ''}."
     )
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype)
 
 
 def explaining(

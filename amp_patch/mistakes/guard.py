@@ -154,7 +154,7 @@ class Guard:
         self.plain_averages.follow(models)
         hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
-        halves = any(self._models.levels[model].cast_model_type in HALVES for model in models)
+        halves = any(self._models.levels[model].stores_half for model in models)
         if halves and not self._follows_halves:
             self._follows_halves = True
             torch_sites.replace(patches, averages.OF_HALVES)

@@ -138,7 +138,7 @@ class PreparedModels:
     def cast_functions(self) -> None:
         """Cast in the functions that models in half call, too (O2, O3, O5)."""
         for model, level in list(self.levels.items()):
-            if level.cast_model_type in HALVES:
+            if level.stores_half:
                 casting = replace(level, patch_torch_functions=True)
                 self._attach(model, casting, self._precisions[model])
 
@@ -167,7 +167,7 @@ class PreparedModels:
         for tensor in left:
             tensor.grad = None
             set_data(tensor, self._store.exact(tensor))
-        return bool(left) or any(level.cast_model_type in HALVES for _, level in models)
+        return bool(left) or any(level.stores_half for _, level in models)
 
     def refuse_sharded(self, models: Sequence[nn.Module], level: OptLevel) -> None:
         """Raise for models that are sharded in a way that does not go with a level.
@@ -176,14 +176,12 @@ class PreparedModels:
             RuntimeError: another half dtype, or two dtypes that are gathered together; flat
                 parameters that others are views of.
         """
-        if level.cast_model_type in HALVES:
+        if level.stores_half:
             refuse_original_params(models, level.name)
-        if level.casts_functions or level.cast_model_type in HALVES:
-            half = level.half_dtype if level.casts_functions else level.cast_model_type
-            assert half is not None
+        if level.stores_half or level.casts_functions:
             other = _OTHER_HALF.get(level.name, level.name)
-            refuse_other_dtypes(models, half, level.name, other)
-        if level.cast_model_type in HALVES:
+            refuse_other_dtypes(models, level.half_dtype, level.name, other)
+        if level.stores_half:
             norms = bool(level.keep_batchnorm_fp32)
             kept = [one for model in models for one in half_model.kept_in_fp32(model, norms)]
             params = {id(p) for module in kept for p in module.parameters(recurse=False)}
@@ -197,7 +195,7 @@ class PreparedModels:
 
     def in_half(self) -> list[nn.Module]:
         """Return the models that are stored in half (O2, O3, O5)."""
-        return [one for one, level in self.levels.items() if level.cast_model_type in HALVES]
+        return [one for one, level in self.levels.items() if level.stores_half]
 
     def stored_in_half(self) -> set[int]:
         """Return the ids of the parameters and buffers of these models."""
@@ -287,18 +285,18 @@ class PreparedModels:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
         self._detach(model)
         self._precisions[model] = precisions
-        hooks, halves = self._hooks, level.cast_model_type in HALVES
+        hooks = self._hooks
         ForwardCasts(
             level=level.half_dtype if level.casts_functions else OFF,
             region_dtype=level.half_dtype,
             inputs=level.cast_model_type,
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
-            explain=hooks.explain if halves or level.casts_functions else None,
+            explain=hooks.explain if level.stores_half or level.casts_functions else None,
         ).attach(model)
         module_rules.attach(model, precisions, level.cast_model_type)
         self.levels[model] = level
-        if halves:
+        if level.stores_half:
             self._compute_weights_in_fp32(model, level)
             self._state_hooks[model] = [
                 handle

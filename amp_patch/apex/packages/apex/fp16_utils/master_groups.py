@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_HALF = (torch.float16, torch.bfloat16)
+from amp_patch.levels import HALVES
 
 
 class MasterGroup(NamedTuple):
@@ -40,7 +40,7 @@ def put_masters(
         if not param.requires_grad:
             continue
         announce(f"FP16_Optimizer received {param.type()} with {param.size()}")
-        if param.dtype not in _HALF:
+        if param.dtype not in HALVES:
             made.full.append(param)
             continue
         master = param.detach().clone().float().requires_grad_()
@@ -55,7 +55,7 @@ def put_masters(
 def refuse_other_dtypes(params: Iterable[Tensor]) -> None:
     """Raise TypeError for a parameter that wants gradients and is neither half nor float32."""
     for param in params:
-        if param.requires_grad and param.dtype not in (*_HALF, torch.float32):
+        if param.requires_grad and param.dtype not in (*HALVES, torch.float32):
             raise TypeError(
                 "FP16_Optimizer takes parameters in float16, bfloat16 and float32; got one in "
                 f"{param.dtype}. Call model.half() or model.float() before making the optimizer."

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from amp_patch.levels import HALVES
 from amp_patch.session import session
 
 from .flat_calls import (
@@ -206,7 +207,7 @@ def _take_from_rank_0(module: nn.Module) -> None:
     """Make the parameters of all processes those of rank 0."""
     params = [param.detach() for param in module.parameters()]
     flat_dist_call(params, dist.broadcast, (0,))
-    if any(param.dtype in (torch.float16, torch.bfloat16) for param in params):
+    if any(param.dtype in HALVES for param in params):
         # Of what amp.initialize() cast, the state dict holds the fp32 values that optimizers step.
         state = module.state_dict()
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
