@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from amp_patch.casting import rules, targets
 
 from .ranges import Range
-from .watch import Counts
 
 #: Where it came up: in the model's forward or backward, in what the model was given or holds, in
 #: the loss outside of the models, in their gradients' sum; or it could not be found.
@@ -52,7 +51,6 @@ class Cause:
         mended_by: what computed in fp32 makes this step finite.
         result, operands, inputs, weights: ranges of the operator's result and arguments, the
             arguments of the module and its own parameters.
-        counts: by the path of a module, how many values were near the limits of float16.
         note: further words.
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
@@ -76,7 +74,6 @@ class Cause:
     operands: tuple[Range, ...] = ()
     inputs: tuple[Range, ...] = ()
     weights: tuple[Range, ...] = ()
-    counts: Mapping[str, Counts] = field(default_factory=dict, compare=False)
     note: str = ""
     is_static: bool = False
     zero_eps: float | None = None
@@ -131,16 +128,12 @@ class Cause:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold."""
-        found = {
-            one.name: getattr(self, one.name)
-            for one in dataclasses.fields(self)
-            if one.name not in ("result", "operands", "inputs", "weights", "counts")
+        return {
+            **dataclasses.asdict(self),
+            "title": self.title(),
+            "advice": self.advice(),
+            "rule": self.rule,
         }
-        for name in ("operands", "inputs", "weights"):
-            found[name] = [dataclasses.asdict(one) for one in getattr(self, name)]
-        found["result"] = None if self.result is None else dataclasses.asdict(self.result)
-        found["counts"] = {name: dataclasses.asdict(one) for name, one in self.counts.items()}
-        return {**found, "title": self.title(), "advice": self.advice(), "rule": self.rule}
 
     def __str__(self) -> str:
         lines = [self.title()]

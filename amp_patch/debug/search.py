@@ -20,7 +20,7 @@ from .loss_watch import LossStep, LossWatch
 from .ranges import Range
 from .recorded_calls import Call
 from .rerun import Rerun
-from .watch import Origin, near_limits
+from .watch import Origin
 
 #: So many modules are tried in fp32 together, before the whole model is.
 MOST_TOGETHER = 16
@@ -174,7 +174,6 @@ def _in_model(
         operands=origin.operands,
         inputs=origin.inputs,
         weights=origin.weights,
-        counts=near_limits(one.watched.counts),
         zero_eps=_zero_eps(one.model, origin) if origin.source == "weight" else None,
     )
 
