@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+
+from amp_patch.debug import Cause
 
 
 class Normalized(nn.Module):
@@ -44,6 +48,13 @@ def test_a_loss_that_no_scale_makes_fit_is_said_to_be_large(amp, level: str) -> 
     cause = the_cause(amp)
     assert cause.where == ("loss" if level == "O1" else "backward")
     assert "even at a loss scale of 1" in cause.advice()
+
+
+def test_a_function_is_advised_to_run_in_float32_where_that_is_enough() -> None:
+    enough = Cause("forward", 1.0, operator="softmax", level="O1", mended_by="module")
+    assert enough.title().startswith("the model itself: `softmax` returned")
+    assert 'rules={"softmax": "float"}' in enough.advice()
+    assert "rules=" not in replace(enough, mended_by="model").advice()
 
 
 class Spectral(nn.Module):

@@ -166,12 +166,13 @@ def test_a_disabled_run_has_an_empty_report(amp) -> None:
 
 
 def test_only_the_sum_of_gradients_overflowed(amp) -> None:
-    model, optimizer = start(amp, "O3", loss_scale=1.0, cast_model_type=torch.float16)
-    optimizer.zero_grad()
-    for _ in range(2):
-        with amp.scale_loss(model(torch.ones(1, 4)).float().mean(), optimizer) as scaled_loss:
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O3", loss_scale=0.5, verbosity=0)
+    for _ in range(2):  # 80000 is beyond float16
+        with amp.scale_loss(model(torch.tensor([[40000.0]])).sum(), optimizer) as scaled_loss:
             scaled_loss.backward()
-    assert not amp.overflow_report()
+    assert "only the sum of gradients was not finite" in str(amp.overflow_report())
 
 
 def test_many_parameters_are_cut_in_words_and_not_in_json(amp) -> None:

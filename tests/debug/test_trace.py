@@ -245,12 +245,15 @@ class Noisy(nn.Module):
         self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("none", None)
+        self.register_buffer("first", torch.zeros(1))
         self.calls = 0
         self.last: Tensor | None = None
         self.recompute = recompute
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        self._buffers.pop("first", None)
         y = self.body(x)
         self.average.lerp_(y.detach().mean(0).to(self.average.dtype), 0.1)
         self.last = y
@@ -382,7 +385,8 @@ def test_an_input_that_is_not_finite_is_named(amp, value: float) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
     with amp.scale_loss(square(model(torch.full((4, WIDTH), value))), optimizer) as scaled:
         scaled.backward()
-    assert the_cause(amp).where == "input"
+    cause = the_cause(amp)
+    assert (cause.where, cause.mended_by) == ("input", None)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
