@@ -120,7 +120,7 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize("make_block", [Normed, Bare])
-def test_neither_batch_norms_nor_missing_weights_are_blamed(amp: ModuleType, make_block: Any) -> None:
+def test_neither_batch_norms_nor_no_weights_are_blamed(amp: ModuleType, make_block: Any) -> None:
     model = amp.initialize(nn.Sequential(make_block()), opt_level="O2", verbosity=0)
     assert "mask.to(x.dtype)" in fail(lambda: model(X))
 
