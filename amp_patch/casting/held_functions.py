@@ -14,17 +14,22 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from amp_patch.imported_modules import Imported, imported, is_left_alone, users_of_torch
+from amp_patch.imported_modules import (
+    Imported,
+    Replacements,
+    imported,
+    is_left_alone,
+    users_of_torch,
+)
 from amp_patch.living_objects import instances
 from amp_patch.patching import put
 
-Replacements = Mapping[int, tuple[Any, Any]]
 # An object, a key or attribute of it, and what it holds there.
 Place = tuple[Any, Any, Any]
 

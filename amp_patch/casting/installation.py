@@ -10,12 +10,12 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from amp_patch.imported_modules import Replacements
 from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in
 
 from . import targets
 
 Function = Callable[..., Any]
-Replacements = Mapping[int, tuple[Any, Any]]
 # Takes a function, its rule, and whether no other rule acts inside of it.
 Wrap = Callable[[Function, str, bool], Function]
 

@@ -20,6 +20,7 @@ from amp_patch.session import session
 
 from .op_table import table
 from .phases import Phase, Phases
+from .ranges import storage_of
 from .trace import tracer
 
 #: What is cast.
@@ -170,7 +171,7 @@ class Counting(TorchDispatchMode):
         kind = self._kind(sources[0], outputs[0])
         if kind == "weight":
             self._is_stale = True  # the cast may be one that is kept
-            self._fresh.add(_storage(outputs[0]))
+            self._fresh.add(storage_of(outputs[0]))
         elif phase == "forward":
             kind = "activation"
         self._add(kind, sources[0], outputs[0])
@@ -187,10 +188,10 @@ class Counting(TorchDispatchMode):
             self._add(kind, source, target)
             if kind == "weight":
                 self._is_stale = True  # casts of large weights get memory anew
-                self._unread.add((_storage(target), int(target.storage_offset())))
+                self._unread.add((storage_of(target), int(target.storage_offset())))
 
     def _kind(self, source: Tensor, target: Tensor) -> Kind:
-        is_weight = self._weights & {_storage(source), _storage(target)}
+        is_weight = self._weights & {storage_of(source), storage_of(target)}
         return "weight" if is_weight else "gradient"
 
     def _add(self, kind: Kind, source: Tensor, target: Tensor) -> None:
@@ -199,7 +200,7 @@ class Counting(TorchDispatchMode):
     def _count_reads(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for one in inputs:
             if one.dtype in HALVES and (not outputs or outputs[0].dtype is one.dtype):
-                storage = _storage(one)
+                storage = storage_of(one)
                 if storage in self._fresh:  # made for this very use
                     self._fresh.remove(storage)
                     continue
@@ -213,8 +214,8 @@ class Counting(TorchDispatchMode):
     def _look_up(self) -> None:
         """Note where weights and kept casts are; hold none of them."""
         models = list(session.models.levels)
-        self._weights = {_storage(param) for model in models for param in model.parameters()}
-        self._casts = {_storage(cast) for cast in session.cache.casts()}
+        self._weights = {storage_of(param) for model in models for param in model.parameters()}
+        self._casts = {storage_of(cast) for cast in session.cache.casts()}
         self._is_stale = False
 
 
@@ -228,7 +229,3 @@ def _is_view(func: Any) -> bool:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

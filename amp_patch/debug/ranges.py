@@ -59,6 +59,11 @@ def can_look(tensor: Any) -> bool:
     )
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that tensors which share memory have in common."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 @torch.no_grad()
 def numbers_of(tensor: Tensor) -> Tensor:
     """Return the numbers that a tensor holds, of complex ones both parts."""

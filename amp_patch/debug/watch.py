@@ -28,6 +28,7 @@ from .ranges import (
     kinds_of,
     range_of,
     ranges_of,
+    storage_of,
 )
 
 #: What came up where: an operator of the model, a weight or buffer, or what the model was given.
@@ -143,7 +144,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, places: Places, watched: Watched, model: nn.Module) -> None:
         super().__init__()
         self._weights = {
-            _storage(param): (name.rpartition(".")[0], name.rpartition(".")[2])
+            storage_of(param): (name.rpartition(".")[0], name.rpartition(".")[2])
             for name, param in model.named_parameters()
         }
         self._places, self._watched = places, watched
@@ -173,12 +174,12 @@ class Watch(TorchDispatchMode):
         for one in tree_leaves(fresh):
             if can_look(one):
                 one.zero_()
-                self._origins.pop(_storage(one), None)
+                self._origins.pop(storage_of(one), None)
         return fresh
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return where a tensor's values came up that are not finite; None if all are."""
-        origin = self._origins.get(_storage(tensor))
+        origin = self._origins.get(storage_of(tensor))
         return origin if origin is not None and kinds_of(tensor) else None
 
     def introduce(self, source: Source, place: Place, name: str, tensor: Any) -> None:
@@ -191,7 +192,7 @@ class Watch(TorchDispatchMode):
         self._add(origin, tensor)
 
     def _add(self, origin: Origin, tensor: Tensor) -> None:
-        self._origins[_storage(tensor)] = origin
+        self._origins[storage_of(tensor)] = origin
         if not any(known is origin for known in self._watched.origins):
             self._watched.origins.append(origin)
 
@@ -216,8 +217,8 @@ class Watch(TorchDispatchMode):
         kinds = kinds_of(output)
         self._count(place, output, is_view=getattr(func, "is_view", False))
         if not kinds:
-            if all(_storage(output) != _storage(one) for one in inputs):
-                self._origins.pop(_storage(output), None)
+            if all(storage_of(output) != storage_of(one) for one in inputs):
+                self._origins.pop(storage_of(output), None)
             return
         found = [origin for _, origin in bad if not origin.is_meant]
         if found:
@@ -245,8 +246,8 @@ class Watch(TorchDispatchMode):
         before: tuple[Range, ...] | None,
     ) -> Origin:
         source_of_cast = _source_of_cast(func, args, inputs, output)
-        if source_of_cast is not None and _storage(source_of_cast) in self._weights:
-            module_name, name = self._weights[_storage(source_of_cast)]
+        if source_of_cast is not None and storage_of(source_of_cast) in self._weights:
+            module_name, name = self._weights[storage_of(source_of_cast)]
             operands = ranges_of({name: source_of_cast})
             return Origin("weight", Place(module_name, 1, name), range_of(name, output), operands)
         operands = ranges_of(_numbered(inputs)) if before is None else before
@@ -351,7 +352,3 @@ def _numbered(tensors: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
 
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

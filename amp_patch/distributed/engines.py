@@ -105,10 +105,6 @@ def refuse_join(*_: Any, **__: Any) -> None:
 
 def is_zero(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is a `ZeroRedundancyOptimizer`."""
-    kind = _known("torch.distributed.optim", "ZeroRedundancyOptimizer")
+    # where nobody has imported it, there are none
+    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
-
-
-def _known(module: str, name: str) -> Any:
-    """Return a class of torch; None where nobody has imported it, so that there is no instance."""
-    return getattr(sys.modules.get(module), name, None)

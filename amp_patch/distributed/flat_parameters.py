@@ -15,10 +15,16 @@ from torch import nn
 from amp_patch.patching import remove
 
 
+def modules_of(model: nn.Module, name: str) -> list[Any]:
+    """Return the modules of a model that are of a class of ``torch.distributed.fsdp``."""
+    # where nobody has imported it, there are none
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+
+
 def flat_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that are of `FullyShardedDataParallel`."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+    return modules_of(model, "FullyShardedDataParallel")
 
 
 def spread_modules(model: nn.Module) -> list[Any]:

@@ -5,7 +5,6 @@ Knows modules of torch; no optimizer, no scale.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -20,8 +19,7 @@ from . import flat_parameters
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Return the modules of a model that `fully_shard` was called with."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
+    return flat_parameters.modules_of(model, "FSDPModule")
 
 
 def unshared(module: Any) -> list[Tensor]:

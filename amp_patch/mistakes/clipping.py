@@ -21,10 +21,9 @@ from amp_patch.distributed.norms import clip_by_norm
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 
-_FSDP = "torch.distributed.fsdp"
+from .late_sharding import FSDP
+
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
-
-
 _BY_NORM = ("torch.nn.utils.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm()")
 
 
@@ -48,8 +47,8 @@ def replacements(
         for module in (torch.nn.utils, torch.nn.utils.clip_grad)
         if hasattr(module, name)
     }
-    if _FSDP in sys.modules:
-        name = f"{_FSDP}.FullyShardedDataParallel.clip_grad_norm_"
+    if FSDP in sys.modules:
+        name = f"{FSDP}.FullyShardedDataParallel.clip_grad_norm_"
         found[name] = functools.partial(_clipping_flat, optimizers)
     return found
 

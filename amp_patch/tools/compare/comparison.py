@@ -124,7 +124,7 @@ def _modules(level: str, record: Record, reference: Record, notes: list[str]) ->
     rounding = ROUNDING.get(level, HALF_ROUNDING)
     twins = {_key(line): line for line in reference["calls"]}
     keys = [_key(line) for line in record["calls"]]
-    _note_missing("calls of modules", level, keys, twins, notes)
+    _note_missing_calls(level, keys, twins, notes)
     found = []
     inside: dict[int, float] = {}
     # A call is written down when it ends, after all that it contains.
@@ -208,15 +208,14 @@ def _largest(
     return max(errors)
 
 
-def _note_missing(
-    what: str, level: str, keys: Iterable[Any], twins: Iterable[Any], notes: list[str]
+def _note_missing_calls(
+    level: str, keys: Iterable[Any], twins: Iterable[Any], notes: list[str]
 ) -> None:
     keys, twins = set(keys), set(twins)
     for where, only in ((level, keys - twins), ("the reference", twins - keys)):
         if only:
-            notes.append(
-                f"{len(only)} {what} at {where} only, the first {min(only)[0] or '(model)'}"
-            )
+            first = min(only)[0] or "(model)"
+            notes.append(f"{len(only)} calls of modules at {where} only, the first {first}")
 
 
 def _ranks(record: Record) -> list[str]:

@@ -150,7 +150,7 @@ def _shortened(name: str, width: int) -> str:
 
 
 def _shown(module: str) -> str:
-    return f"{module}(model)" if module in ("",) or module.endswith(":") else module
+    return f"{module}(model)" if not module or module.endswith(":") else module
 
 
 def _error(value: float) -> str:
