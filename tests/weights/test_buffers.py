@@ -25,6 +25,7 @@ class Net(nn.Module):
         self.register_buffer("mean", MEAN.clone())
         self.register_buffer("inv_freq", 1e4 ** -(torch.arange(8) / 8), persistent=False)
         self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("none", None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.linear(x - self.mean))

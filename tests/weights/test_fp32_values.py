@@ -61,6 +61,11 @@ class TestWhichWins:
         assert not values.wins(param)
         versions.end_giving()
         assert not values.wins(param)
+        values.expose(param)
+        with torch.no_grad():
+            param.fill_(2.0)
+        value.fill_(3.0)
+        assert values.wins(param)
 
 
 def test_what_was_never_entered_is_the_parameter_itself_in_fp32() -> None:
