@@ -91,6 +91,11 @@ def test_random_numbers_are_the_same_in_every_precision(draw, half: torch.dtype)
     torch.testing.assert_close(other.float(), one.float(), rtol=2e-2, atol=2e-2)
 
 
+def test_random_numbers_in_float64_stay_so() -> None:
+    with SameRandomNumbers():
+        assert torch.rand(3, dtype=torch.float64).dtype is torch.float64
+
+
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_fused_attention_has_its_backward(half: torch.dtype) -> None:
     x = torch.linspace(0.5, 1.5, 240, dtype=half).reshape(1, 2, 12, 10).requires_grad_()

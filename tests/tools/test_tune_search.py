@@ -164,6 +164,18 @@ def test_noise_is_seldom_taken_for_a_gain() -> None:
     assert wins <= 400 * 0.08  # the runs of the second look are a second chance
 
 
+@pytest.mark.parametrize(
+    ("floats", "words"),
+    [
+        ((), "O1"),
+        (("head",), "O1, head in fp32"),
+        (("", "a", "b"), "O1, (model) and 2 more in fp32"),
+    ],
+)
+def test_a_setting_in_words(floats: tuple[str, ...], words: str) -> None:
+    assert str(Setting("O1", floats=floats)) == words
+
+
 def test_a_gain_beyond_noise_is_taken() -> None:
     played = Played({"O0": 1.0, "O4": 0.8}, noise=0.05)
     search = searched(played, ("O0", "O4"))

@@ -108,7 +108,7 @@ def _flat(optimizer: torch.optim.Optimizer) -> Tensor:
 
 def _test(level: str, model: nn.Module, batch: tuple[Tensor, Tensor], wanted: Tensor) -> Outcome:
     settings = OPT_LEVELS[level]
-    is_full = not settings.casts_functions and settings.cast_model_type is torch.float32
+    is_full = settings.cast_model_type is torch.float32
     allowed = _ALLOWED[torch.float32 if is_full else settings.half_dtype]
     try:
         update = _update(model, *batch, level)
