@@ -324,6 +324,8 @@ class BackwardPass:
         """Warn, once, of a backward that reached none of the parameters it is for."""
         if not watched.has_run or any(p for _, p in found):
             return
+        if any(one.reached.were_reached for one in self._optimizers):
+            return
         were_cleared = any(one.zeroing.was_cleared for one in self._optimizers)
         if not were_cleared and any(param.requires_grad for param in self._params()):
             warn_once(

@@ -32,6 +32,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
 from .param_pairs import ParamPairs, Params, same
+from .reached_masters import ReachedMasters
 from .skip import Skip, skips_by_flag
 from .zeroing import Zeroing
 
@@ -71,6 +72,7 @@ class OptimizerBackward:
         unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
             a later one to share, which takes the same; None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
+        reached: divides what comes to masters past the half parameters.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class OptimizerBackward:
         self.zeroing = Zeroing(self.gradients, drops_used=masters is not None)
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
+        self.reached = ReachedMasters()
         self._pairs = ParamPairs([], [])
         self._steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
@@ -195,6 +198,8 @@ class OptimizerBackward:
         self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self._thread = threading.get_ident()
+        if is_scaled and self.masters is not None:
+            self.reached.begin(self._pairs, scale)
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget()  # what overflowed
 
@@ -265,6 +270,7 @@ class OptimizerBackward:
 
     def _close(self) -> None:
         self.is_open, self._pass = False, None
+        self.reached.scale = None
 
     def refuse_nested(self) -> None:
         """Raise inside a ``scale_loss`` of the same optimizer; abandon one that nobody can end.
@@ -440,6 +446,7 @@ class OptimizerBackward:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None
         self.skip.forget()
+        self.reached.release()
         self._store_waiting()
 
     def _store_waiting(self) -> None:
