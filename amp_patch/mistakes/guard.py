@@ -94,7 +94,7 @@ class Guard:
             **averages.replacements(self._store, self._models.in_half),
             **self._of_late_modules(),
             **conversions.replacements(lambda: self._models.levels),
-            **hooks.replacements(self._scaled_models),
+            **hooks.replacements(self._scaled_models, self._optimizers.param_of),
             **split_backward.replacements(),
             **self.backwards.replacements(),
             **ExactCopies(self._store, self._models.in_half).replacements(),

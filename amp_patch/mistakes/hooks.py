@@ -1,7 +1,8 @@
 """Hooks on tensors and modules: they get gradients that are multiplied by the loss scale.
 
 That is told where a script registers one, for only the script knows whether the hook depends on the
-scale (a clamp does, a mask does not). Knows no optimizer.
+scale (a clamp does, a mask does not). No backward comes to a master: a hook on one goes to its half
+parameter. Knows no optimizer.
 """
 
 from __future__ import annotations
@@ -35,25 +36,32 @@ _METHODS = {
 _NO_SCRIPTS = frozenset({"torch", "amp_patch", "apex", "lightning", "lightning_fabric"})
 
 _Models = Callable[[], Iterable[nn.Module]]
+_ParamOf = Callable[[Tensor], Tensor]
 
 
-def replacements(scaled_models: _Models) -> dict[str, Callable[[Any], Any]]:
+def replacements(scaled_models: _Models, param_of: _ParamOf) -> dict[str, Callable[[Any], Any]]:
     """Return, for each method by its path, what makes its replacement.
 
     Args:
         scaled_models: returns the prepared models, if losses are multiplied by a scale.
+        param_of: returns the half parameter of a master, and any other tensor itself.
     """
     return {
-        path: functools.partial(_telling, scaled_models, what) for path, what in _METHODS.items()
+        path: functools.partial(_telling, scaled_models, param_of, what)
+        for path, what in _METHODS.items()
     }
 
 
-def _telling(scaled_models: _Models, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(
+    scaled_models: _Models, param_of: _ParamOf, what: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def register(self: Any, *args: Any, **kwargs: Any) -> Any:
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if caller not in _NO_SCRIPTS and _concerns(self, scaled_models()):
-            _tell(what)
+        if caller not in _NO_SCRIPTS:
+            self = self if isinstance(self, nn.Module) else param_of(self)
+            if _concerns(self, scaled_models()):
+                _tell(what)
         return original(self, *args, **kwargs)
 
     return register

@@ -118,6 +118,14 @@ class PreparedOptimizers:
             if masters is not None:
                 masters.show_writes()
 
+    def param_of(self, stepped: Tensor) -> Tensor:
+        """Return the half parameter of a master; a tensor that is no master stands for itself."""
+        for step in list(self.steps.values()):
+            masters = step.masters
+            if masters is not None and (param := masters.param_of(stepped)) is not stepped:
+                return param
+        return stepped
+
     def _was_scaled(self, step: OptimizerStep) -> bool:
         """Return whether a loss was scaled for an optimizer, or one that shares its parameters.
 

@@ -80,3 +80,21 @@ def test_a_hook_of_a_library_that_only_looks_is_not_told(amp: ModuleType) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exec("output.register_hook(clamp)", fabric)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_one_on_what_the_optimizer_steps_is_called(
+    amp: ModuleType, level: str, method: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    seen: list[Any] = []
+    stepped = optimizer.param_groups[0]["params"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = getattr(stepped[0], method)(seen.append)
+    for calls in (1, 1):
+        with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert len(seen) == calls
+        handle.remove()
