@@ -153,7 +153,7 @@ class BackwardPasses:
             stepped = [one for step in steps if (one := step.optimizer) is not None]
             on_scaled = functools.partial(self._observers.scaled, scaler_id, stepped)
         optimizers = [step.backward for step in steps]
-        unsynced, open_block = self._guard.unsynced or None, self._guard.backwards.open
+        unsynced, open_block = self._guard.unsynced or None, self._guard.open_block
         return BackwardPass(
             optimizers, others, scaling, self._cache, on_scaled, unsynced, open_block
         )

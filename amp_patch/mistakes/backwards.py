@@ -181,6 +181,11 @@ def _refuse_curved(nodes: Iterable[Any]) -> None:
         )
 
 
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that the backward of a loss writes to."""
+    yield from _Graph(loss, ()).leaves(None)
+
+
 class _Graph:
     """What a backward comes to, on ways that do not lead through some nodes.
 

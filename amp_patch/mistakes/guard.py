@@ -6,7 +6,7 @@ Knows the families of mistakes, and what was prepared; a session makes one and c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from . import (
     late_sharding,
     split_backward,
 )
-from .backwards import Backwards
+from .backwards import Backwards, leaves_of
 from .dtype_notes import explain, explaining, explaining_cells, notebook
 from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .late_modules import LateModules
@@ -102,6 +102,14 @@ class Guard:
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self._noting_init,
         }
+
+    def open_block(
+        self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
+    ) -> Callable[[], None]:
+        """See `Backwards.open`."""
+        if self.unprepared.looks_at_losses:
+            self.unprepared.look_at(leaves_of(scaled_loss), self._optimizers)
+        return self.backwards.open(scaled_loss, params)
 
     def follow_imports(self, patches: Patches) -> None:
         """Replace in modules of torch that the script imports later, too.

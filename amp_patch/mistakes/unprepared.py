@@ -29,6 +29,10 @@ _MEND = (
 )
 
 
+#: So many losses are looked at after each `UnpreparedParams.find`: a GAN has two or three.
+_LOSSES = 4
+
+
 class _Scaled(NamedTuple):
     """A parameter with its scaled gradient, and what tells whether that is as it was."""
 
@@ -48,10 +52,11 @@ class _Scaled(NamedTuple):
 
 
 class UnpreparedParams:
-    """Parameters that no prepared optimizer steps; false without any.
+    """Parameters that no prepared optimizer steps; false where there are none to be found.
 
     What a scaled backward writes to them stays multiplied by the loss scale. They are those of
-    prepared models, and those of other models from the first step of their optimizer on.
+    prepared models, those of other models that the first scaled losses reach, and those of any
+    others from the first step of their optimizer on.
 
     Args:
         plain_backwards: returns how many backwards there were that were of no scaled loss.
@@ -62,9 +67,16 @@ class UnpreparedParams:
         self._params: list[TensorWeakRef] = []
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaled: dict[int, _Scaled] = {}  # by the id of the parameter
+        self._losses_to_look_at = 0
+        self._reached: list[Watch] = []
 
     def __bool__(self) -> bool:
-        return bool(self._params)
+        return self.looks_at_losses or bool(self._params)
+
+    @property
+    def looks_at_losses(self) -> bool:
+        """True while `look_at` is to be called: a look at all of a graph takes time."""
+        return self._losses_to_look_at > 0
 
     def find(self, models: Iterable[nn.Module], optimizers: PreparedOptimizers) -> None:
         """Look for them anew: models or optimizers were prepared."""
@@ -77,6 +89,22 @@ class UnpreparedParams:
         }
         self._params = [TensorWeakRef(param) for param in found.values()]
         self._known.clear()
+        self._losses_to_look_at = _LOSSES if optimizers.scale_losses else 0
+
+    def look_at(self, leaves: Iterable[Tensor], optimizers: PreparedOptimizers) -> None:
+        """Watch what a scaled loss reaches from now on, its own backward included.
+
+        Args:
+            leaves: of its graph.
+            optimizers: those that are prepared.
+        """
+        self._losses_to_look_at -= 1
+        pairs = [step.backward.pairs() for step in list(optimizers.steps.values())]
+        known = {id(param) for both in pairs for column in both for param in column}
+        known |= {id(param) for reference in self._params if (param := reference()) is not None}
+        new = [leaf for leaf in leaves if id(leaf) not in known]
+        self._params += map(TensorWeakRef, new)
+        self._reached.append(Watch.of(new, self._plain_backwards()))
 
     def watch_foreign(self, is_scaled: bool) -> Watch:
         """See `OptimizerBackward.watch_foreign`."""
@@ -93,8 +121,13 @@ class UnpreparedParams:
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """See `OptimizerBackward.note_foreign`."""
-        if watch.params and watch.own_passes != self._plain_backwards():
-            return  # another thread trains its own model, or the block does
+        reached, self._reached = self._reached, []
+        for one in (watch, *reached):
+            # else another thread trains its own model, or the block does
+            if one.params and one.own_passes == self._plain_backwards():
+                self._note(one)
+
+    def _note(self, watch: Watch) -> None:
         for param, grad in watch.written():
             found = TensorWeakRef(param), TensorWeakRef(grad)
             self._scaled[id(param)] = _Scaled(*found, grad._version)

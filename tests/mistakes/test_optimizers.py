@@ -76,10 +76,31 @@ def test_an_optimizer_of_the_whole_model_is_refused(amp: ModuleType, level: str)
 
 
 @pytest.mark.parametrize("level", SCALED)
-def test_an_optimizer_of_another_model_is_refused_from_its_second_step_on(
+def test_an_optimizer_of_another_model_is_refused_at_its_first_step(
     amp: ModuleType, level: str
 ) -> None:
     model, optimizer = prepared(amp, level)
+    head = nn.Linear(2, 2)
+    other = torch.optim.SGD(head.parameters(), lr=0.05)
+    before = weights(head)
+    with amp.scale_loss(head(model(next(batches()))).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match=NEVER_GOT):
+        other.step()
+    assert_equal(weights(head), before)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_one_that_only_later_losses_reach_is_refused_from_its_second_step_on(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    for inputs in [*batches()] * 2:
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
     head = nn.Linear(2, 2)
     other = torch.optim.SGD(head.parameters(), lr=0.05)
     for step, inputs in enumerate(batches()):
