@@ -28,6 +28,7 @@ class DirectStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._type_step = type(optimizer).step
+        self._names, self._name, self._function = _called_by(self._type_step)
         self._fused = FusedStep(optimizer, by_kernels=False)
 
     @staticmethod
@@ -38,12 +39,17 @@ class DirectStep:
         is_schedulers = hasattr(own, "_wrapped_by_lr_sched")
         is_kept = is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step
         is_known = type(optimizer) in (AdamW, Adam, SGD) and _is_torchs(type(optimizer).step)
-        return is_known and (own is None or is_kept)
+        if not (is_known and (own is None or is_kept)):
+            return False
+        _, _, function = _called_by(type(optimizer).step)
+        return _is_torchs(function)
 
     def is_right(self, optimizer: Optimizer) -> bool:
         """Return whether the next step may be made so: all is as it was when it was set up."""
         own, groups = vars(optimizer), optimizer.param_groups
         if type(optimizer).step is not self._type_step or not groups:
+            return False
+        if self._names.get(self._name) is not self._function:
             return False
         if "grad_scale" in own or "found_inf" in own:  # by which a scaler skips a fused step
             return False
@@ -79,6 +85,21 @@ def _is_stepped_together(group: dict[str, Any]) -> bool:
 
 #: The classes for which torch has such functions.
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def _called_by(step: Any) -> tuple[dict[str, Any], str, Any]:
+    """Return the function that a step of torch's calls to do its work, with where it is looked up.
+
+    That is ``torch.optim.adam.adam``, say, which a script may have replaced.
+
+    Returns:
+        The globals of the step, the function's name in them, and the function.
+    """
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    names: dict[str, Any] = step.__globals__
+    name = names["__name__"].rpartition(".")[2]
+    return names, name, names.get(name)
 
 
 def _is_torchs(function: Any) -> bool:

@@ -49,15 +49,19 @@ def own_steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     for name in ("adamw", "adam", "sgd"):
         module = sys.modules[f"torch.optim.{name}"]
-        original = getattr(module, name)
-        # AdamW steps by the function of Adam, but in torch 2.6, where it has one of its own
+        # AdamW steps by the functions of Adam, but in torch 2.6, where it has its own
         noted = "adam" if name == "adamw" else name
+        # what the function calls that the step calls: were that replaced, no step would be direct
+        for kind in ("_single_tensor", "_multi_tensor", "_fused"):
+            original = getattr(module, f"{kind}_{name}", None)
+            if original is None:
+                continue
 
-        def counted(*args: Any, original: Any = original, name: str = noted, **kw: Any) -> None:
-            calls.append(name)
-            original(*args, **kw)
+            def counted(*args: Any, original: Any = original, name: str = noted, **kw: Any) -> None:
+                calls.append(name)
+                original(*args, **kw)
 
-        monkeypatch.setattr(module, name, counted)
+            monkeypatch.setattr(module, f"{kind}_{name}", counted)
     return calls
 
 
@@ -610,3 +614,20 @@ def test_state_that_was_replaced_goes_at_once(
     assert [reference() for reference in old] == [None, None]
     step()
     assert all(state["step"] == 3 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_function_that_a_script_replaced_is_called(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    calls: list[int] = []
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if when == "before":
+        monkeypatch.setattr(sys.modules[SGD.__module__], "sgd", lambda *_, **__: calls.append(1))
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    if when == "behind":
+        monkeypatch.setattr(sys.modules[SGD.__module__], "sgd", lambda *_, **__: calls.append(1))
+    scaled_backward(amp, model(torch.ones(1, 2)).sum(), optimizer)
+    optimizer.step()
+    assert calls == [1]
