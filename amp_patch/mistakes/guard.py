@@ -43,7 +43,7 @@ from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
-from .unprepared import HalfSteps, UnpreparedParams, warn_of_strangers
+from .unprepared import HalfSteps, UnpreparedParams, refuse_flat, warn_of_strangers
 
 
 class Guard:
@@ -143,11 +143,14 @@ class Guard:
         """Look at what is to be prepared, before anything is changed.
 
         Raises:
-            RuntimeError: a model in a parallel wrapper, at a level that changes its parameters.
+            RuntimeError: a model in a parallel wrapper, at a level that changes its parameters; or
+                parameters whose memory an optimizer steps as another tensor.
         """
         self._wrappers = early_wrapping.wrappers_of(models)
         early_wrapping.refuse(self._wrappers, models, level)
         if models:
+            if level.cast_model_type in HALVES or level.loss_scale != 1.0:
+                refuse_flat(optimizers, models)
             warn_of_strangers(optimizers, [*models, *self._models.levels])
 
     def follow(self, models: Sequence[nn.Module], patches: Patches) -> None:

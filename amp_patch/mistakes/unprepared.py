@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
@@ -154,7 +155,7 @@ class UnpreparedParams:
         Raises:
             RuntimeError: as said.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of([optimizer])
         if optimizer not in self._known:
             self._known.add(optimizer)
             count = self._count_unwatched(params, models, optimizers)
@@ -263,11 +264,49 @@ class HalfSteps:
         )
 
 
-def warn_of_strangers(optimizers: Iterable[Optimizer], models: Collection[nn.Module]) -> None:
-    """Warn of optimizers that hold no parameter of any of the models, if there are models."""
+def refuse_flat(optimizers: Iterable[Optimizer], models: Collection[nn.Module]) -> None:
+    """Raise where an optimizer steps a vector that the models' parameters are views of.
+
+    The backward writes the gradients of these, which then belong to no optimizer.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    own = {id(param): _storage_of(param) for model in models for param in model.parameters()}
+    for param in _params_of(optimizers):
+        storage = None if id(param) in own else _storage_of(param)
+        count = sum(storage == one for one in own.values()) if storage else 0
+        if count:
+            raise RuntimeError(
+                "the optimizers of amp.initialize() must step the models' own parameters; got a "
+                f"tensor of {param.numel()} elements in whose memory {count} of these lie. Make "
+                "the optimizer of model.parameters()."
+            )
+
+
+def _storage_of(param: Tensor) -> int | None:
+    """Return where the memory of a tensor of torch's own classes begins; None without any."""
+    is_plain = type(param) in (Tensor, nn.Parameter) and param.layout is torch.strided
+    return (param.untyped_storage().data_ptr() or None) if is_plain else None
+
+
+def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [param for group in groups for param in group["params"]]
+
+
+def warn_of_strangers(optimizers: Sequence[Optimizer], models: Collection[nn.Module]) -> None:
+    """Warn of optimizers that hold no parameter of any of the models, if there are models.
+
+    Not where others train all of these: then such a one trains something else, as the centers of a
+    loss.
+    """
     own = {id(param) for model in models for param in model.parameters()}
+    trained = {id(one) for model in models for one in model.parameters() if one.requires_grad}
+    if trained and trained.issubset(map(id, _params_of(optimizers))):
+        return
     for optimizer in optimizers:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = _params_of([optimizer])
         is_strange = own and params and own.isdisjoint(map(id, params))
         if is_strange and not _stand_alone(params):
             warn_once(

@@ -244,6 +244,28 @@ def test_an_optimizer_of_the_weights_of_losses_is_not_told_of(amp: ModuleType, l
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_one_beside_those_that_train_all_of_the_model_is_not_told_of(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = make()
+    centers = torch.optim.SGD([nn.Parameter(torch.ones(3, 2))], lr=0.5)
+    amp.initialize(model, [optimizer, centers], opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_one_of_a_vector_that_the_parameters_are_views_of_is_refused(
+    amp: ModuleType, level: str
+) -> None:
+    model, _ = make()
+    flat = nn.Parameter(nn.utils.parameters_to_vector(model.parameters()).detach())
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    dtypes = [param.dtype for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=f"{flat.numel()} elements in whose memory 4 of these"):
+        amp.initialize(model, torch.optim.SGD([flat], lr=0.1), opt_level=level, verbosity=0)
+    assert [param.dtype for param in model.parameters()] == dtypes
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
     with warnings.catch_warnings(record=True) as caught:
