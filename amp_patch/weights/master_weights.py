@@ -340,12 +340,15 @@ class MasterWeights:
         clear_grads(self._masters)
 
     def zero_param_grads(self, set_to_none: bool) -> None:
-        """Clear the half parameters' gradients, as ``optimizer.zero_grad`` clears the masters'."""
-        for param in self._params:
+        """Clear the half parameters' gradients, as ``optimizer.zero_grad`` clears the masters'.
+
+        A master gets zeros with the step, of its parameter, and what a backward adds to these.
+        """
+        for param, master in self.pairs():
             if set_to_none or param.grad is None:
                 param.grad = None
             else:
-                param.grad = torch.zeros_like(param.grad)
+                param.grad, master.grad = torch.zeros_like(param.grad), None
 
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""

@@ -228,3 +228,18 @@ def test_large_gradients_that_were_used_are_known_and_not_kept_alive(amp, opt_le
     before = values(model.parameters())
     optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_backward_adds_to_the_zeros_that_the_optimizer_has_set(amp, opt_level):
+    model, optimizer = start(amp, opt_level, loss_scale=1.0)
+    with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.zero_grad(set_to_none=False)
+    backward(model)
+    before = values(amp.master_params(optimizer))
+    expected = [p - 0.5 * g for p, g in zip(before, gradients_of_a_copy(model), strict=True)]
+    optimizer.step()
+    torch.testing.assert_close(
+        values(amp.master_params(optimizer)), expected, rtol=0.02, atol=0.002, check_dtype=False
+    )
