@@ -51,6 +51,7 @@ PAGES = {
     "scaling/": "overflow.md#how-the-loss-scale-moves",
     "step/": "gradients.md",
     "step/closure.py": "overflow.md#the-first-steps-are-skipped",
+    "step/reached_masters.py": "mistakes.md#reading-p-grad-at-o2-and-o5",
     "step/loss_scaling.py": "overflow.md#the-first-steps-are-skipped",
     "tools/": "sweep.md",
     "tools/check/": "check.md",

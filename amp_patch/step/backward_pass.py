@@ -20,6 +20,7 @@ from amp_patch.distributed.groups import has_others, without_repetition
 from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.warn_once import warn, warn_once
 
+from . import reached_masters
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
@@ -321,11 +322,18 @@ class BackwardPass:
             refuse_another_backward()
 
     def _tell_of_strays(self, watched: _WatchedBackward, found: Sequence[Found]) -> None:
-        """Warn, once, of a backward that reached none of the parameters it is for."""
+        """Warn, once, of a backward that reached none of the parameters it is for.
+
+        Raises:
+            RuntimeError: the script has given gradients to masters in the block.
+        """
         if not watched.has_run or any(p for _, p in found):
             return
         if any(one.reached.were_reached for one in self._optimizers):
             return
+        for one in self._optimizers:
+            if not one.gradients.are_pending:
+                reached_masters.refuse_given(one.pairs())
         were_cleared = any(one.zeroing.was_cleared for one in self._optimizers)
         if not were_cleared and any(param.requires_grad for param in self._params()):
             warn_once(

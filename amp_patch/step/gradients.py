@@ -39,6 +39,7 @@ from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
+from .reached_masters import tell_of_zeros
 from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients
 from .shown_gradients import show
@@ -396,7 +397,9 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
         ]
         given = pairs.select(rows)
-        if given.model and have_none(given.master):
+        if given.model and not have_none(given.master):
+            tell_of_zeros(given.master)
+        elif given.model:
             self.receive(given, 1.0, is_checked=False)
             self.finish()
 

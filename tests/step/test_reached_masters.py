@@ -85,3 +85,28 @@ def test_masters_go_with_amp(amp: ModuleType) -> None:
     amp.deactivate()
     gc.collect()
     assert master() is None
+
+
+def test_gradients_that_a_script_gives_to_masters_in_a_block_are_refused(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp)
+    before = [param.detach().clone() for param in stepped(optimizer)]
+    block = amp.scale_loss(model(X).sum(), optimizer)
+    found = torch.autograd.grad(block.__enter__(), list(model.parameters()))
+    for param, grad in zip(stepped(optimizer), found, strict=True):
+        param.grad = grad.float()
+    with pytest.raises(RuntimeError, match=r"got 2 that a script has given to fp32 masters in it"):
+        block.__exit__(None, None, None)
+    optimizer.step()
+    assert all(map(torch.equal, stepped(optimizer), before))
+
+
+def test_masters_whose_gradients_a_script_took_for_zeros_are_told_of(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, opt_level="O5", loss_scale=1.0)
+    model(X).sum().backward()
+    for param in stepped(optimizer):
+        param.grad = torch.zeros_like(param)
+    with pytest.warns(
+        UserWarning, match="a script has set to 0, by which the step changes"
+    ) as told:
+        optimizer.step()
+    assert [one.filename for one in told] == [__file__]
