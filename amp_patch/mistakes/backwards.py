@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
+from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.scalar_backward import short_for_scalars
 from amp_patch.warn_once import warn_once
 
@@ -54,6 +55,7 @@ class Backwards:
 
     Args:
         delayed: returns the parameters whose gradients wait, scaled, for the next block.
+        running: the steps of optimizers that run.
 
     Attributes:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
@@ -61,8 +63,10 @@ class Backwards:
         plain: how many backwards were of no scaled loss, in any thread, since the first block.
     """
 
-    def __init__(self, delayed: Callable[[], Iterable[Tensor]]) -> None:
-        self._delayed = delayed
+    def __init__(
+        self, delayed: Callable[[], Iterable[Tensor]], running: Sequence[OptimizerStep] = ()
+    ) -> None:
+        self._delayed, self._running = delayed, running
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = 0
@@ -87,7 +91,7 @@ class Backwards:
         return {"torch.autograd.backward": self._looking}
 
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        blocks, run = self._blocks, short_for_scalars(original)
+        blocks, running, run = self._blocks, self._running, short_for_scalars(original)
 
         @never_trace
         @functools.wraps(original)
@@ -96,7 +100,12 @@ class Backwards:
             if blocks and torch._C._current_graph_task_id() == -1:
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
                 self._look(tensors, kwargs.get("inputs"), creates_graph)
-            return run(tensors, *args, **kwargs)
+            if not running:
+                return run(tensors, *args, **kwargs)
+            result = run(tensors, *args, **kwargs)
+            for step in [*running]:
+                step.receive_in_step()
+            return result
 
         return backward
 

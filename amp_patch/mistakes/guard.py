@@ -71,7 +71,7 @@ class Guard:
         make_pass: MakePass,
     ) -> None:
         self._models, self._optimizers, self._store = models, optimizers, store
-        self.backwards = Backwards(optimizers.scaled_params)
+        self.backwards = Backwards(optimizers.scaled_params, optimizers.running)
         self.unprepared = UnpreparedParams(lambda: self.backwards.plain)
         self._served = ServedScalers(
             optimizers, scaler, make_scaling, make_pass, self.unprepared.forget

@@ -50,6 +50,7 @@ class OptimizerStep:
         ranks: that step together; None: they follow from the parameters.
         steps_halves: step half parameters that have no masters; else these are refused when they
             are to be trained.
+        running: gets the steps that run without a closure, for as long as they do.
 
     Attributes:
         scalers: as given.
@@ -74,8 +75,10 @@ class OptimizerStep:
         fused: bool = False,
         ranks: StepRanks | None = None,
         steps_halves: bool = True,
+        running: list[OptimizerStep] | None = None,
     ) -> None:
         self._observers = observers
+        self._running = [] if running is None else running
         self._optimizer = weakref.ref(optimizer)
         self.methods = ReplacedMethods()
         self._undo: list[Callable[[], object]] = []
@@ -99,6 +102,7 @@ class OptimizerStep:
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
+        self._thread: int | None = None
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -199,7 +203,17 @@ class OptimizerStep:
             return self._skip()
         if self.masters is not None:
             self._reconcile(self.masters)
-        return self._run(self.skip.flag, original, *args, **kwargs)
+        self._thread = threading.get_ident()
+        self._running.append(self)
+        try:
+            return self._run(self.skip.flag, original, *args, **kwargs)
+        finally:
+            self._running.remove(self)
+
+    def receive_in_step(self) -> None:
+        """A backward in the step itself, and in no closure, has ended, as GSAM makes two."""
+        if self.masters is not None and self._thread == threading.get_ident():
+            self.backward.receive_unscaled()
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that the initialized one wraps, in the place of its own step or in it.

@@ -41,6 +41,7 @@ class PreparedOptimizers:
 
     Attributes:
         steps: what was set up for each optimizer, held weakly.
+        running: those of them that are stepping, without a closure.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class PreparedOptimizers:
         self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
         )
+        self.running: list[OptimizerStep] = []
         # Each forward asks for them: a list is read in a quarter of the time of a weak dict.
         self._masters: list[weakref.ref[MasterWeights]] = []
 
@@ -93,6 +95,7 @@ class PreparedOptimizers:
                 fused_step and _has_dense_parts(optimizer),
                 together,
                 not level.casts_functions or _trains_halves(optimizer),
+                self.running,
             )
             is_scaled = scale_rule.dynamic or scale_rule.init_scale != 1.0
             if is_scaled:

@@ -46,6 +46,28 @@ class SharpnessAware(Optimizer):
         self.zero_grad()
 
 
+class OwnBackwards(SGD):
+    """Makes the backwards in its own step, as GSAM does: one where it is, one a little further."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.evaluate()
+        moves = [(param, 0.1 * param.grad) for param in self.param_groups[0]["params"]]
+        for param, move in moves:
+            param.add_(move)
+        self.evaluate()
+        for param, move in moves:
+            param.sub_(move)
+        super().step(closure)
+
+    def evaluate(self) -> None:
+        self.zero_grad()
+        with torch.enable_grad():
+            self.loss().backward()
+
+    loss: Callable[[], Tensor]
+
+
 class Lookahead(Optimizer):
     """Steps another optimizer in its own step; here it follows each step at once."""
 
@@ -279,3 +301,20 @@ def test_the_state_of_the_wrapped_optimizer_is_kept(amp: ModuleType, level: str)
         assert [int(state[param]["step"]) for param in params] == [made] * 4
         assert len(state) == 4
         assert all(state[param]["sum"].dtype is param.dtype for param in params)
+
+
+@LEVELS
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+def test_a_step_makes_its_own_backwards(amp: ModuleType, level: str) -> None:
+    trained = []
+    for initialize in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = OwnBackwards(model.parameters(), lr=0.5)
+        if initialize:
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        optimizer.loss = lambda model=model: model(torch.ones(4, 3)).float().square().mean()
+        for _ in range(3):
+            optimizer.step()
+        trained.append(model.state_dict())
+    torch.testing.assert_close(*trained, rtol=0.02, atol=0.01)
