@@ -127,7 +127,7 @@ class Backwards:
         if not (nodes or delayed):
             return
         graph = _Graph(tensors, nodes)
-        reached = graph.leaves(inputs)
+        reached = graph.written(inputs)
         for block in blocks:
             if block.params is not None and not reached.isdisjoint(map(id, block.params())):
                 refuse_another_backward()
@@ -190,9 +190,9 @@ def _refuse_curved(nodes: Iterable[Any]) -> None:
         )
 
 
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that the backward of a loss writes to."""
-    yield from _Graph(loss, ()).leaves(None)
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves that the backward of a loss writes to."""
+    return _Graph(loss, ()).leaves()
 
 
 class _Graph:
@@ -219,9 +219,13 @@ class _Graph:
                 self._callers.setdefault(following, []).append(node)
                 nodes.append(following)
 
-    def leaves(self, inputs: Any) -> set[int]:
+    def leaves(self) -> list[Tensor]:
+        """Return the leaves that it comes to."""
+        return [node.variable for node in self._nodes if hasattr(node, "variable")]
+
+    def written(self, inputs: Any) -> set[int]:
         """Return the ids of the leaves that are written to: all, or those of ``inputs``."""
-        leaves = {id(node.variable) for node in self._nodes if hasattr(node, "variable")}
+        leaves = set(map(id, self.leaves()))
         if inputs is None:
             return leaves
         return leaves & {id(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)}
