@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -32,7 +31,6 @@ from amp_patch.weights.lazy_gradients import (
     look_up,
     store_grads,
     stored_grad,
-    stored_grads,
 )
 
 from .earlier_gradients import EarlierGradients
@@ -43,7 +41,8 @@ from .reached_masters import tell_of_zeros
 from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients
 from .shown_gradients import show
-from .used_gradients import Reference, UsedGradients
+from .used_gradients import UsedGradients
+from .usual_pass import UsualPass
 
 
 class Gradients:
@@ -67,13 +66,14 @@ class Gradients:
         self._lazy = lazy
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
-        self._received = ReceivedGradients()
+        self._received = ReceivedGradients(lazy)
         # of the last pass, until `show` and `finish`
         self._written: ParamPairs | None = None
         self._halves: list[Tensor] = []
         self._unscaled: list[Tensor] = []
         self._has_added = False
         self._used = UsedGradients()
+        self._usual = UsualPass(lazy, self._aside, self._received, self._used)
         self._buffers = GradientBuffers(ParamPairs([], []))
         self._has_warned = False
         self.elsewhere: list[Tensor] = []
@@ -255,13 +255,9 @@ class Gradients:
     ) -> tuple[GradCheck, Params]:
         """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
 
-        In most steps each parameter has a dense gradient, and nothing was there before but what an
-        earlier pass has received in the same way. Then this makes a third of the calls of those
-        three.
+        Most often it is a `UsualPass`.
         """
-        check = None
-        if self._buffers.are_taken_at_once:
-            check = self._take(pairs, scale, is_checked)
+        check = self._usual.take(self._buffers, pairs, scale, is_checked)
         if check is None:
             found = self.receive(pairs, scale, is_checked)
             self.show(scale)
@@ -269,71 +265,6 @@ class Gradients:
             return found
         self.scaled.forget()
         return check, self._buffers.params
-
-    def _take(self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool) -> GradCheck | None:
-        """Take in a gradient of each parameter; None, with nothing done, if only `receive` can."""
-        buffers = self._buffers
-        grads = look_up(_GRAD, pairs.model)
-        if not (all(map(operator.is_not, grads, repeat(None))) and buffers.fits(pairs)):
-            return None
-        is_first = not (self._aside or self._received)
-        if buffers.is_in_place:
-            take = buffers.unscale if is_first else self._take_in_place
-            return take(grads, scale, is_checked)
-        if any(map(_IS_SPARSE, grads)):
-            return None
-        take = self._take_first if is_first else self._take_more
-        check = take(grads, scale, is_checked)
-        if check is not None:
-            self._note(pairs.model, grads, grads)
-        return check
-
-    def _take_in_place(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool
-    ) -> GradCheck | None:
-        """Add to what all parameters, which are stepped themselves, had before the pass."""
-        earlier = self._aside.grads
-        may_overflow = torch.float16 in map(_DTYPE, earlier)
-        if may_overflow or any(map(_IS_SPARSE, chain(earlier, grads))):
-            return None
-        if not same(self._aside.params, self._buffers.params):
-            return None
-        check = self._buffers.unscale(grads, scale, is_checked)
-        kernels.accumulate(earlier, grads)
-        store_grads(self._aside.params, earlier)
-        self._aside.clear()
-        return check
-
-    def _take_first(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool
-    ) -> GradCheck | None:
-        buffers, lazy = self._buffers, self._lazy
-        if (lazy is not None and lazy.are_waiting) or not have_none(buffers.masters):
-            return None
-        check = buffers.take(grads, scale, is_checked, shows=lazy is None)
-        if check is None:
-            return None
-        if lazy is None:
-            store_grads(buffers.masters, check.grads)
-        else:
-            lazy.hold(buffers.masters, Made(check.grads))
-        self._used.begin(grads)
-        return check
-
-    def _take_more(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool
-    ) -> GradCheck | None:
-        """Add to what an earlier pass has given to all masters."""
-        buffers, lazy = self._buffers, self._lazy
-        if lazy is not None:
-            lazy.materialize()
-        if not (self._received and buffers.are_targets(stored_grads(buffers.masters))):
-            return None
-        check = buffers.take_more(grads, scale, is_checked, shows=lazy is None)
-        if check is not None:
-            self._aside.clear()  # each parameter has another one
-            self._used.add(grads)
-        return check
 
     def show(self, scale: float | Tensor) -> None:
         """Let half gradients hold what their masters have received.
@@ -361,27 +292,15 @@ class Gradients:
                 self._used.add(map(weakref.ref, replaced))
             params = self._received.take_out()
             grads = list(map(_GRAD, params))
-            self._note(params, grads, list(map(weakref.ref, grads)))
+            self._received.note(params, grads, list(map(weakref.ref, grads)))
 
     def finish(self) -> None:
         """End a pass: half gradients are as the script gets them, and those set aside are back."""
         written, self._written = self._written, None
         halves, self._halves = self._halves, []
         if written is not None:
-            self._note(written.model, halves, self._buffers.references(halves))
+            self._received.note(written.model, halves, self._buffers.references(halves))
         self._aside.give_back()
-
-    def _note(
-        self, params: list[Tensor], grads: list[Tensor], references: Sequence[Reference]
-    ) -> None:
-        """Note the gradients of these parameters, to tell what is written to them later."""
-        source = None if self._lazy is None else self._lazy.source
-        if isinstance(source, HalfGradients) and same(source.grads, grads):
-            versions = source.versions  # it has asked these very gradients
-        else:
-            versions = list(map(_VERSION, grads))
-        is_unscaled_later = self._lazy is not None and not isinstance(source, LargeInHalf)
-        self._received.note(params, versions, references, are_read=not is_unscaled_later)
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
@@ -499,7 +418,5 @@ def _has_grad(param: Tensor) -> bool:
     return stored_grad(param) is not None
 
 
-_DTYPE = operator.attrgetter("dtype")
 _GRAD = operator.attrgetter("grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
-_VERSION = operator.attrgetter("_version")

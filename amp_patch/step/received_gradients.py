@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.weights.lazy_gradients import look_up, stored_grad
+from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
+from amp_patch.weights.lazy_gradients import LazyGradients, look_up, stored_grad
 
 from .param_pairs import ParamPairs, same
 from .shown_gradients import WatchedBits
@@ -43,9 +44,13 @@ class ReceivedGradients:
 
     A gradient is told from others by its version and by a reference, for a new tensor may have the
     version of the one that it takes the place of. In the first passes its bits are watched as well.
+
+    Args:
+        lazy: what keeps the masters' gradients until they are read; None: they are stored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lazy: LazyGradients | None = None) -> None:
+        self._lazy = lazy
         self._passes: list[tuple[list[Tensor], list[int], Sequence[Reference]]] = []
         self._watched = WatchedBits()
 
@@ -53,22 +58,24 @@ class ReceivedGradients:
         return bool(self._passes)
 
     def note(
-        self,
-        params: list[Tensor],
-        versions: list[int],
-        references: Sequence[Reference],
-        are_read: bool,
+        self, params: list[Tensor], grads: list[Tensor], references: Sequence[Reference]
     ) -> None:
         """Note what one pass has given, the last one of these parameters, in their order.
 
         Args:
             params: half parameters.
-            versions: of their gradients.
+            grads: theirs.
             references: to these.
-            are_read: False where the step will read the half gradients, and refuses changed ones.
         """
+        source = None if self._lazy is None else self._lazy.source
+        if isinstance(source, HalfGradients) and same(source.grads, grads):
+            versions = source.versions  # it has asked these very gradients
+        else:
+            versions = list(map(_VERSION, grads))
         self._passes = [row for row in self._passes if not same(row[0], params)]
         self._passes.append((params, versions, references))
+        # A step that unscales half gradients later refuses changed ones itself.
+        are_read = self._lazy is None or isinstance(source, LargeInHalf)
         if are_read and self._watched.passes_left:
             self._watched.note(params)
 

@@ -26,7 +26,7 @@ def noted(params: list[Tensor], weakly: bool = False) -> ReceivedGradients:
     for part in (params[:1], params[1:]):
         grads = [param.grad for param in part if param.grad is not None]
         references = list(map(weakref.ref, grads)) if weakly else grads
-        received.note(part, [grad._version for grad in grads], references, are_read=True)
+        received.note(part, grads, references)
     return received
 
 

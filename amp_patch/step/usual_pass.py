@@ -1,0 +1,136 @@
+"""What the usual backward wrote, taken in by a few calls of torch.
+
+In most steps each parameter has a dense gradient, and nothing was there before but what an earlier
+pass has received in the same way. `Gradients.receive` does the same for every other pass, by three
+times as many calls.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.kernels import GradCheck
+from amp_patch.weights.lazy_gradients import (
+    LazyGradients,
+    Made,
+    have_none,
+    look_up,
+    store_grads,
+    stored_grads,
+)
+
+from .earlier_gradients import EarlierGradients
+from .gradient_buffers import GradientBuffers
+from .param_pairs import ParamPairs, same
+from .received_gradients import ReceivedGradients
+from .used_gradients import UsedGradients
+
+
+class UsualPass:
+    """Unscales, checks and stores the gradients of one optimizer, where its passes are usual.
+
+    Args:
+        lazy: see `Gradients`, as of all of these.
+        earlier: gradients that were there before the pass.
+        received: what masters have received since the last step.
+        used: half gradients that the step is to use.
+    """
+
+    def __init__(
+        self,
+        lazy: LazyGradients | None,
+        earlier: EarlierGradients,
+        received: ReceivedGradients,
+        used: UsedGradients,
+    ) -> None:
+        self._lazy, self._earlier = lazy, earlier
+        self._received, self._used = received, used
+
+    def take(
+        self, buffers: GradientBuffers, pairs: ParamPairs, scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Take in a gradient of each parameter.
+
+        Args:
+            buffers: of the last pass.
+            pairs, scale, is_checked: see `Gradients.receive`.
+
+        Returns:
+            What was found; None, with nothing done, where the pass is another.
+        """
+        if not buffers.are_taken_at_once:
+            return None
+        grads: list[Any] = look_up(_GRAD, pairs.model)
+        if not (all(map(operator.is_not, grads, repeat(None))) and buffers.fits(pairs)):
+            return None
+        is_first = not (self._earlier or self._received)
+        if buffers.is_in_place:
+            if is_first:
+                return buffers.unscale(grads, scale, is_checked)
+            return self._add_in_place(buffers, grads, scale, is_checked)
+        if any(map(_IS_SPARSE, grads)):
+            return None
+        give = self._give if is_first else self._give_more
+        check = give(buffers, grads, scale, is_checked)
+        if check is not None:
+            self._received.note(pairs.model, grads, grads)
+        return check
+
+    def _add_in_place(
+        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Add to what all parameters, which are stepped themselves, had before the pass."""
+        params, earlier = self._earlier.params, self._earlier.grads
+        may_overflow = torch.float16 in map(_DTYPE, earlier)
+        if may_overflow or any(map(_IS_SPARSE, chain(earlier, grads))):
+            return None
+        if not same(params, buffers.params):
+            return None
+        check = buffers.unscale(grads, scale, is_checked)
+        kernels.accumulate(earlier, grads)
+        store_grads(params, earlier)
+        self._earlier.clear()
+        return check
+
+    def _give(
+        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Give masters, which have none, their gradients."""
+        lazy = self._lazy
+        if (lazy is not None and lazy.are_waiting) or not have_none(buffers.masters):
+            return None
+        check = buffers.take(grads, scale, is_checked, shows=lazy is None)
+        if check is None:
+            return None
+        if lazy is None:
+            store_grads(buffers.masters, check.grads)
+        else:
+            lazy.hold(buffers.masters, Made(check.grads))
+        self._used.begin(grads)
+        return check
+
+    def _give_more(
+        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck | None:
+        """Add to what an earlier pass has given to all masters."""
+        lazy = self._lazy
+        if lazy is not None:
+            lazy.materialize()
+        if not (self._received and buffers.are_targets(stored_grads(buffers.masters))):
+            return None
+        check = buffers.take_more(grads, scale, is_checked, shows=lazy is None)
+        if check is not None:
+            self._earlier.clear()  # each parameter has another one
+            self._used.add(grads)
+        return check
+
+
+_DTYPE = operator.attrgetter("dtype")
+_GRAD = operator.attrgetter("grad")
+_IS_SPARSE = operator.attrgetter("is_sparse")
