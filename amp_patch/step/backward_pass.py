@@ -197,8 +197,7 @@ class BackwardPass:
         return found
 
     def _take_in(self, is_on: bool) -> list[Found]:
-        if all(pairs is one.pairs() for one, pairs in chain(self._open, self._received)):
-            # no optimizer shares a parameter or a master with another
+        if len(self._received) == 1 or self._share_nothing():
             return [one.receive_alone(pairs, self._scale, is_on) for one, pairs in self._received]
         # two optimizers may receive the same half gradients
         found: list[Found] = [
@@ -209,6 +208,10 @@ class BackwardPass:
         for one, _ in self._received:
             one.gradients.finish()
         return found
+
+    def _share_nothing(self) -> bool:
+        """Return whether no optimizer has a parameter or a master of another."""
+        return all(pairs is one.pairs() for one, pairs in chain(self._open, self._received))
 
     def _skips(self) -> list[Skip]:
         return list(map(_SKIP, self._optimizers))
