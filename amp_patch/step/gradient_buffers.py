@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ class GradientBuffers:
         self._large = [row for row in rows if not self._have_buffer[row]]
         # Where the gradients of later passes go first; None until there is one.
         self._more: GradientBuffers | None = None
+        self._shares: list[Share] | None = None
 
     def fits(self, pairs: ParamPairs) -> bool:
         """Return whether this was made for the same tensors, and they are where they were."""
@@ -131,6 +132,19 @@ class GradientBuffers:
         found = torch_kernels.find_nonfinite(large) if is_checked else []
         all_grads = [next(unscaled) if r else g for r, g in zip(is_rest, grads, strict=True)]
         return GradCheck(all_grads, [*check.found_inf, *found])
+
+    def shares(self) -> list[Share]:
+        """Return all parameters in shares, some consecutive ones each.
+
+        What is unscaled only to be added to something takes the memory of one share at a time.
+        """
+        if self._shares is None:
+            self._shares = []
+            sizes = [param.numel() for param in self.params]
+            for rows in _in_shares(sizes, max(_LEAST_SHARE, sum(sizes) // _SHARES)):
+                pairs = ParamPairs(*(chosen(column, rows) for column in self._pairs))
+                self._shares.append(Share(rows, pairs, GradientBuffers(pairs)))
+        return self._shares
 
     def of_masters(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries of a column that belong to masters."""
@@ -284,6 +298,37 @@ class GradientBuffers:
             buffer if buffer is not None else grad if param is master else _new_target(grad, master)
             for grad, param, master, buffer in zip(grads, *self._parts, buffers, strict=False)
         ]
+
+
+class Share(NamedTuple):
+    """Some parameters of one optimizer.
+
+    Attributes:
+        rows: their places among all.
+        pairs: they, and what is stepped for them.
+        buffers: unscale their gradients.
+    """
+
+    rows: list[int]
+    pairs: ParamPairs
+    buffers: GradientBuffers
+
+
+def _in_shares(sizes: Sequence[int], at_once: int) -> list[list[int]]:
+    """Return consecutive rows together, as many as have at most so many elements; one at least."""
+    shares: list[list[int]] = [[]]
+    filled = 0
+    for row, size in enumerate(sizes):
+        if shares[-1] and filled + size > at_once:
+            shares.append([])
+            filled = 0
+        shares[-1].append(row)
+        filled += size
+    return shares
+
+
+#: A share has one of so many parts of all elements, or so many elements where that is more.
+_SHARES, _LEAST_SHARE = 16, 1 << 17
 
 
 def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
+from amp_patch.kernels.dense_rows import chosen
 from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import (
     HalfGradients,
@@ -328,14 +329,7 @@ class Gradients:
         buffers, lazy = self._buffers, self._lazy
         masters = [] if lazy is None else buffers.masters
         if lazy is None or not masters or lazy.are_waiting or not have_none(masters):
-            check = buffers.unscale(grads, scale, is_checked)
-            if self._aside or not buffers.is_in_place:
-                unscaled = buffers.spread(grads, check.grads)
-                if not self._aside and not buffers.are_all_masters:  # others have theirs in place
-                    pairs = ParamPairs(*map(buffers.of_masters, pairs))
-                    unscaled = buffers.of_masters(unscaled)
-                check.found_inf += self._add_earlier(pairs, unscaled)
-            return check
+            return self._unscale_and_add(pairs, grads, scale, is_checked)
         checked = buffers.check(grads, scale)
         late = None if checked is not None else buffers.unscale_small(grads, scale, is_checked)
         check = checked or late or buffers.unscale(grads, scale, is_checked)
@@ -352,6 +346,41 @@ class Gradients:
         if len(masters) < len(grads):
             others = ParamPairs(*map(buffers.in_place, pairs))
             check.found_inf += self._add_earlier(others, buffers.in_place(check.grads))
+        return check
+
+    def _unscale_and_add(
+        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+    ) -> GradCheck:
+        buffers, lazy = self._buffers, self._lazy
+        is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
+        if is_first or buffers.is_spread or len(buffers.shares()) == 1:
+            return self._unscale_share(buffers, pairs, grads, scale, is_checked)
+        # The backward did not fail: earlier half gradients are in the masters', or wait to be.
+        self._aside.drop({id(p) for p, m in zip(*pairs, strict=True) if p is not m})
+        if lazy is not None:
+            lazy.materialize()
+        found_inf: list[Tensor] = []
+        for rows, some, one in buffers.shares():
+            check = self._unscale_share(one, some, chosen(grads, rows), scale, is_checked)
+            found_inf += check.found_inf
+            del check  # it holds what was unscaled
+        return GradCheck(grads, found_inf)
+
+    def _unscale_share(
+        self,
+        buffers: GradientBuffers,
+        pairs: ParamPairs,
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
+    ) -> GradCheck:
+        check = buffers.unscale(grads, scale, is_checked)
+        if self._aside or not buffers.is_in_place:
+            unscaled = buffers.spread(grads, check.grads)
+            if not self._aside and not buffers.are_all_masters:  # others have theirs in place
+                pairs = ParamPairs(*map(buffers.of_masters, pairs))
+                unscaled = buffers.of_masters(unscaled)
+            check.found_inf += self._add_earlier(pairs, unscaled)
         return check
 
     def _add_earlier(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:

@@ -61,7 +61,7 @@ class TestWhichWins:
         assert not values.wins(param)
         versions.end_giving()
         assert not values.wins(param)
-        values.expose(param)
+        versions.give([param._version], [value._version])
         with torch.no_grad():
             param.fill_(2.0)
         value.fill_(3.0)
