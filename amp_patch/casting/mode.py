@@ -137,10 +137,11 @@ class CastMode(threading.local):
 
     def leave_model(self, key: int) -> None:
         """A model's forward ended or raised; without effect if it never began."""
-        if self.models and self.models[-1][0] == key:
-            *before, (_, self.level, self.region_dtype, self.stored) = self.models
-            self.models = tuple(before)
-            self.dtype = OFF if self.off else self.level
+        models = self.models
+        if models and models[-1][0] == key:
+            _, level, self.region_dtype, self.stored = models[-1]
+            self.models, self.level = models[:-1], level
+            self.dtype = OFF if self.off else level
 
     def leave_models_but(self, running: Collection[int]) -> None:
         """The forwards of all models but these are over: an interrupt may have ended one."""
