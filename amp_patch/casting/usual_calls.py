@@ -17,7 +17,7 @@ from torch.nn import Parameter, functional
 
 from .argument_casts import to_dtype
 from .mode import OFF, mode, process
-from .shared_casts import last_cast, new_cast, shared_cast
+from .shared_casts import last_cast, new_cast
 
 Function = Callable[..., Any]
 #: Casts a parameter to a dtype where grad is on and no mode is.
@@ -89,8 +89,10 @@ def layer(
         input = _shared(input, dtype)
         if type(weight) is Parameter:
             weight = cast_weight(weight, dtype)
-        elif weight.dtype is not dtype:  # no parameter: computed by a weight norm, say
-            weight = to_dtype(weight, dtype, None, shared_cast)
+        elif weight.dtype is not dtype:
+            # Computed by a weight norm, say, and so another in each call: not noted as the last
+            # cast, for the next layer may take this input.
+            weight = to_dtype(weight, dtype)
         if type(bias) is Parameter:
             bias = cast_weight(bias, dtype)
         elif bias is not None:

@@ -278,6 +278,11 @@ def casts_under(results: list[Tensor]) -> int:
     return sum("ToCopy" in node.name() for node in found)
 
 
+def test_layers_of_computed_weights_share_the_cast_of_their_input(o1: Any) -> None:
+    x, *weights = (torch.ones(2, 2, requires_grad=True) * 1 for _ in range(4))
+    assert casts_under([F.linear(x, weight) for weight in weights]) == 1 + len(weights)
+
+
 def test_contractions_with_weights_share_the_casts_of_input_and_weight(o1: Any) -> None:
     x, model = torch.ones(3, 4, requires_grad=True) * 1, nn.ParameterList([torch.ones(2, 4, 3)])
     session.cache.add_model(model)
