@@ -188,7 +188,7 @@ def cell(
             return general(input, hx, *weights, **kwargs)
         dtype = fixed or dtype
         casts = [None if weight is None else cast_weight(weight, dtype) for weight in weights]
-        return original(_shared(input, dtype), to_dtype(hx, dtype, cast_weight), *casts)
+        return original(_shared(input, dtype), to_dtype(hx, dtype), *casts)
 
     return wrapper
 

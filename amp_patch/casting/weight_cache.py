@@ -250,8 +250,7 @@ class WeightCache:
 
     def _forget(self, key: int, reference: weakref.ref[nn.Module]) -> None:
         with self._lock:
-            if self._watched.get(key) is reference:
-                del self._watched[key]
+            self._watched.pop(key, None)
             for param_id, owner in list(self._owners.items()):
                 if owner.module is reference:
                     del self._owners[param_id]

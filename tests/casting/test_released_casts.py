@@ -258,6 +258,23 @@ def test_a_frozen_weight_that_was_written_to_is_cast_again(
     assert found().dtype is HALF
 
 
+def test_a_frozen_weight_at_the_address_of_a_dead_one_is_told_apart(
+    cache: WeightCache, model: nn.Linear
+) -> None:
+    values = model.weight.detach().clone()
+    data = values.data  # the same numbers, and a version of its own
+    model.weight = nn.Parameter(data, requires_grad=False)
+    address, cast = id(model.weight), cache.cast(model.weight, HALF)
+    model.weight = None
+    values.mul_(2)
+    others = [nn.Parameter(data, requires_grad=False)]
+    while id(others[-1]) != address and len(others) < 10_000:
+        others.append(nn.Parameter(data, requires_grad=False))
+    model.weight = others[-1]
+    assert id(model.weight) == address
+    assert torch.equal(cache.cast(model.weight, HALF), 2 * cast)
+
+
 def test_a_frozen_cast_that_a_mode_made_something_else_of_is_not_kept(
     cache: WeightCache, model: nn.Linear
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from cache_programs import shared_fixtures
 from hypothesis import given
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from amp_patch.casting import shared_casts
@@ -165,6 +166,13 @@ def test_a_cell_is_that_of_the_casts(
         assert_same(run(call, tensors), expected)
 
 
+def test_a_computed_weight_of_a_cell_is_not_looked_for_in_the_models(o1: Any) -> None:
+    session.cache.add_model(nn.Linear(1, 1))
+    weights = [torch.ones(3, 1, requires_grad=True) * 1 for _ in range(2)]
+    assert torch.gru_cell(torch.ones(1, 1), torch.ones(1, 1), *weights).dtype is HALF
+    assert session.cache._foreign == {}
+
+
 @pytest.mark.parametrize("name", NORMS)
 @shared_fixtures
 @given(
@@ -258,6 +266,29 @@ def test_what_no_rule_casts_stays(o1: Any) -> None:
     assert torch.matmul(whole, whole).dtype is torch.int64
     result = torch.empty(2, 2)
     assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2), out=result) is result
+
+
+#: Usual calls of an activation and a weight, of one of each kind of wrapper that casts weights.
+OF_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "layer": lambda x, weight: F.linear(x, weight),
+    "product": lambda x, weight: x @ weight,
+    "contraction": lambda x, weight: torch.einsum("bi,ij->bj", x, weight),
+    "cell": lambda x, weight: torch.rnn_relu_cell(x, x, weight, weight),
+}
+
+
+@pytest.mark.parametrize("kind", OF_A_WEIGHT)
+def test_a_weight_is_read_as_it_is_now_without_grad_and_in_a_traced_graph(
+    o1: Any, kind: str
+) -> None:
+    model, x = nn.ParameterList([torch.ones(2, 2)]), torch.ones(2, 2)
+    session.cache.add_model(model)
+    assert OF_A_WEIGHT[kind](x, model[0]).any()  # with a cast that is cached
+    graph = make_fx(lambda x: OF_A_WEIGHT[kind](x, model[0]))(x)
+    model[0].data.zero_()  # which no version tells of
+    with torch.no_grad():
+        assert not OF_A_WEIGHT[kind](x, model[0]).any()
+    assert not graph(x).any()
 
 
 def test_products_with_weights_share_the_cast_of_their_input(o1: Any) -> None:

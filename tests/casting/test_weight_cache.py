@@ -566,6 +566,22 @@ def test_only_weights_of_known_models_are_kept(cache: WeightCache, model: nn.Lin
     assert len(cache) == 2
 
 
+def test_a_weight_that_came_from_a_model_that_is_gone_is_refreshed(
+    cache: WeightCache, device: torch.device
+) -> None:
+    old, new, another = (nn.Linear(3, 2, device=device) for _ in range(3))
+    weight = old.weight
+    cache.add_model(old)
+    cache.cast(weight, HALF)
+    old.weight, new.weight = None, weight
+    cache.observe(new)
+    del old
+    cache.observe(another)  # dead models are forgotten when one comes
+    weight.data.neg_()
+    cache.mark_stale()
+    assert torch.equal(cache.cast(weight, HALF), weight.to(HALF))
+
+
 def test_a_model_at_the_address_of_a_dead_one_is_told_apart(
     cache: WeightCache, device: torch.device
 ) -> None:
