@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 
@@ -20,8 +20,33 @@ from .mode import OFF, mode, process
 from .shared_casts import last_cast, new_cast
 
 Function = Callable[..., Any]
-#: Casts a parameter to a dtype where grad is on and no mode is.
+#: Casts a parameter to a dtype.
 CastWeight = Callable[[Parameter, torch.dtype], Tensor]
+
+
+class UsualCasts(NamedTuple):
+    """What casts the arguments of a usual call to a dtype.
+
+    Attributes:
+        weight: gets a parameter.
+        activation: gets a plain tensor.
+    """
+
+    weight: CastWeight
+    activation: Callable[[Tensor, torch.dtype], Tensor]
+
+
+class ByGrad(NamedTuple):
+    """The casts of usual calls, by whether grad is on.
+
+    Attributes:
+        on: where grad is on, and casts are used again.
+        off: where it is off, by what a tensor is now.
+    """
+
+    on: UsualCasts
+    off: UsualCasts
+
 
 #: Functions that take an activation, a weight and perhaps a bias, then what is no tensor.
 LAYERS = frozenset(
@@ -69,7 +94,7 @@ _CELL_WEIGHTS = frozenset({Parameter, type(None)})
 
 
 def layer(
-    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `LAYERS`, which is to cast to ``fixed``, or to the level's dtype."""
 
@@ -82,11 +107,12 @@ def layer(
             or type(input) is not Tensor
             or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
             or type(weight) not in _WEIGHTS
-            or _may_differ()
+            or (casts := _casts(by_grad)) is None
         ):
             return general(input, weight, bias, *args, **kwargs)
         dtype = fixed or dtype
-        input = _shared(input, dtype)
+        cast_weight, cast = casts
+        input = cast(input, dtype)
         if type(weight) is Parameter:
             weight = cast_weight(weight, dtype)
         elif weight.dtype is not dtype:
@@ -103,7 +129,7 @@ def layer(
 
 
 def product(
-    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `PRODUCTS`, which is to cast to ``fixed``, or to the level's dtype.
 
@@ -129,8 +155,8 @@ def product(
         if level is OFF or (left.dtype is dtype and right.dtype is dtype):
             return original(left, right)
         has_weight = type(right) is Parameter
-        if has_weight and not _may_differ():
-            return original(_shared(left, dtype), cast_weight(right, dtype))
+        if has_weight and (casts := _casts(by_grad)) is not None:
+            return original(casts.activation(left, dtype), casts.weight(right, dtype))
         if has_weight or below_autograd(AUTOGRAD):  # as it is in inference mode
             return general(left, right)
         return original(to_dtype(left, dtype), to_dtype(right, dtype))
@@ -139,7 +165,7 @@ def product(
 
 
 def contraction(
-    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `CONTRACTIONS`, which is to cast to ``fixed``, or to the level's dtype.
 
@@ -156,21 +182,23 @@ def contraction(
             or dtype is OFF
             or is_dynamo_compiling()
             or not kinds <= _WEIGHTS
-            or _may_differ()
+            or (casts := _casts(by_grad)) is None
         ):
             return general(equation, *operands, **kwargs)
         dtype = fixed or dtype
-        cast = _shared if Parameter in kinds else to_dtype
-        casts = [
+        cast_weight, cast = casts
+        if Parameter not in kinds:
+            cast = to_dtype
+        halves = [
             cast_weight(x, dtype) if type(x) is Parameter else cast(x, dtype) for x in operands
         ]
-        return original(equation, *casts)
+        return original(equation, *halves)
 
     return wrapper
 
 
 def cell(
-    cast_weight: CastWeight, fixed: torch.dtype | None, original: Function, general: Function
+    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `CELLS`, which is to cast to ``fixed``, or to the level's dtype."""
 
@@ -183,12 +211,13 @@ def cell(
             or type(input) is not Tensor
             or is_dynamo_compiling()
             or not _CELL_WEIGHTS.issuperset(map(type, weights))
-            or _may_differ()
+            or (casts := _casts(by_grad)) is None
         ):
             return general(input, hx, *weights, **kwargs)
         dtype = fixed or dtype
-        casts = [None if weight is None else cast_weight(weight, dtype) for weight in weights]
-        return original(_shared(input, dtype), to_dtype(hx, dtype), *casts)
+        cast_weight, cast = casts
+        halves = [None if weight is None else cast_weight(weight, dtype) for weight in weights]
+        return original(cast(input, dtype), to_dtype(hx, dtype), *halves)
 
     return wrapper
 
@@ -212,14 +241,26 @@ def norm(original: Function, general: Function) -> Function:
     return wrapper
 
 
-def _may_differ() -> bool:
-    """Tell whether casts that were made before may not be used, or none may be made, just now."""
-    return bool(
-        not is_grad_enabled()
-        or _count_dispatch_modes()
-        or below_autograd(AUTOGRAD)
-        or _is_tracing()
-    )
+def casts_of(kept: CastWeight, now: CastWeight) -> ByGrad:
+    """Return the casts of usual calls.
+
+    Args:
+        kept: casts a weight where grad is on, and may return an earlier cast.
+        now: casts it as it is now.
+    """
+    return ByGrad(on=UsualCasts(kept, _shared), off=UsualCasts(now, to_dtype))
+
+
+def _casts(by_grad: ByGrad) -> UsualCasts | None:
+    """Return what casts just now; None where `general` has to tell."""
+    if _count_dispatch_modes() or _is_tracing():
+        return None
+    is_below = below_autograd(AUTOGRAD)
+    if is_grad_enabled():
+        return None if is_below else by_grad.on
+    # In inference mode all is below autograd. A checkpoint's first run casts as the second will.
+    is_plain = not mode.in_checkpoint and (not is_below or is_inference_mode_enabled())
+    return by_grad.off if is_plain else None
 
 
 def _shared(input: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .argument_casts import is_on_cast_device
 from .cached_casts import Bulk, Entry, Group, Owner, is_large
 from .mode import FLOATS, mode
-from .shared_casts import is_recorded
+from .shared_casts import CAST, is_recorded
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -138,6 +138,13 @@ class WeightCache:
             # What an outdated cast holds must go before the next is made (see _drop).
             del cast, entry
         return self._find_or_cast(param, dtype)
+
+    def cast_now(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """As `cast`, for a caller who has seen that grad is off, and no mode is on."""
+        if not _castable(param, dtype):
+            return param
+        self._drop_if_moved(param)
+        return CAST[dtype](param)
 
     def _find_or_cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         if not _castable(param, dtype):

@@ -38,6 +38,7 @@ from .usual_calls import (
     NORMS,
     PRODUCTS,
     below_autograd,
+    casts_of,
     cell,
     contraction,
     layer,
@@ -117,7 +118,8 @@ class Casts:
         usual = next((make for functions, make in _USUAL if original in functions), None)
         if usual is None or not _is_torchs(original):
             return wrapper
-        return usual(self._cache.cast_plainly, fixed, original, wrapper)
+        casts = casts_of(self._cache.cast_plainly, self._cache.cast_now)
+        return usual(casts, fixed, original, wrapper)
 
     def _half_out(self, original: Function) -> Function:
         """Wrap a function that computes in fp32, and of which the result is cast to half.

@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.utils.checkpoint
 from cache_programs import shared_fixtures
 from hypothesis import given
 from torch import Tensor, nn
@@ -250,6 +251,63 @@ def test_an_operators_own_code_is_left_alone(o1: Any, kind: Any) -> None:
 def test_products_without_grad_are_cast_too(o1: Any, block: Any, kind: Any) -> None:
     with block():
         assert torch.mm(torch.ones(2, 2), kind(torch.ones(2, 2))).dtype is HALF
+
+
+WITHOUT_GRAD: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "layer": lambda x, w: F.linear(x, w),
+    "product": lambda x, w: x @ w,
+    "contraction": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+    "cell": lambda x, w: torch.rnn_tanh_cell(x, x, w, w),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRAD)
+@pytest.mark.parametrize("block", [torch.inference_mode, torch.no_grad])
+def test_without_grad_a_weight_is_cast_as_it_is_now(o1: Any, block: Any, name: str) -> None:
+    call, model = WITHOUT_GRAD[name], nn.ParameterList([torch.randn(4, 4)])
+    session.cache.add_model(model)
+    x, weight = torch.randn(4, 4), model[0]
+
+    def check() -> None:
+        with o1.disable_casts():
+            expected = call(x.half(), weight.half())
+        with block():
+            found = call(x, weight)
+        assert (found.requires_grad, found.dtype) == (False, HALF)
+        assert torch.equal(found, expected)
+
+    check()
+    call(x, weight).sum().backward()  # whose cast is kept
+    check()
+    weight.data.mul_(2)  # moves no version
+    check()
+    weight.data = torch.randn(4, 4)
+    check()
+    trained = call(x, weight)  # no cast of the block above is in its graph
+    (grad,) = torch.autograd.grad(trained.sum(), [weight])
+    assert grad.dtype is torch.float32
+
+
+def test_a_weight_that_was_elsewhere_without_grad_is_cast_anew(o1: Any) -> None:
+    model, x = nn.ParameterList([torch.ones(4, 4)]), torch.ones(1, 4)
+    session.cache.add_model(model)
+    weight, memory = model[0], model[0].data
+    F.linear(x, weight)  # whose cast is kept
+    weight.data = torch.zeros(4, 4)  # an average, say
+    with torch.no_grad():
+        assert F.linear(x, weight).tolist() == [[0.0] * 4]
+    memory.fill_(2)
+    weight.data = memory
+    assert F.linear(x, weight).tolist() == [[8.0] * 4]
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRAD)
+def test_a_checkpoint_casts_its_weights_once(o1: Any, name: str) -> None:
+    call, model = WITHOUT_GRAD[name], nn.ParameterList([torch.randn(4, 4)])
+    session.cache.add_model(model)
+    x = torch.randn(4, 4, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(call, x, model[0], use_reentrant=True)
+    assert len(session.cache.casts()) == 1
 
 
 @pytest.mark.parametrize("place", [0, 1])
