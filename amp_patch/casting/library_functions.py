@@ -99,9 +99,10 @@ class LibraryFunctions:
         """
         self._models.update(models)
         users = _modules_of(models)
-        self._held.reach(models, users.values())
+        # First, for what is imported by name is put back by the patches alone.
         for module, name, wrapper in bindings(self._of_torch, (), users):
             self._patches.replace(module, name, wrapper)
+        self._held.reach(models, users.values())
 
     def undo(self) -> None:
         """Restore every function, also where a model or module took it since; the rules stay."""

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fft import rfft  # a builtin
 from torch.nn import functional as F
 from torch.nn.functional import huber_loss
 
@@ -594,6 +595,15 @@ def test_losses_that_a_model_in_half_holds_or_its_module_imported_are_float32(
     assert model(torch.randn(4, 4)) == {F32}
     amp.deactivate()
     assert [*model.held(), model.criterion.func] == originals
+
+
+def test_a_builtin_that_the_module_of_a_model_imported_by_name_is_put_back(amp: ModuleType) -> None:
+    original = rfft
+    model = HoldsLosses()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    assert rfft is torch.fft.rfft is not original
+    amp.deactivate()
+    assert rfft is original
 
 
 class Spectral(nn.Module):
