@@ -195,6 +195,10 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return _Graph(loss, ()).leaves()
 
 
+#: The name of a node that writes the gradient of a leaf.
+_OF_LEAF = "torch::autograd::AccumulateGrad"
+
+
 class _Graph:
     """What a backward comes to, on ways that do not lead through some nodes.
 
@@ -221,7 +225,8 @@ class _Graph:
 
     def leaves(self) -> list[Tensor]:
         """Return the leaves that it comes to."""
-        return [node.variable for node in self._nodes if hasattr(node, "variable")]
+        # by its name, for a node of the user's own function may have any attribute
+        return [node.variable for node in self._nodes if node.name() == _OF_LEAF]
 
     def written(self, inputs: Any) -> set[int]:
         """Return the ids of the leaves that are written to: all, or those of ``inputs``."""

@@ -8,6 +8,7 @@ import re
 import threading
 import warnings
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,26 @@ def test_an_optimizer_of_another_model_is_refused_at_its_first_step(
     with pytest.raises(RuntimeError, match=NEVER_GOT):
         other.step()
     assert_equal(weights(head), before)
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps something by the name that nodes of leaves have their leaf by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.variable = "x"
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_a_loss_may_come_through_any_function_of_the_users_own(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O1")
+    with amp.scale_loss(Doubled.apply(model(next(batches()))).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.parametrize("level", SCALED)
