@@ -167,10 +167,11 @@ class BackwardPasses:
         every = list(self._optimizers.steps.values())
         for wrapper in self._guard.unsynced.take_new(_params_of(steps), _params_of(every)):
             dtypes = sorted({str(param.dtype) for param in wrapper.parameters()})
+            # a scale that never moves needs no count
+            count = f" for {scaler.unskipped} steps" if scaler.rule.dynamic else ""
             require_alike(
                 wrapper,
-                f"loss scale {scaler.loss_scale()} for {scaler.unskipped} steps, parameters in "
-                f"{' and '.join(dtypes)}",
+                f"loss scale {scaler.loss_scale()}{count}, parameters in {' and '.join(dtypes)}",
             )
 
     def _note_overflow(

@@ -30,7 +30,8 @@ class Unsynced:
 
     def __init__(self) -> None:
         self._has_any = self.has_new = False
-        self._wrapped: MutableMapping[nn.Module, bool] = weakref.WeakKeyDictionary()
+        # whether a wrapper's last forward was local; None before the first
+        self._wrapped: MutableMapping[nn.Module, bool | None] = weakref.WeakKeyDictionary()
         self._new: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._flat: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -63,7 +64,7 @@ class Unsynced:
 
     def _watch(self, wrapper: nn.Module) -> None:
         if wrapper not in self._wrapped:
-            self._wrapped[wrapper], self._has_any = False, True
+            self._wrapped[wrapper], self._has_any = None, True
             self._new.add(wrapper)
             self.has_new = True
             wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
@@ -82,7 +83,7 @@ class Unsynced:
                 own = set(map(id, wrapper.parameters()))
                 if own.isdisjoint(ever):
                     self._new.discard(wrapper)
-                elif not is_local and not own.isdisjoint(now):
+                elif is_local is False and not own.isdisjoint(now):
                     self._new.discard(wrapper)
                     found.append(wrapper)
         self.has_new = bool(self._new)

@@ -130,6 +130,28 @@ def begun_apart(kind: str) -> tuple[str, Tensor, Tensor]:
     return said, before, after
 
 
+def begun_alike() -> list[str]:
+    """Return what is said where ranks may begin apart: with counts of a scale that never moves.
+
+    Rank 0 also has a block of the model within the wrapper, for itself.
+    """
+    said = []
+    for level, scale in (("O2", 8.0), ("O5", None)):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+        wrapper = DistributedDataParallel(model)
+        if distributed.get_rank() == 0:
+            step(model, optimizer, 0.0)
+        distributed.barrier()
+        try:
+            step(wrapper, optimizer)
+        except RuntimeError as error:
+            said.append(str(error))
+        amp.deactivate()
+    return said
+
+
 def step_delayed(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Add to the gradients, and leave them scaled."""
     loss = model(torch.ones(1, 2)).float().sum()

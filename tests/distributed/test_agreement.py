@@ -68,6 +68,10 @@ def test_ranks_that_begin_to_share_a_model_with_other_scales_or_dtypes_are_told_
                 assert torch.equal(before, after)
 
 
+def test_ranks_may_begin_apart_by_counts_of_a_scale_that_stays_and_by_blocks_of_their_own() -> None:
+    assert ranks.run(agreeing.begun_alike, timeout=20) == [[], []]
+
+
 def test_a_loss_of_a_closure_that_one_rank_finds_infinite_skips_on_all_without_a_warning() -> None:
     assert ranks.run(agreeing.closure, 0) == [[True, True]] * 2
 
