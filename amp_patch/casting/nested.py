@@ -106,10 +106,15 @@ def _copy_mapping(value: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
     if attributes is value:
         # The idiom ``self.__dict__ = self``, whose copy has a dictionary of its own.
         object.__setattr__(new, "__dict__", new)
-    elif attributes and not isinstance(value, dict):
-        # It keeps its items in an attribute, which copy.copy shares.
+    elif attributes:
+        # What is no dict keeps its items in an attribute, which copy.copy shares, as it does what a
+        # dict has beside them. The fields of a model's output are items and attributes both.
         vars(new).update(
-            {n: kept.copy() for n, kept in attributes.items() if isinstance(kept, (dict, list))}
+            {
+                name: kept.copy()
+                for name, kept in attributes.items()
+                if isinstance(kept, (dict, list)) and kept is not value.get(name)
+            }
         )
     return new
 

@@ -366,6 +366,18 @@ def test_items_keep_their_order() -> None:
     assert list(map_tensors(half, dict(container))) == ["b", "a", "c"]
 
 
+class Labelled(dict[str, Any]):
+    """A dict with an attribute."""
+
+
+def test_a_list_in_an_attribute_of_a_dict_is_not_shared_with_the_callers() -> None:
+    container = Labelled(x=X)
+    container.tags = ["given"]
+    result = map_tensors(half, container)
+    result.tags.append("in the model")
+    assert container.tags == ["given"]
+
+
 def test_an_attribute_dict_stays_one() -> None:
     result = map_tensors(half, AttributeDict(x=X))
     result.y = 1
