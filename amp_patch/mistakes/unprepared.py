@@ -272,10 +272,10 @@ def refuse_flat(optimizers: Iterable[Optimizer], models: Collection[nn.Module]) 
     Raises:
         RuntimeError: as said.
     """
-    own = {id(param): _storage_of(param) for model in models for param in model.parameters()}
+    own = {id(param): _memory_of(param) for model in models for param in model.parameters()}
     for param in _params_of(optimizers):
-        storage = None if id(param) in own else _storage_of(param)
-        count = sum(storage == one for one in own.values()) if storage else 0
+        memory = range(0) if id(param) in own else _memory_of(param)
+        count = sum(_overlap(memory, one) for one in own.values()) if memory else 0
         if count:
             raise RuntimeError(
                 "the optimizers of amp.initialize() must step the models' own parameters; got a "
@@ -284,10 +284,15 @@ def refuse_flat(optimizers: Iterable[Optimizer], models: Collection[nn.Module]) 
             )
 
 
-def _storage_of(param: Tensor) -> int | None:
-    """Return where the memory of a tensor of torch's own classes begins; None without any."""
+def _memory_of(param: Tensor) -> range:
+    """Return the addresses of a tensor of torch's own classes; none of one without data."""
     is_plain = type(param) in (Tensor, nn.Parameter) and param.layout is torch.strided
-    return (param.untyped_storage().data_ptr() or None) if is_plain else None
+    start = param.data_ptr() if is_plain else 0
+    return range(start, start + param.numel() * param.element_size()) if start else range(0)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:

@@ -286,6 +286,14 @@ def test_one_of_a_vector_that_the_parameters_are_views_of_is_refused(
     assert [param.dtype for param in model.parameters()] == dtypes
 
 
+def test_other_parameters_may_lie_beside_the_models_in_one_vector(amp: ModuleType) -> None:
+    both = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    flat = nn.utils.parameters_to_vector(both.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, both.parameters())
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    amp.initialize(both[0], optimizer, opt_level="O1", verbosity=0)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
