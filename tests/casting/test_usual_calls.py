@@ -43,10 +43,10 @@ CONTRACTIONS: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     "three": ("bej,eji,be->bi", ((3, 2, 4), (2, 4, 3), (3, 2))),
 }
 CELLS: dict[str, tuple[int, Callable[..., Any]]] = {
-    "tanh": (1, lambda x, h, *rest: torch.rnn_tanh_cell(x, h[0], *rest)),
-    "relu": (1, lambda x, h, *rest: torch.rnn_relu_cell(x, h[0], *rest)),
-    "gru": (3, lambda x, h, *rest: torch.gru_cell(x, h[0], *rest)),
-    "lstm": (4, lambda x, h, *rest: torch.cat(torch.lstm_cell(x, h, *rest))),
+    "tanh": (1, lambda x, h, *rest, **named: torch.rnn_tanh_cell(x, h[0], *rest, **named)),
+    "relu": (1, lambda x, h, *rest, **named: torch.rnn_relu_cell(x, h[0], *rest, **named)),
+    "gru": (3, lambda x, h, *rest, **named: torch.gru_cell(x, h[0], *rest, **named)),
+    "lstm": (4, lambda x, h, *rest, **named: torch.cat(torch.lstm_cell(x, h, *rest, **named))),
 }
 NORMS: dict[str, Callable[..., Any]] = {
     "F.layer_norm": lambda x, w, b: F.layer_norm(x, (4,), w, b, 1e-3),
@@ -138,7 +138,7 @@ def test_a_contraction_is_that_of_the_casts(
 @given(
     kinds=st.lists(operands, min_size=3, max_size=3),
     weights=operands | st.just(("parameter", torch.float32)),
-    has_bias=st.booleans(),
+    biases=st.sampled_from(["none", "given", "by name"]),
     seed=st.integers(0, 99),
 )
 def test_a_cell_is_that_of_the_casts(
@@ -146,18 +146,20 @@ def test_a_cell_is_that_of_the_casts(
     name: str,
     kinds: list[tuple[str, torch.dtype]],
     weights: tuple[str, torch.dtype],
-    has_bias: bool,
+    biases: str,
     seed: int,
 ) -> None:
     gates, cell = CELLS[name]
     torch.manual_seed(seed)
     tensors = [drawn(kind, 2, 4) for kind in kinds]
     tensors += [drawn(weights, gates * 4, 4) for _ in range(2)]
-    if has_bias:
+    if biases != "none":
         tensors += [drawn(one, gates * 4) for one in _plain(weights, weights)]
 
     def call(x: Tensor, h: Tensor, c: Tensor, *rest: Tensor) -> Tensor:
-        return cell(x, (h, c), *rest) + 0 * c.to(HALF).sum()  # an RNN and a GRU have no cell state
+        given, named = (rest[:2], rest[2:]) if biases == "by name" else (rest, ())
+        found = cell(x, (h, c), *given, **dict(zip(("b_ih", "b_hh"), named, strict=False)))
+        return found + 0 * c.to(HALF).sum()  # an RNN and a GRU have no cell state
 
     with o1.disable_casts():
         expected = run(lambda *given: call(*(one.to(HALF) for one in given)), tensors)
