@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any
 
 import hypothesis.strategies as st
@@ -174,6 +175,12 @@ def test_a_computed_weight_of_a_cell_is_not_looked_for_in_the_models(o1: Any) ->
     weights = [torch.ones(3, 1, requires_grad=True) * 1 for _ in range(2)]
     assert torch.gru_cell(torch.ones(1, 1), torch.ones(1, 1), *weights).dtype is HALF
     assert session.cache._foreign == {}
+
+
+def test_a_cell_casts_to_the_dtype_of_its_rule(amp: ModuleType) -> None:
+    model = nn.GRUCell(4, 4)
+    amp.initialize(model, opt_level="O1", rules={"gru_cell": "bfloat16"}, verbosity=0)
+    assert model(torch.randn(2, 4)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", NORMS)
