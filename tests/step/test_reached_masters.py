@@ -57,6 +57,18 @@ def test_a_penalty_on_masters_has_its_true_gradient(
         torch.testing.assert_close(grad - before, count * PENALTY * param.detach().sign())
 
 
+def test_a_penalty_has_its_true_gradient_behind_another_group_of_parameters(
+    amp: ModuleType,
+) -> None:
+    model, optimizer = prepared(amp)
+    scaled_backward(amp, model(X).square().sum(), optimizer)
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    scaled_backward(amp, penalty(optimizer), optimizer)
+    for param in stepped(optimizer):
+        torch.testing.assert_close(param.grad, PENALTY * param.detach().sign())
+
+
 def test_a_block_of_the_penalty_alone_trains_without_a_word(amp: ModuleType) -> None:
     _, optimizer = prepared(amp)
     before = [param.detach().clone() for param in stepped(optimizer)]
