@@ -193,7 +193,7 @@ class Bulk:
         self._versions: list[int] = []
         self._small = Reusable([entry.cast for entry in entries if not entry.is_large])
         # Large ones that no graph has read in some backward, and how many of these there were.
-        self._unread: list[Entry] = []
+        self._unread: set[Entry] = set()
         self._backwards = 0
 
     def usable(self) -> bool:
@@ -222,10 +222,7 @@ class Bulk:
         for entry in self._large if is_look else self._unread:
             entry.give_back()
         if is_look:
-            known = set(map(id, self._unread))
-            self._unread += [
-                entry for entry in self._large if not entry.has_memory and id(entry) not in known
-            ]
+            self._unread.update(entry for entry in self._large if not entry.has_memory)
 
     def refresh(self) -> None:
         """Copy the parameters into their casts, one call per device and dtype."""

@@ -84,6 +84,13 @@ def test_a_tensor_that_is_written_to_before_backward_is_refused(
         result.sum().backward()
 
 
+def test_a_transform_of_torch_func_which_allows_no_hooks_goes_on_without() -> None:
+    function = wrap(torch.exp, Rule("promote", "cpu"))
+    x = torch.tensor([0.0, 1.0], dtype=F16)
+    grad = torch.func.grad(lambda x: function(x).sum())(x)
+    assert torch.equal(grad, x.float().exp().half())
+
+
 def test_integers_are_kept_as_they_are() -> None:
     index = torch.tensor([2, 0, 1])
     values = torch.randn(3, dtype=F16, requires_grad=True)
@@ -102,6 +109,18 @@ def test_a_view_of_an_argument_is_the_half_argument() -> None:
     saving.settle()
     assert saved._tensor.data_ptr() == half.data_ptr()
     assert torch.equal(saved.read(), wide.view(2, 3))
+
+
+def test_another_order_or_a_part_of_an_argument_is_no_half_argument() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    for half in (values.half(), values.half().t()):
+        saving, wide = HalfSaving(F16), half.float()
+        saving.note(wide, half)
+        for view in (wide, wide.t(), wide[0], wide[:1]):
+            saved = saving._pack(view)
+            saving.settle()
+            saving.note(wide, half)
+            assert torch.equal(saved.read(), view)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

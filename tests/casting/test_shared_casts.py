@@ -293,3 +293,23 @@ def test_a_users_function_gets_a_cast_of_its_own(amp: ModuleType) -> None:
     Holder.doubled(activation)
     output.sum().backward()  # needs what the layer has saved
     assert seen[0].eq(2 * activation.half()).all()
+
+
+class Asking(nn.Module):
+    """Asks for the gradient of its input after a first layer has taken it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.layers[0](x)
+        return self.layers[1](x.requires_grad_()) + 0 * kept
+
+
+def test_a_cast_from_before_a_gradient_is_asked_for_is_not_shared(amp: ModuleType) -> None:
+    model = Asking()
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(1, 2)
+    (grad,) = torch.autograd.grad(model(x).float().sum(), x)
+    torch.testing.assert_close(grad[0], model.layers[1].weight.sum(0), rtol=1e-2, atol=1e-2)

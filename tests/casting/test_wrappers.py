@@ -272,6 +272,8 @@ def test_a_dtype_that_the_caller_asks_for_is_kept():
         assert torch.linalg.vector_norm(h, dtype=dtype).dtype is dtype
     assert F.softmax(h, 0, _stacklevel=3, dtype=None).dtype is torch.float32
     assert F.softmax(h, 0, 3, None).dtype is torch.float32
+    # a nuclear norm in another dtype than its input's is refused by torch
+    assert torch.equal(torch.norm(h, "nuc"), torch.norm(h.float(), "nuc"))
 
 
 @pytest.mark.usefixtures("o1")
@@ -483,6 +485,8 @@ def test_binary_cross_entropy_runs_in_fp32_on_the_cpu_and_is_refused_elsewhere(a
     loss = F.binary_cross_entropy(probability, target)
     assert loss.dtype is torch.float32
     torch.testing.assert_close(loss, -probability.float().log().mean())
+    elsewhere = F.binary_cross_entropy(probability.float().to("meta"), target.to("meta"))
+    assert elsewhere.dtype is torch.float32  # no model is there
     activate(amp, model=nn.Linear(2, 2, device="meta"))
     with pytest.raises(
         RuntimeError,
