@@ -33,7 +33,8 @@ def agree(
     ranks must have in common as well, the loss scale and the number of steps.
 
     Args:
-        found_inf: float32, one element each, not 0 where this rank found inf or NaN; may be empty.
+        found_inf: float32, one element each, 1 where this rank found inf or NaN, else 0; may be
+            empty.
         groups: as `groups_of` returns them.
         device: where the flag is made.
         scale: what this rank has multiplied its loss by.
@@ -49,7 +50,7 @@ def agree(
     flags = [flag.reshape(()).to(device, non_blocking=True) for flag in found_inf]
     flags = flags or [torch.zeros((), device=device)]
     own = torch.as_tensor(scale, dtype=torch.float32).to(device, non_blocking=True).reshape(())
-    count = torch.full((), float(steps % _EXACT), device=device)
+    count = torch.full((), float(steps), device=device)
     # The largest of the negatives is the smallest number: equal are they if both are the same.
     numbers = torch.stack([torch.stack(flags).amax(), own, -own, count, -count])
     for group in groups:
@@ -58,8 +59,7 @@ def agree(
         _, most, least, last, first = numbers.tolist()
         if most != -least or last != -first:
             _refuse(groups, float(own), steps)
-    # torch's fused optimizers skip where the flag is exactly 1.
-    return (numbers[:1] != 0).to(torch.float32)
+    return numbers[:1]
 
 
 def any_rank(found: bool, groups: Sequence[ProcessGroup]) -> bool:
@@ -86,12 +86,11 @@ def require_alike(wrapper: Any, held: str) -> None:
     """
     group = getattr(wrapper, "process_group", None)  # apex's has none: that of all
     is_joining = getattr(getattr(wrapper, "_join_config", None), "enable", False)
-    size = torch.distributed.get_world_size(group)
-    if size == 1 or is_joining:  # in join() a rank may be at its end already
+    if is_joining:  # a rank may be at its end already
         return
     device = next(wrapper.parameters()).device
     text = torch.tensor(list(held.encode().ljust(_TEXT)[:_TEXT]), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(text) for _ in range(size)]
+    gathered = [torch.empty_like(text) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, text, group)
     texts = [bytes(one.tolist()).decode().strip() for one in gathered]
     if any(text != texts[0] for text in texts):
@@ -111,10 +110,6 @@ def device_of(group: ProcessGroup) -> torch.device:
     """Return a device whose tensors the collectives of a group take."""
     devices: list[torch.device] = group._device_types
     return next((one for one in devices if one.type == "cpu"), devices[0])
-
-
-#: Whole numbers below are exact in float32.
-_EXACT = 1 << 24
 
 
 def _refuse(groups: Sequence[ProcessGroup], scale: float, steps: int) -> None:

@@ -77,8 +77,8 @@ def refuse_other_dtypes(
         RuntimeError: as said.
     """
     for model in models:
-        sharded = [module for module in sharded_modules(model) if _groups_of(module)]
-        asked = [module._get_fsdp_state()._mp_policy.param_dtype for module in sharded]
+        states = [module._get_fsdp_state() for module in sharded_modules(model)]
+        asked = [state._mp_policy.param_dtype for state in states]
         asked += [one.mixed_precision.param_dtype for one in flat_parameters.flat_modules(model)]
         for dtype in asked:
             if dtype in HALVES and dtype is not half:
