@@ -40,6 +40,7 @@ def late(level: str) -> list[str]:
 def by_policy(level: str, dtype: torch.dtype) -> str | list[float]:
     """Return the losses of a model with a MixedPrecisionPolicy, or what is said of it."""
     model = fully_shard(training.make_model(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    model.set_requires_all_reduce(False)  # which says nothing where there are no replicas
     optimizer = training.adamw(model.parameters())
     try:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -109,10 +110,14 @@ def original_params(levels: tuple[str, ...]) -> list[str]:
     return found
 
 
-def norms_beside_whole_ones(level: str) -> tuple[list[float], float]:
+def norms_beside_whole_ones(level: str, is_given: bool) -> tuple[list[float], float]:
     """Return the norm by each call that clips, of parts and whole parameters, and a plain model's.
 
     FSDP1 leaves one layer whole, by ``NO_SHARD``; another is not in it at all.
+
+    Args:
+        level: of `amp.initialize`.
+        is_given: whether the user says which ranks step together.
     """
 
     def build() -> nn.Sequential:
@@ -127,7 +132,8 @@ def norms_beside_whole_ones(level: str) -> tuple[list[float], float]:
     whole = flat(model[1], sharding_strategy=ShardingStrategy.NO_SHARD)
     sharded = flat(nn.Sequential(model[0], whole))
     optimizer = torch.optim.SGD([*sharded.parameters(), *model[2].parameters()], lr=0.1)
-    amp.initialize([sharded, model[2]], optimizer, opt_level=level, verbosity=0, loss_scale=16.0)
+    options = {"loss_scale": 16.0, "process_group": distributed.group.WORLD if is_given else None}
+    amp.initialize([sharded, model[2]], optimizer, opt_level=level, verbosity=0, **options)
     loss = model[2](sharded(torch.ones(2, 4))).float().square().mean()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -139,6 +145,38 @@ def norms_beside_whole_ones(level: str) -> tuple[list[float], float]:
     return [norm.item() for norm in found], nn.utils.get_total_norm(
         [param.grad for param in plain.parameters() if param.grad is not None]
     ).item()
+
+
+def flat_without_sync() -> list[tuple[bool, float]]:
+    """Return whether a step was skipped, and the scale, of FSDP1 that shares gradients at last.
+
+    Rank 1 overflows before that: in a block around ``no_sync()`` that leaves whole gradients, and
+    in one inside of it that leaves those of ``NO_SHARD``, which always are.
+    """
+    found = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = FullyShardedDataParallel(
+            nn.Linear(4, 4), device_id=torch.device("cpu"), sharding_strategy=strategy
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0, **training.SCALES)
+        for is_last in (False, True):
+            overflows = not is_last and distributed.get_rank() == 1
+            loss = model(torch.ones(2, 4)).float().mean() * (float("inf") if overflows else 1.0)
+            with contextlib.ExitStack() as around:
+                if strategy is ShardingStrategy.NO_SHARD and not is_last:
+                    around.enter_context(model.no_sync())
+                with (
+                    amp.scale_loss(loss, optimizer) as scaled_loss,
+                    contextlib.ExitStack() as inside,
+                ):
+                    if not is_last:
+                        inside.enter_context(model.no_sync())
+                    scaled_loss.backward()
+        optimizer.step()
+        found.append((amp.step_was_skipped(optimizer), amp.loss_scale()))
+        amp.deactivate()
+    return found
 
 
 def written_parts(level: str) -> dict[str, bool]:

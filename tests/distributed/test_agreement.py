@@ -4,8 +4,12 @@ import agreeing
 import pytest
 import ranks
 import torch
+from second_device import SECOND, SecondDevice
 from support import nightly_but
 from test_engines import PLANTS, assert_ranks_agree
+from torch import distributed
+
+from amp_patch.distributed import agreement
 
 
 @pytest.mark.parametrize("failing", nightly_but([1], [0, 1, 2]))
@@ -53,6 +57,18 @@ def test_another_number_of_steps_is_told_of() -> None:
     for message in ranks.run(agreeing.other_count):
         assert "after 2 steps on rank 0" in message
         assert "after 1 steps on rank 1" in message
+
+
+def test_a_device_behind_the_host_compares_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second device is a stand-in, and the other rank is played: it holds a larger scale."""
+    monkeypatch.setattr(distributed, "all_reduce", lambda numbers, *_: numbers[1].mul_(2))
+    monkeypatch.setattr(agreement, "_refuse", lambda groups, scale, steps: refused.append(steps))
+    refused: list[int] = []
+    with SecondDevice():
+        flag = torch.ones(1, device=SECOND)
+        for steps in (99, 100, 101, 200):
+            assert agreement.agree([flag], [None], SECOND, 8.0, steps).item() == 1.0
+    assert refused == [100, 200]
 
 
 def test_ranks_that_begin_to_share_a_model_with_other_scales_or_dtypes_are_told_of() -> None:

@@ -34,8 +34,10 @@ def test_a_policy_of_another_half_dtype_is_refused(case: tuple[str, torch.dtype,
     for said in ranks.run(fully_sharding.by_policy, level, dtype):
         assert f"param_dtype={dtype} for opt_level {level}" in said
         assert f"opt_level='{mend}'" in said
-    for said in ranks.run(fully_sharding.by_mixed_precision, level, dtype, size=1):
+    with ranks.Ranks(1) as one:
+        (said,) = one.run(fully_sharding.by_mixed_precision, level, dtype)
         assert f"param_dtype={dtype} for opt_level {level}" in said
+        assert one.run(fully_sharding.by_mixed_precision, level, FLOAT) == ["nothing"]
 
 
 def test_batch_norms_in_float32_are_gathered_by_themselves() -> None:
@@ -87,5 +89,13 @@ def test_a_model_is_given_back_after_a_pass_that_failed(engine: str, fails_in: s
 
 @pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
 def test_what_fsdp1_leaves_whole_counts_once_in_the_norm(level: str) -> None:
-    for norms, expected in ranks.run(fully_sharding.norms_beside_whole_ones, level):
-        assert norms == pytest.approx([expected] * 2, rel=5e-3)
+    with ranks.Ranks() as two:
+        for is_given in (False, True):
+            for norms, expected in two.run(fully_sharding.norms_beside_whole_ones, level, is_given):
+                assert norms == pytest.approx([expected] * 2, rel=5e-3)
+
+
+def test_gradients_that_fsdp1_leaves_on_a_rank_are_not_judged_yet() -> None:
+    first, second = ranks.run(fully_sharding.flat_without_sync)
+    assert first == second
+    assert [skipped for skipped, _ in first] == [True, True]

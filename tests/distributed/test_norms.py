@@ -1,5 +1,6 @@
 """Norms over ranks of which one has no gradients; the other ranks are played."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,3 +27,25 @@ def test_a_rank_without_gradients_sends_by_the_backend_of_the_others(
     for device in devices:
         clip_by_norm([], 1.0, 2.0, StepRanks([group], have_parts=True), device=device)
     assert sent == devices
+    clip_by_norm([], 1.0, 2.0, StepRanks(), stages=group)
+    clip_by_norm([torch.ones(1)], 1.0, 2.0, StepRanks(), stages=group, device=devices[1])
+    assert sent[2:] == [devices[0]] * 2
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_parts_have_the_norm_of_the_whole(
+    norm_type: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank is played: it holds the same numbers."""
+
+    def all_reduce(tensor: torch.Tensor, operation: Any, _: Any) -> None:
+        if operation == distributed.ReduceOp.SUM:
+            tensor.mul_(2)
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+    parts = [torch.tensor([3.0, -4.0]), torch.tensor([1.0, 2.0])]
+    whole = torch.cat([*parts, *parts])
+    group: Any = SimpleNamespace(group_name="all")
+    norm = clip_by_norm(parts, 1.0, norm_type, StepRanks([group], have_parts=True))
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(whole, norm_type))
+    torch.testing.assert_close(torch.cat([*parts, *parts]), whole / (norm + 1e-6))

@@ -89,15 +89,20 @@ def sent_at_the_start(level: str, is_written: bool) -> list[list[torch.Tensor]]:
     return found
 
 
-def sent_at_the_end(level: str) -> list[torch.Tensor]:
-    """Return a model's fp32 values after ``join``, in which one rank has more batches."""
+def sent_at_the_end(level: str, batches: int) -> list[torch.Tensor]:
+    """Return a model's fp32 values after ``join``, in which one rank has more batches.
+
+    Args:
+        level: of `amp.initialize`.
+        batches: of the other rank.
+    """
     rank = torch.distributed.get_rank()
     model = training.make_model()
     optimizer = training.adamw(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     wrapper = DistributedDataParallel(model)
     with wrapper.join():
-        train(wrapper, optimizer, steps=3 + 2 * rank)
+        train(wrapper, optimizer, steps=batches + 2 * rank)
     found = [value.clone() for value in model.state_dict().values()]
     amp.deactivate()
     return found
