@@ -134,14 +134,15 @@ class GradientBuffers:
         return GradCheck(all_grads, [*check.found_inf, *found])
 
     def shares(self) -> list[Share]:
-        """Return all parameters in shares, some consecutive ones each.
+        """Return all parameters in shares, some consecutive ones each; none where one would do.
 
         What is unscaled only to be added to something takes the memory of one share at a time.
         """
         if self._shares is None:
             self._shares = []
             sizes = [param.numel() for param in self.params]
-            for rows in _in_shares(sizes, max(_LEAST_SHARE, sum(sizes) // _SHARES)):
+            shares = _in_shares(sizes, max(_LEAST_SHARE, sum(sizes) // _SHARES))
+            for rows in shares if len(shares) > 1 else ():
                 pairs = ParamPairs(*(chosen(column, rows) for column in self._pairs))
                 self._shares.append(Share(rows, pairs, GradientBuffers(pairs)))
         return self._shares

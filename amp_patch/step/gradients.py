@@ -351,9 +351,10 @@ class Gradients:
     def _unscale_and_add(
         self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
     ) -> GradCheck:
+        """Unscale gradients and add them to earlier ones, many of them a share at a time."""
         buffers, lazy = self._buffers, self._lazy
         is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
-        if is_first or buffers.is_spread or len(buffers.shares()) == 1:
+        if is_first or buffers.is_spread or not buffers.shares():
             return self._unscale_share(buffers, pairs, grads, scale, is_checked)
         # The backward did not fail: earlier half gradients are in the masters', or wait to be.
         self._aside.drop({id(p) for p, m in zip(*pairs, strict=True) if p is not m})
