@@ -262,18 +262,19 @@ def test_products_without_grad_are_cast_too(o1: Any, block: Any, kind: Any) -> N
         assert torch.mm(torch.ones(2, 2), kind(torch.ones(2, 2))).dtype is HALF
 
 
-WITHOUT_GRAD: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "layer": lambda x, w: F.linear(x, w),
-    "product": lambda x, w: x @ w,
-    "contraction": lambda x, w: torch.einsum("ij,jk->ik", x, w),
-    "cell": lambda x, w: torch.rnn_tanh_cell(x, x, w, w),
+#: Usual calls of an activation and a weight, of one of each kind of wrapper that casts weights.
+OF_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "layer": lambda x, weight: F.linear(x, weight),
+    "product": lambda x, weight: x @ weight,
+    "contraction": lambda x, weight: torch.einsum("bi,ij->bj", x, weight),
+    "cell": lambda x, weight: torch.rnn_relu_cell(x, x, weight, weight),
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_GRAD)
+@pytest.mark.parametrize("name", OF_A_WEIGHT)
 @pytest.mark.parametrize("block", [torch.inference_mode, torch.no_grad])
 def test_without_grad_a_weight_is_cast_as_it_is_now(o1: Any, block: Any, name: str) -> None:
-    call, model = WITHOUT_GRAD[name], nn.ParameterList([torch.randn(4, 4)])
+    call, model = OF_A_WEIGHT[name], nn.ParameterList([torch.randn(4, 4)])
     session.cache.add_model(model)
     x, weight = torch.randn(4, 4), model[0]
 
@@ -310,9 +311,9 @@ def test_a_weight_that_was_elsewhere_without_grad_is_cast_anew(o1: Any) -> None:
     assert F.linear(x, weight).tolist() == [[8.0] * 4]
 
 
-@pytest.mark.parametrize("name", WITHOUT_GRAD)
+@pytest.mark.parametrize("name", OF_A_WEIGHT)
 def test_a_checkpoint_casts_its_weights_once(o1: Any, name: str) -> None:
-    call, model = WITHOUT_GRAD[name], nn.ParameterList([torch.randn(4, 4)])
+    call, model = OF_A_WEIGHT[name], nn.ParameterList([torch.randn(4, 4)])
     session.cache.add_model(model)
     x = torch.randn(4, 4, requires_grad=True)
     torch.utils.checkpoint.checkpoint(call, x, model[0], use_reentrant=True)
@@ -333,15 +334,6 @@ def test_what_no_rule_casts_stays(o1: Any) -> None:
     assert torch.matmul(whole, whole).dtype is torch.int64
     result = torch.empty(2, 2)
     assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2), out=result) is result
-
-
-#: Usual calls of an activation and a weight, of one of each kind of wrapper that casts weights.
-OF_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "layer": lambda x, weight: F.linear(x, weight),
-    "product": lambda x, weight: x @ weight,
-    "contraction": lambda x, weight: torch.einsum("bi,ij->bj", x, weight),
-    "cell": lambda x, weight: torch.rnn_relu_cell(x, x, weight, weight),
-}
 
 
 @pytest.mark.parametrize("kind", OF_A_WEIGHT)
