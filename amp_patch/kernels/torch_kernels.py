@@ -210,13 +210,12 @@ class Unscale:
             if device not in flags:
                 found_inf = torch.zeros(1, dtype=torch.float32, device=device)
                 flags[device] = found_inf, self._on(device, factor)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, *flags[device])
+            _check_and_multiply(group, *flags[device])
         if grows:
             # torch checks before it multiplies: what only then overflows takes a second pass.
             for group in groups:
                 found_inf, inverse = flags[group[0].device]
-                one = torch.ones_like(inverse)
-                torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, one)
+                _check_and_multiply(group, found_inf, torch.ones_like(inverse))
         return [found_inf for found_inf, _ in flags.values()]
 
     def _on(self, device: torch.device, factor: float | Tensor) -> Tensor:
@@ -251,8 +250,21 @@ def find_nonfinite(grads: Sequence[Tensor]) -> list[Tensor]:
         device = group[0].device
         found_inf = flags.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
         one = torch.ones(1, dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, one)
+        _check_and_multiply(group, found_inf, one)
     return list(flags.values())
+
+
+def _check_and_multiply(group: list[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Multiply tensors of one dtype and device in place; raise the flag where one is not finite.
+
+    This is torch's own operation of its GradScaler, which CUDA has no bfloat16 kernel of.
+    """
+    if group[0].dtype is not torch.bfloat16 or group[0].is_cpu:
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, factor)
+        return
+    wide = list(map(Tensor.float, group))
+    torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, factor)
+    torch._foreach_copy_(group, wide)
 
 
 class Check:

@@ -56,8 +56,14 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = 0.0) -> Tensor:
 def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a 0-dim fp32 or float64 tensor, on whatever device it is."""
     for (group,) in alike(dense(grads)):
-        # A factor in half would be rounded, and flushed to 0 by a large norm.
-        torch._foreach_mul_(group, factor.to(group[0].device, non_blocking=True))
+        used = factor.to(group[0].device, non_blocking=True)
+        if group[0].dtype in HALVES and not group[0].is_cpu:
+            # CUDA would round the factor to half, which a large norm makes 0 there.
+            wide = list(map(Tensor.float, group))
+            torch._foreach_mul_(wide, used)
+            torch._foreach_copy_(group, wide)
+        else:
+            torch._foreach_mul_(group, used)
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -42,8 +42,11 @@ class ScaledGradients:
         old = self.scale
         if old is not None and not _are_equal(scale, old):
             grads = [kernels.values(local(p.grad)) for p in params if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, scale / old)
+            factor = scale / old
+            if isinstance(factor, Tensor):
+                kernels.multiply(grads, factor)
+            elif grads:
+                torch._foreach_mul_(grads, factor)
             self.scale = scale
         self._before = [
             (param, param.grad, 0 if param.grad is None else param.grad._version)

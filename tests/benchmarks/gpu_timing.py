@@ -13,7 +13,8 @@ import torch
 LEAST_CYCLES = 60_000_000  # about 30 ms
 #: The clock of a GPU is at most about this.
 CYCLES_PER_MILLISECOND = 2_000_000
-_WARM_UP = 3
+#: In its first steps amp_patch looks for mistakes of the script.
+_WARM_UP = 40
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Times:
 
 
 def time_calls(run: Callable[[], object], device: torch.device, repeats: int) -> Times:
-    """Time a call that has run before, ``repeats`` times."""
-    for _ in range(_WARM_UP):
+    """Time a call ``repeats`` times, behind some that are not timed."""
+    for _ in range(_WARM_UP if device.type == "cuda" else 1):
         run()
     host = statistics.median(_host_time(run, device) for _ in range(repeats))
     if device.type != "cuda":

@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
     parser.add_argument("--only", nargs="+", metavar="WORD", help="models whose names have a word")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=5, help="blocks of steps of each")
+    parser.add_argument("--rounds", type=int, default=9, help="blocks of steps of each")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="behind these no row is begun"
     )

@@ -19,6 +19,7 @@ from amp_patch.kernels import ScalerState, Unscale, cuda_kernels, scaler_state
 from amp_patch.kernels.host_copy import HostCopy
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
+from amp_patch.step.shown_gradients import WATCHED_PASSES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -245,6 +246,11 @@ class Training:
         self.inputs = torch.randn(16, 33, device="cuda")
         self.factor = torch.ones((), device="cuda")
 
+    def look_for_mistakes(self) -> None:
+        """Make the steps in which amp_patch looks at gradients, and waits for the device."""
+        for _ in range(WATCHED_PASSES):
+            self.step()
+
     def step(self) -> Tensor:
         """Return the loss with its graph, as a capture may get it."""
         loss = self.model(self.inputs).float().square().mean() * self.factor
@@ -270,7 +276,7 @@ def test_an_optimizer_that_takes_no_flag_waits_once(
     foreach = functools.partial(torch.optim.AdamW, foreach=True)
     monkeypatch.setitem(FLAGGED, "foreach", (level, foreach, False))
     training = Training(amp, "foreach")
-    training.step()
+    training.look_for_mistakes()
     training.factor.fill_(torch.inf if overflows else 1.0)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
@@ -290,8 +296,7 @@ def test_no_step_waits_where_the_device_skips(
     amp: ModuleType, no_sync: Callable[[], None], kind: str
 ) -> None:
     training = Training(amp, kind)
-    training.step()
-    training.step()
+    training.look_for_mistakes()
     before = training.state()
     no_sync()
     training.factor.fill_(torch.inf)
