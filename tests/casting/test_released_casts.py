@@ -566,8 +566,6 @@ def test_a_cast_that_was_dropped_while_a_thread_takes_it_keeps_its_memory(
 @pytest.mark.usefixtures("often_switched")
 # of a thread that has never used the device
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-    "ignore:Attempting to run cuBLAS, but there was no current CUDA context"
-)
 def test_threads_that_share_a_model_never_see_a_cast_without_memory(
     cache: WeightCache, model: nn.Linear
 ) -> None:
