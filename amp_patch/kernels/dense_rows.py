@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .tensor_tables import TensorTable
 
 _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_DEVICE = operator.attrgetter("device")
+_DTYPE = operator.attrgetter("dtype")
 _LAYOUT = operator.attrgetter("layout")
 
 Mix = tuple[str, ...]
@@ -119,10 +122,29 @@ def _lengths(columns: tuple[Sequence[Tensor], ...]) -> tuple[int, ...]:
 def _kinds(
     columns: tuple[Sequence[Tensor], ...], takes: Callable[[Mix], bool] | None
 ) -> tuple[Kind | None, ...]:
-    kinds = (_kind(row) for row in zip(*columns, strict=True))
-    return tuple(
-        kind if kind is None or takes is None or takes(kind[1]) else None for kind in kinds
-    )
+    kinds: Iterable[Kind | None]
+    if _are_plain(columns):
+        dtypes = zip(*(map(_DTYPE, column) for column in columns), strict=True)
+        kinds = map(_plain_kind, repeat(columns[0][0].device), dtypes)
+    else:
+        kinds = map(_kind, zip(*columns, strict=True))
+    if takes is None:
+        return tuple(kinds)
+    return tuple(kind if kind is None or takes(kind[1]) else None for kind in kinds)
+
+
+def _are_plain(columns: tuple[Sequence[Tensor], ...]) -> bool:
+    """Return whether nothing but dtypes tells rows apart, as is most often so."""
+    tensors = [*chain(*columns)]
+    if not {*map(type, tensors)} <= {Tensor, Parameter} or len({*map(_DEVICE, tensors)}) != 1:
+        return False
+    return layouts(columns) == CONTIGUOUS
+
+
+@functools.lru_cache(maxsize=256)
+def _plain_kind(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Kind | None:
+    known = all(dtype in _NAMES for dtype in dtypes)
+    return (device, tuple(_NAMES[dtype] for dtype in dtypes)) if known else None
 
 
 def _kind(row: Sequence[Tensor]) -> Kind | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cuda_module import stream_on
 from .graph_capture import captures
 
 #: So many different contents of a table can be captured before it is uploaded outside of a graph.
@@ -47,7 +48,7 @@ class Resident:
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return self._capture(content)
-            stream = torch.cuda.current_stream(self._device).cuda_stream
+            stream = stream_on(self._device)
         same = content is self._content or content == self._content
         if not same or stream != self._stream:
             self._made = self._make(content)

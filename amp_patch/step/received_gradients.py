@@ -17,7 +17,7 @@ from amp_patch.weights.lazy_gradients import LazyGradients, look_up, stored_grad
 
 from .param_pairs import ParamPairs, same
 from .shown_gradients import WatchedBits
-from .used_gradients import Reference, is_of
+from .used_gradients import Reference, are_of, is_of
 
 
 class Noted(NamedTuple):
@@ -149,7 +149,7 @@ def _untouched(params: list[Tensor], versions: list[int], references: Sequence[R
             return False
     except AttributeError:  # None has no version
         return False
-    return same(grads, references) or all(map(is_of, references, grads))
+    return are_of(references, grads)
 
 
 _GRAD = operator.attrgetter("grad")

@@ -5,8 +5,9 @@ Plain PyTorch would add the next backward to them, or step them again.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,12 @@ def is_of(reference: Reference, grad: Tensor | None) -> bool:
     """Return whether a gradient is that which was noted by a reference."""
     known = reference if isinstance(reference, Tensor) else reference()
     return known is not None and known is grad
+
+
+def are_of(references: Sequence[Reference], grads: Sequence[Tensor]) -> bool:
+    """Return whether `is_of` holds of all pairs of two lists of the same length."""
+    known = [one() if type(one) is weakref.ref else one for one in references]
+    return all(map(operator.is_, known, grads))
 
 
 class UsedGradients:

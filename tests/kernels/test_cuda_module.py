@@ -48,18 +48,15 @@ class Gpus:
     kinds: tuple[Any, ...] = (ctypes.c_longlong, ctypes.c_longlong)
 
 
-@dataclass
-class Stream:
-    cuda_stream: int
-
-
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, cache: Any) -> Gpus:  # noqa: F811 - the fixture
     gpus = Gpus()
     gpus.cuda = fake_cupy.install(monkeypatch, None, gpus.launch)
     monkeypatch.setattr(torch.cuda, "device", gpus.device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(700 + device.index))
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: 700 + index, raising=False
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - index, 0))
     return gpus
 

@@ -30,14 +30,12 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", self.current_stream, raising=False
+        )
 
-    def current_stream(self, device: torch.device) -> "Cuda":
-        assert device == torch.device("cuda", 1)
-        return self
-
-    @property
-    def cuda_stream(self) -> int:
+    def current_stream(self, index: int) -> int:
+        assert index == 1
         return self.stream
 
 
