@@ -67,7 +67,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                   double lr, const float* lr_address, double beta1, double beta2, double eps,
                   double weight_decay, int decoupled, int maximize) {
     const int i = static_cast<int>(blockIdx.x * THREADS + threadIdx.x);
-    if (i >= count || is_skipped(found_inf)) return;
+    if (i >= count) return;
+    if (is_skipped(found_inf)) {
+        coefficients[i] = {};  // read by the second launch all the same, and used for nothing
+        return;
+    }
     const float step = *tensors[i].step + 1.0f;
     *tensors[i].step = step;
     lr = learning_rate(lr, lr_address);

@@ -71,7 +71,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 double lr, const float* lr_address, double momentum, double dampening,
                 double weight_decay, int decoupled, int nesterov, int maximize) {
     const int i = static_cast<int>(blockIdx.x * THREADS + threadIdx.x);
-    if (i >= count || is_skipped(found_inf)) return;
+    if (i >= count) return;
+    if (is_skipped(found_inf)) {
+        coefficients[i] = {};  // read by the second launch all the same, and used for nothing
+        return;
+    }
     lr = learning_rate(lr, lr_address);
     Coefficients result;
     result.lr = static_cast<float>(lr);
