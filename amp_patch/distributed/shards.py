@@ -19,7 +19,7 @@ def is_spread(tensor: Tensor) -> bool:
 def any_spread(tensors: Iterable[Tensor]) -> bool:
     """Return whether one of the tensors is a DTensor."""
     kind = _dtensor()
-    return kind is not None and any(isinstance(tensor, kind) for tensor in tensors)
+    return kind is not None and any(issubclass(one, kind) for one in set(map(type, tensors)))
 
 
 def local(tensor: Any) -> Any:
