@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import library_rules
+from . import cross_entropy, library_rules
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
 from .foreign_objects import cast_frame, promote_column
 from .half_saving import HalfSaving
@@ -35,7 +35,7 @@ Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "told", "wide")
+OWN_CASTS = ("frames", "rows", "told", "wide", "logits")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 
 
@@ -266,6 +266,19 @@ def _run_wide(
     return function(*args, **kwargs)
 
 
+def _run_logits(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call torch's cross_entropy as by "wide", or a kernel that computes it in float32."""
+    # Of half logits outside of such a model torch's loss is half.
+    dtypes = (torch.float32,) if mode.stored is None else FLOATS
+    if not mode.off and process.is_mixed:
+        loss = cross_entropy.by_kernel(args, kwargs, dtypes)
+        if loss is not None:
+            return loss
+    return _run_wide(rule, function, args, kwargs)
+
+
 def _run_result(
     rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -340,6 +353,7 @@ _RUN = {
     "float": _run_float,
     "told": _run_told,
     "wide": _run_wide,
+    "logits": _run_logits,
     "result": _run_result,
     "frames": _run_frames,
     "rows": _run_rows,

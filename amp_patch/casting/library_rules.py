@@ -18,6 +18,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
 - "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
 - "wide": in such a model half ones to float32, and the results stay in it.
+- "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones) or "always". Results come in the dtype that they would have had.
@@ -166,7 +167,7 @@ RULES = {
         # those that torch's autocast computes in float32, and ctc_loss, which has no half kernel
         "binary_cross_entropy": ("wide", "always", "loss"),
         "binary_cross_entropy_with_logits": ("wide", "always", "loss"),
-        "cross_entropy": ("wide", "always", "loss"),
+        "cross_entropy": ("logits", "always", "loss"),
         "ctc_loss": ("wide", "always", "loss"),
         "gaussian_nll_loss": ("wide", "always", "loss"),
         "hinge_embedding_loss": ("wide", "always", "loss"),

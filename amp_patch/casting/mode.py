@@ -42,6 +42,7 @@ class ProcessMode:
         dtype: half dtype of the casts of O1/O4, or `OFF`.
         region_dtype: half dtype of a ``half_region`` outside every model's forward.
         devices: device types ("cpu", "cuda") whose tensors are cast.
+        is_mixed: whether the model that came last is at a level with half precision, not O0.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class ProcessMode:
         self.dtype = OFF
         self.region_dtype: torch.dtype | None = None
         self.devices: frozenset[str] = frozenset()
+        self.is_mixed = False
 
     def save(self) -> dict[str, Any]:
         """Return what `restore` needs."""

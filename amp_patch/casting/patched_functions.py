@@ -83,6 +83,7 @@ class PatchedFunctions:
         """
         on_error.callback(process.restore, process.save())
         process.region_dtype = level.half_dtype
+        process.is_mixed = level.casts_functions or level.stores_half
         if not level.casts_functions:
             return
         process.dtype = level.half_dtype

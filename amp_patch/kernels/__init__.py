@@ -14,6 +14,8 @@ from .choice import (
     are_on_cuda,
     are_used,
     clip_by_norm,
+    cross_entropy,
+    is_on_cuda,
     reset,
     update_scale,
 )
@@ -39,6 +41,8 @@ __all__ = [
     "are_on_cuda",
     "are_used",
     "clip_by_norm",
+    "cross_entropy",
+    "is_on_cuda",
     "multiply",
     "reset",
     "source",

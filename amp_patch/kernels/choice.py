@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_patch.warn_once import warn_once
 
-from . import cuda_kernels, cuda_module, scaler_state, torch_kernels
+from . import cuda_cross_entropy, cuda_kernels, cuda_module, scaler_state, torch_kernels
 from .dense_rows import forget_splits
 from .scaler_state import Rule, ScalerState
 
@@ -91,6 +91,25 @@ def update_scale(state: ScalerState, found_inf: Tensor, rule: Rule) -> None:
         scaler_state.update(state, found_inf, rule)
 
 
+def cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, reduction: str
+) -> Tensor | None:
+    """Return torch's cross-entropy in float32, see `cuda_cross_entropy`; None: torch is to do it.
+
+    Args:
+        logits: in the dtype that they have, which is that of their gradient.
+        targets: the class of each row, or what torch takes else.
+        ignore_index, reduction: as torch's function takes them.
+    """
+    if reduction not in cuda_cross_entropy.REDUCTIONS:
+        return None
+    if not cuda_cross_entropy.takes(logits, targets):
+        return None
+    if not are_used(cuda_cross_entropy.SOURCES, [logits]):
+        return None
+    return cuda_cross_entropy.cross_entropy(logits, targets, ignore_index, reduction)
+
+
 def _is_for_kernels(operation: str, *columns: Sequence[Tensor]) -> bool:
     return are_used(cuda_kernels.SOURCES[operation], *columns)
 
@@ -117,6 +136,11 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
         for number in set(own)
     }
     return all(_works(one.device, sources, forced) for one in firsts.values())
+
+
+def is_on_cuda(tensor: Tensor) -> bool:
+    """Return the same as `are_on_cuda`, of one tensor: the host's time counts there."""
+    return bool(_IS_CUDA(tensor))
 
 
 def are_on_cuda(tensors: Sequence[Tensor]) -> bool:

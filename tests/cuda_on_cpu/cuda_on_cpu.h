@@ -6,7 +6,7 @@
 // threads' order between barriers is another one at every launch, and what depends on it shows.
 //
 // Reported as an error, and the launch given up: a barrier or a shuffle that not all threads reach,
-// or not in the same line; a misaligned or null access (the compiler's alignment sanitizer tells of
+// or not in the same line; an assertion that is not true; a misaligned or null access (the compiler's alignment sanitizer tells of
 // every one, through the handler below); an atomic that no __threadfence() makes safe to publish
 // with. Not seen: out of bounds accesses (tests put NaN around each tensor), and races between
 // threads of one warp that a shuffle happens to order.
@@ -127,6 +127,11 @@ Type shuffle(unsigned mask, Type value, unsigned lane, int line) {
 inline void require_fence(int line) {
     if (current().fenced) return;
     tell("line %d: an atomic without __threadfence() before it", line);
+    give_up();
+}
+
+inline void refuse(const char* condition, int line) {
+    tell("line %d: the assertion %s is not true", line, condition);
     give_up();
 }
 
@@ -279,6 +284,7 @@ constexpr Type min(Type one, Type other) {
 #define __syncthreads() cuda_on_cpu::barrier(__LINE__)
 #define __shfl_xor_sync(mask, value, lanes) \
     cuda_on_cpu::shuffle(mask, value, threadIdx.x % 32 ^ (lanes), __LINE__)
+#define assert(condition) ((condition) ? void() : cuda_on_cpu::refuse(#condition, __LINE__))
 #define atomicInc(address, limit) cuda_on_cpu::increment(address, limit, __LINE__)
 
 inline void __threadfence() { cuda_on_cpu::current().fenced = true; }

@@ -13,6 +13,10 @@ KERNELS = {
     ],
     "adamw.cu": ["adamw_prepare", *("adamw_{}_to_{}".format(*pair) for pair in PAIRS)],
     "cast.cu": ["cast_{}_to_{}".format(*pair) for pair in PAIRS],
+    "cross_entropy.cu": [
+        *(f"cross_entropy_{dtype}" for dtype in DTYPES),
+        *(f"cross_entropy_backward_{dtype}" for dtype in DTYPES),
+    ],
     "lamb.cu": [
         *("lamb_prepare", "lamb_ratios"),
         *("lamb_moments_{}_to_{}".format(*pair) for pair in PAIRS),

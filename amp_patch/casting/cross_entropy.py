@@ -1,0 +1,111 @@
+"""Hands torch's cross_entropy to the CUDA kernels of `kernels`, where these take it without a cast.
+
+Knows the arguments of that function, and where nobody but autograd must see what it computes of;
+nothing of rules. Every other call is the caller's, as if there were no kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from amp_patch import kernels
+
+from .argument_casts import is_on_cast_device
+from .mode import FLOATS, OFF, mode, process
+from .usual_calls import AUTOGRAD, below_autograd
+
+Function = Callable[..., Any]
+
+
+def is_torchs(function: Function) -> bool:
+    """Tell torch's own function, or its wrapper of `library_functions`, from a replacement."""
+    original = getattr(function, "stands_for", function)
+    in_torch = getattr(original, "__globals__", None) is vars(functional)
+    return in_torch and original.__name__ == "cross_entropy"
+
+
+def without_casts(wrapper: Function) -> Function:
+    """Return the function that casts to float32, but for what a kernel takes as it is."""
+
+    @functools.wraps(wrapper)
+    def uncast(*args: Any, **kwargs: Any) -> Any:
+        if (mode.dtype or process.dtype) is not OFF:
+            loss = by_kernel(args, kwargs, FLOATS)
+            if loss is not None:
+                return loss
+        return wrapper(*args, **kwargs)
+
+    return uncast
+
+
+def by_kernel(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: Collection[torch.dtype]
+) -> Tensor | None:
+    """Return what torch's cross_entropy returns of these in float32; None where it is to be called.
+
+    Args:
+        args, kwargs: of the call.
+        dtypes: those of logits that may go to a kernel.
+    """
+    if is_dynamo_compiling():
+        return None
+    logits = args[0] if args else kwargs.get("input")
+    # The first questions, which a call on a CPU does not get beyond.
+    if type(logits) is not Tensor or not kernels.is_on_cuda(logits) or logits.dtype not in dtypes:
+        return None
+    try:
+        targets, ignore_index, reduction = _arguments(*args, **kwargs)
+    except TypeError:  # which torch's function explains
+        return None
+    if type(targets) is not Tensor or not is_on_cast_device(logits) or not _is_unwatched():
+        return None
+    return kernels.cross_entropy(logits, targets, ignore_index, reduction)
+
+
+def _arguments(
+    input: Tensor,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Any, int, str]:
+    """Return targets, ignored index and reduction of a call; without targets where more counts."""
+    is_usual = weight is size_average is reduce is None and label_smoothing == 0.0
+    known = type(ignore_index) is int and type(reduction) is str
+    return (target if is_usual and known else None), ignore_index, reduction
+
+
+def _is_unwatched() -> bool:
+    """Tell whether autograd alone follows what is computed, and it knows the kernel's backward.
+
+    Modes of torch see operators, and would miss the kernel; tracers and transforms as well.
+    """
+    modes = _count_function_modes() and _get_current_function_mode_stack()
+    return not (
+        _count_dispatch_modes()
+        or (modes and any(type(one) is not DeviceContext for one in modes))
+        or _is_tracing()
+        or _innermost_transform() is not None
+        or forward_ad._current_level >= 0
+        # where torch itself decomposes an operator; in inference mode all is below autograd
+        or (below_autograd(AUTOGRAD) and not torch.is_inference_mode_enabled())
+    )
+
+
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_count_function_modes = torch._C._len_torch_function_stack
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing

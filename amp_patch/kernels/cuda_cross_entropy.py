@@ -1,0 +1,134 @@
+"""The cross-entropy of logits and class indices by the CUDA kernels of csrc/; knows two tensors.
+
+Torch's own makes float32 tensors as large as the logits: of half logits a cast, the log_softmax,
+and two in the backward. The kernels read the logits as they are, and write nothing as large but
+their gradient. What is kept for the backward is the logits and two numbers of each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import cuda_module
+from .cuda_module import Kernel
+
+#: The CUDA sources that are needed.
+SOURCES = ("cross_entropy.cu",)
+REDUCTIONS = ("mean", "sum", "none")
+#: Of fewer logits torch's take little memory, and the host's time is all that counts.
+MIN_LOGITS = 2**20
+#: A block of threads works on a row. Of fewer classes most of it would be idle, where torch has
+#: kernels for short rows.
+MIN_CLASSES = 1024
+#: The kernels count the elements of a row by an int.
+MAX_CLASSES = 2**30
+
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_FORWARD = {
+    dtype: Kernel("cross_entropy.cu", f"cross_entropy_{name}", "PPiqPP")
+    for dtype, name in _NAMES.items()
+}
+_BACKWARD = {
+    dtype: Kernel("cross_entropy.cu", f"cross_entropy_backward_{name}", "PPiqPPqP")
+    for dtype, name in _NAMES.items()
+}
+
+
+def takes(logits: Tensor, targets: Tensor) -> bool:
+    """Tell whether there are kernels for logits and targets, wherever these are; and a gain."""
+    return (
+        logits.dim() == 2
+        and logits.numel() >= MIN_LOGITS
+        and MIN_CLASSES <= logits.shape[1] <= MAX_CLASSES
+        and logits.dtype in _NAMES
+        and logits.layout is torch.strided
+        and not logits.is_neg()
+        and targets.dtype is torch.int64
+        and targets.layout is torch.strided
+        and not targets.is_neg()
+        and targets.shape == logits.shape[:1]
+        and targets.device == logits.device
+    )
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """Return torch's cross-entropy of these, in float32; without waiting for the device.
+
+    Args:
+        logits: rows that `takes` allows, on a device that the kernels are loaded for.
+        targets: the class of each row.
+        ignore_index: a row with this target has the loss 0 and the gradient 0.
+        reduction: one of `REDUCTIONS`; the mean is of the rows that are not ignored.
+    """
+    logits, targets = logits.contiguous(), targets.contiguous()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        losses: Tensor = _Losses.apply(logits, targets, ignore_index)
+    else:
+        losses, _ = _forward(logits, targets, ignore_index)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+class _Losses(torch.autograd.Function):
+    """The loss of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        losses, totals = _forward(logits, targets, ignore_index)
+        ctx.save_for_backward(logits, targets, totals)
+        ctx.ignore_index = ignore_index
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, totals = ctx.saved_tensors
+        # Of a gradient that is to be differentiated itself, or that a transform or torch.compile
+        # makes of many factors or of none yet.
+        compute = _gradient if _is_plain(factors[0]) else _differentiable_gradient
+        return compute(logits, targets, totals, ctx.ignore_index, factors[0]), None, None
+
+
+def _is_plain(factors: Tensor) -> bool:
+    batched = torch._C._functorch.is_functorch_wrapped_tensor(factors)
+    return not (torch.is_grad_enabled() or batched or is_compiling())
+
+
+def _forward(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the loss of each row, and the two numbers that the backward needs of each."""
+    rows, classes = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    totals = torch.empty(rows, 2, dtype=torch.float32, device=logits.device)
+    arguments = (logits, targets, classes, ignore_index, losses, totals)
+    cuda_module.modules.launch(_FORWARD[logits.dtype], rows, logits.device, *arguments)
+    return losses, totals
+
+
+def _gradient(
+    logits: Tensor, targets: Tensor, totals: Tensor, ignore_index: int, factors: Tensor
+) -> Tensor:
+    """Return the gradient of the logits, given that of each loss."""
+    rows, classes = logits.shape
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    # after a reduction all rows have the same, a tensor of stride 0
+    operands = (totals, factors, factors.stride(0), gradient)
+    arguments = (logits, targets, classes, ignore_index, *operands)
+    cuda_module.modules.launch(_BACKWARD[logits.dtype], rows, logits.device, *arguments)
+    return gradient
+
+
+def _differentiable_gradient(
+    logits: Tensor, targets: Tensor, totals: Tensor, ignore_index: int, factors: Tensor
+) -> Tensor:
+    """Return the same by torch's operations, which autograd and transforms know."""
+    ignored = targets == ignore_index
+    classes = targets.masked_fill(ignored, 0).unsqueeze(1)
+    probabilities = logits.softmax(1, dtype=torch.float32)
+    at_target = torch.zeros_like(probabilities).scatter_(1, classes, 1.0)
+    gradient = (probabilities - at_target) * factors.unsqueeze(1)
+    return gradient.masked_fill(ignored.unsqueeze(1), 0.0).to(logits.dtype)
