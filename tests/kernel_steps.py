@@ -16,7 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from amp_patch import amp, kernels
-from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale
+from amp_patch.kernels import Cast, Comparison, ScalerState, Unscale, cuda_cross_entropy
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -83,6 +83,13 @@ def step_in_one_pass(amp: ModuleType, kind: str, device: torch.device) -> None:
     amp.deactivate()
 
 
+def compute_cross_entropy(device: torch.device, dtype: torch.dtype) -> None:
+    """Compute it of rows that are aligned differently, of which one is ignored."""
+    logits = torch.ones(3, 1025, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.tensor([0, -100, 1024], device=device)
+    cuda_cross_entropy.cross_entropy(logits, targets, -100, "mean").backward()
+
+
 def launch_every_kernel(amp: ModuleType, device: torch.device) -> None:
     """Run every source of csrc/, on sizes and an address at which a kernel could go wrong."""
     for dtype in (torch.float16, torch.bfloat16):
@@ -90,6 +97,8 @@ def launch_every_kernel(amp: ModuleType, device: torch.device) -> None:
         # not aligned for the loads of several elements at once
         step.grads[1] = torch.ones(16_386, device=device, dtype=dtype)[1:]
         step.run()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        compute_cross_entropy(device, dtype)
     for kind, (_, _, one_pass) in FLAGGED.items():
         if one_pass:
             step_in_one_pass(amp, kind, device)

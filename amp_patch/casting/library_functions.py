@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import cross_entropy, library_rules
+from . import fused_loss, library_rules
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
 from .foreign_objects import cast_frame, promote_column
 from .half_saving import HalfSaving
@@ -273,7 +273,7 @@ def _run_logits(
     # Of half logits outside of such a model torch's loss is half.
     dtypes = (torch.float32,) if mode.stored is None else FLOATS
     if not mode.off and process.is_mixed:
-        loss = cross_entropy.by_kernel(args, kwargs, dtypes)
+        loss = fused_loss.by_kernel(args, kwargs, dtypes)
         if loss is not None:
             return loss
     return _run_wide(rule, function, args, kwargs)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from . import cross_entropy
+from . import fused_loss
 from .argument_casts import (
     dtypes_in,
     float_on_cpu,
@@ -86,8 +86,8 @@ class Casts:
         wrapper = self._rules[rule](_alone(function) if alone else function)
         if self.observer is not None and rule in _REPORTS:
             wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
-        if rule == "float" and cross_entropy.is_torchs(function):
-            wrapper = cross_entropy.without_casts(wrapper)
+        if rule == "float" and fused_loss.is_torchs(function):
+            wrapper = fused_loss.without_casts(wrapper)
         # TorchScript, which cannot read a closure, compiles the original; beneath a wrapper of
         # `library_functions` as well.
         original = getattr(function, "__prepare_scriptable__", lambda: function)

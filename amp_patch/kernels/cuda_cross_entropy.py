@@ -7,10 +7,9 @@ their gradient. What is kept for the backward is the logits and two numbers of e
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
 
 from . import cuda_module
@@ -75,18 +74,25 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, reduction:
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
+class _Context(FunctionCtx):
+    """What the backward of `_Losses` gets of its forward."""
+
+    ignore_index: int
+    saved_tensors: tuple[Tensor, Tensor, Tensor]
+
+
 class _Losses(torch.autograd.Function):
     """The loss of each row."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    def forward(ctx: _Context, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         losses, totals = _forward(logits, targets, ignore_index)
         ctx.save_for_backward(logits, targets, totals)
         ctx.ignore_index = ignore_index
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, *factors: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, totals = ctx.saved_tensors
         # Of a gradient that is to be differentiated itself, or that a transform or torch.compile
         # makes of many factors or of none yet.
@@ -95,8 +101,12 @@ class _Losses(torch.autograd.Function):
 
 
 def _is_plain(factors: Tensor) -> bool:
-    batched = torch._C._functorch.is_functorch_wrapped_tensor(factors)
-    return not (torch.is_grad_enabled() or batched or is_compiling())
+    # torch.vmap's stand for several tensors, and have no memory of their own
+    is_one = type(factors) is Tensor and _has_storage(factors)
+    return is_one and not (torch.is_grad_enabled() or is_compiling())
+
+
+_has_storage = torch._C._has_storage
 
 
 def _forward(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

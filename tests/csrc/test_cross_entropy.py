@@ -68,11 +68,18 @@ def expected(logits: Tensor, targets: Tensor, factors: Tensor) -> Found:
     return Found(losses.detach(), exact.grad)
 
 
-def check(found: Found, reference: Found) -> None:
-    rtol, atol = ROUNDING[found.gradient.dtype]
+def check(logits: Tensor, targets: Tensor, factors: Tensor, found: Found) -> None:
+    reference = expected(logits, targets, factors)
     losses, gradient = (one.double() for one in found)
     torch.testing.assert_close(losses, reference.losses, rtol=2e-6, atol=2e-6, equal_nan=True)
-    torch.testing.assert_close(gradient, reference.gradient, rtol=rtol, atol=atol, equal_nan=True)
+    rtol, atol = ROUNDING[logits.dtype]
+    allowed = reference.gradient.abs() * rtol + atol
+    # float32 keeps little of what is left of a probability near to 1, less 1
+    rounded = factors.double().expand(len(targets)) * 4e-7
+    at_target = functional.one_hot(targets.clamp(min=0), logits.shape[1])
+    allowed += at_target * rounded[:, None]
+    assert torch.equal(gradient.isnan(), reference.gradient.isnan())
+    assert not ((gradient - reference.gradient).abs() > allowed).any()
 
 
 @given(
@@ -108,7 +115,7 @@ def test_losses_and_gradients_are_torchs(
     targets[torch.rand(rows, generator=draw) < 0.2] = IGNORED
     factors = torch.rand(1 if shared else rows, generator=draw) * 1024
     found = run(kernels, logits, targets, factors, offsets, seed)
-    check(found, expected(logits, targets, factors))
+    check(logits, targets, factors, found)
 
 
 ODD_ROWS = {
@@ -133,7 +140,7 @@ def test_what_is_not_finite_stays_in_its_row_and_is_as_with_torch(
     logits = torch.cat([logits, torch.zeros(1, classes)]).to(dtype)
     targets, factors = torch.zeros(len(logits), dtype=torch.int64), torch.ones(1)
     found = run(kernels, logits, targets, factors)
-    check(found, expected(logits, targets, factors))
+    check(logits, targets, factors, found)
     # of an ignored row nothing is read
     ignored = run(kernels, logits, torch.full_like(targets, IGNORED), factors)
     assert not any(map(torch.count_nonzero, ignored))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.nn import functional
+from torch.nn import Parameter, functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -59,9 +59,9 @@ def by_kernel(
     """
     if is_dynamo_compiling():
         return None
-    logits = args[0] if args else kwargs.get("input")
+    logits: Any = args[0] if args else kwargs.get("input")
     # The first questions, which a call on a CPU does not get beyond.
-    if type(logits) is not Tensor or not kernels.is_on_cuda(logits) or logits.dtype not in dtypes:
+    if type(logits) not in _PLAIN or not kernels.is_on_cuda(logits) or logits.dtype not in dtypes:
         return None
     try:
         targets, ignore_index, reduction = _arguments(*args, **kwargs)
@@ -91,7 +91,8 @@ def _arguments(
 def _is_unwatched() -> bool:
     """Tell whether autograd alone follows what is computed, and it knows the kernel's backward.
 
-    Modes of torch see operators, and would miss the kernel; tracers and transforms as well.
+    Modes of torch see functions or operators, and would miss the kernel; tracers and transforms
+    as well. A mode of functions calls what it saw once more, beneath itself.
     """
     modes = _count_function_modes() and _get_current_function_mode_stack()
     return not (
@@ -105,6 +106,7 @@ def _is_unwatched() -> bool:
     )
 
 
+_PLAIN = (Tensor, Parameter)
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _count_function_modes = torch._C._len_torch_function_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
