@@ -17,6 +17,7 @@ from benchmarks.model_shapes import MODELS
 from cuda_on_cpu.fake_gpu import Gpu
 from cuda_on_cpu.fake_graphs import FakeCuda
 
+from amp_patch.kernels import cuda_cross_entropy
 from amp_patch.session import session
 from amp_patch.step import loss_scaling
 
@@ -39,11 +40,13 @@ def test_a_quick_run_prints_every_operation_on_every_model() -> None:
     command = [sys.executable, *warnings, str(SCRIPT), "--quick", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert (done.stderr, done.returncode) == ("", 0)
-    for name in (*MODELS, kernels.LARGE):
+    for name in (*MODELS, kernels.LARGE, kernels.LOGITS):
         assert done.stdout.count(f"{name}: ") == 1
     names = [one.name for one in kernels.operations([(2,)], torch.device("cpu"))]
     assert len(names) == 19
     assert all(done.stdout.count(f"  {name}  ") == len(MODELS) + 1 for name in names)
+    losses = [one.name for one in kernels.losses([(2, 2)], torch.device("cpu"))]
+    assert [done.stdout.count(f"  {name}  ") for name in losses] == [1, 1, 1, 1]
 
 
 def measured(operation: str, milliseconds: float = 1.0, share: float = 1.0) -> Measured:
@@ -83,6 +86,16 @@ def test_on_a_gpu_what_is_timed_are_the_kernels(gpu: Gpu, monkeypatch: pytest.Mo
     assert [one.partition("_")[0] for one in modules.launched] == [
         *("unscale", "summarize", "update", "clip", "adamw", "adamw"),
     ]
+
+
+def test_on_a_gpu_the_loss_is_the_kernels(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_cross_entropy, "MIN_LOGITS", 0)
+    monkeypatch.setattr(cuda_cross_entropy, "MIN_CLASSES", 0)
+    for operation in kernels.losses([(2, 3)], torch.device("cpu")):
+        gpu.modules.launched.clear()
+        operation.make()()
+        is_ours = not operation.name.startswith("torch's")
+        assert len(gpu.modules.launched) == 2 * is_ours
 
 
 def test_on_a_gpu_the_phase_is_replayed_too(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,17 +157,19 @@ class Main:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._monkeypatch, self.folder = monkeypatch, folder
         self.times = {kernels.FUSED_PHASE: 1.8, kernels.FOREACH_PHASE: 3.0}
-        self.lists = 4
+        self.lists = 5
         self.forced: list[str] = []
         monkeypatch.setenv(VARIABLE, "torch")
         monkeypatch.setattr(kernels, "machine", lambda device: {"device": f"A {device.type}"})
         monkeypatch.setattr(kernels, "measure", self._measure)
 
-    def _measure(self, shapes: object, device: torch.device, repeats: int) -> list[Measured]:
+    def _measure(
+        self, shapes: object, device: torch.device, repeats: int, listed: kernels.Lister
+    ) -> list[Measured]:
         if len(self.forced) == self.lists:
             raise torch.OutOfMemoryError
         self.forced.append(os.environ[VARIABLE])
-        names = [one.name for one in kernels.operations([(2,)], device)]
+        names = [one.name for one in listed([(2, 2)], device)]
         return [measured(name, self.times.get(name, 1.0)) for name in names]
 
     def run(self, *arguments: str) -> int:
@@ -173,14 +188,15 @@ def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
 
 def test_on_a_gpu_kernels_that_do_not_work_are_an_error(main: Main) -> None:
     assert main.run("--quick") == 0
-    assert main.forced == ["cupy"] * 4
+    assert main.forced == ["cupy"] * 5
     assert not main.folder.exists()
 
 
 def test_where_every_target_is_reached_the_exit_code_is_0(main: Main) -> None:
     assert main.run() == 0
     assert main.saved()["missed"] == []
-    assert list(main.saved()["lists"]) == [kernels.LARGE, "BERT-large", "ResNet-50", "GPT-2"]
+    models = ["BERT-large", "ResNet-50", "GPT-2"]
+    assert list(main.saved()["lists"]) == [kernels.LARGE, *models, kernels.LOGITS]
 
 
 def test_a_target_that_is_missed_is_printed_written_and_the_exit_code(

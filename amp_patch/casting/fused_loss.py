@@ -19,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from amp_patch import kernels
+from amp_patch.kernels import cuda_cross_entropy
 
 from .argument_casts import is_on_cast_device
 from .mode import FLOATS, OFF, mode, process
@@ -27,11 +28,15 @@ from .usual_calls import AUTOGRAD, below_autograd
 Function = Callable[..., Any]
 
 
-def is_torchs(function: Function) -> bool:
-    """Tell torch's own function, or its wrapper of `library_functions`, from a replacement."""
+def has_kernel(function: Function) -> bool:
+    """Tell whether a kernel may stand in for a function, on some device of this build of torch.
+
+    It may for torch's own, and its wrapper of `library_functions`, and not for a replacement.
+    """
     original = getattr(function, "stands_for", function)
     in_torch = getattr(original, "__globals__", None) is vars(functional)
-    return in_torch and original.__name__ == "cross_entropy"
+    is_torchs = in_torch and original.__name__ == "cross_entropy"
+    return is_torchs and torch.version.cuda is not None
 
 
 def without_casts(wrapper: Function) -> Function:
@@ -57,11 +62,11 @@ def by_kernel(
         args, kwargs: of the call.
         dtypes: those of logits that may go to a kernel.
     """
-    if is_dynamo_compiling():
-        return None
     logits: Any = args[0] if args else kwargs.get("input")
-    # The first questions, which a call on a CPU does not get beyond.
-    if type(logits) not in _PLAIN or not kernels.is_on_cuda(logits) or logits.dtype not in dtypes:
+    # First what most calls do not get beyond; and there is no kernel where torch.compile traces.
+    if not kernels.is_on_cuda(logits) or logits.numel() < cuda_cross_entropy.MIN_LOGITS:
+        return None
+    if is_dynamo_compiling() or type(logits) not in _PLAIN or logits.dtype not in dtypes:
         return None
     try:
         targets, ignore_index, reduction = _arguments(*args, **kwargs)

@@ -181,7 +181,8 @@ def _classes_with(module: types.ModuleType, method: str) -> list[str]:
 
 def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
-    run = functools.partial(_RUN.get(rule.casts, _run), rule)
+    has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
+    run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
     out_at = _position_of_out(function)
 
     @functools.wraps(function)

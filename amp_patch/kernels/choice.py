@@ -138,9 +138,9 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
     return all(_works(one.device, sources, forced) for one in firsts.values())
 
 
-def is_on_cuda(tensor: Tensor) -> bool:
-    """Return the same as `are_on_cuda`, of one tensor: the host's time counts there."""
-    return bool(_IS_CUDA(tensor))
+def is_on_cuda(value: object) -> bool:
+    """Return the same of one value, which is none on such a device where it is no tensor."""
+    return isinstance(value, Tensor) and bool(_IS_CUDA(value))
 
 
 def are_on_cuda(tensors: Sequence[Tensor]) -> bool:

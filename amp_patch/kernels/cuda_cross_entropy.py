@@ -93,11 +93,31 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *factors: Tensor) -> tuple[Tensor, None, None]:
-        logits, targets, totals = ctx.saved_tensors
+        logits, targets, totals = _saved(ctx)
         # Of a gradient that is to be differentiated itself, or that a transform or torch.compile
         # makes of many factors or of none yet.
         compute = _gradient if _is_plain(factors[0]) else _differentiable_gradient
         return compute(logits, targets, totals, ctx.ignore_index, factors[0]), None, None
+
+
+def _saved(ctx: _Context) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors, dense whatever hooks for saved tensors made of them.
+
+    Raises:
+        RuntimeError: they were written to since, or the graph's memory is gone.
+    """
+    try:
+        logits, targets, totals = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "logits that a CUDA kernel made a cross_entropy of are read again by its backward, so "
+            "that they must stay as they are until then; got some that were written to, or their "
+            "targets; call logits.clone() and write to that, or set AMP_PATCH_KERNELS=torch, with "
+            "which cross_entropy keeps a float32 copy."
+        ) from error
+    return logits.contiguous(), targets.contiguous(), totals.contiguous()
 
 
 def _is_plain(factors: Tensor) -> bool:

@@ -6,8 +6,9 @@
 Every operation is timed in one process, on the parameters of three models and on one large tensor:
 the bytes it reads and writes, its time, the host's time, the share of a device-to-device copy's
 bandwidth and the number of launches. So is the whole phase between backward and the next forward:
-unscale, clip, step. What is measured is written after each list of tensors. The exit code is 1
-where a target was missed. On a CPU the reference runs.
+unscale, clip, step; and the cross-entropy, on the logits of a language model. What is measured is
+written after each list of tensors. The exit code is 1 where a target was missed. On a CPU the
+reference runs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from amp_patch.optimizers.registry import update_of
 
 RESULTS = Path(__file__).with_name("results")
 LARGE = "one tensor of 2**28 elements"
+#: What a loss is computed of that reads a text: 128 sequences of 128 tokens, BERT's vocabulary.
+LOGITS = "logits of 16,384 rows and 30,522 classes"
 COPY = "copy of fp32"
 #: What must be reached on the large tensor, as a share of the copy's bandwidth.
 AT_LEAST = {"unscale fp16 to fp32": 0.85, "adamw": 0.85}
@@ -65,6 +68,9 @@ class Operation:
     make: Callable[[], Callable[[], object]]
 
 
+Lister = Callable[[list[Shape], torch.device], list[Operation]]
+
+
 def operations(shapes: list[Shape], device: torch.device) -> list[Operation]:
     """List what is measured: ours, and torch's for the same end."""
     simple = [
@@ -87,6 +93,46 @@ def operations(shapes: list[Shape], device: torch.device) -> list[Operation]:
     if device.type == "cuda":
         makers.append((REPLAYED_PHASE, 32, lambda: replayed_phase(shapes, device)))
     return simple + [Operation(*maker) for maker in makers]
+
+
+def losses(shapes: list[Shape], device: torch.device) -> list[Operation]:
+    """List what is measured of logits: forward and backward, ours and torch's.
+
+    Ours reads them twice and writes their gradient. Torch's log_softmax, and the backward of it and
+    of nll_loss, read or write an element six times; the casts of half logits are beside that.
+    """
+    rows: list[tuple[str, int, torch.dtype, LossOf]] = [
+        ("cross entropy fp16", 6, torch.float16, our_loss),
+        ("torch's cross entropy of fp16.float()", 36, torch.float16, torch_loss),
+        ("cross entropy fp32", 12, torch.float32, our_loss),
+        ("torch's cross entropy fp32", 24, torch.float32, torch_loss),
+    ]
+    return [
+        Operation(name, count, functools.partial(loss_and_gradient, shapes, device, dtype, loss_of))
+        for name, count, dtype, loss_of in rows
+    ]
+
+
+LossOf = Callable[[Tensor, Tensor], Tensor]
+
+
+def our_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    loss = kernels.cross_entropy(logits, targets, -100, "mean")
+    return torch_loss(logits, targets) if loss is None else loss
+
+
+def torch_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.float(), targets)
+
+
+def loss_and_gradient(
+    shapes: list[Shape], device: torch.device, dtype: torch.dtype, loss_of: LossOf
+) -> Callable[[], object]:
+    """Return what computes the loss of logits and their gradient."""
+    (shape,) = shapes
+    logits = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    targets = torch.randint(shape[1], shape[:1], device=device)
+    return lambda: torch.autograd.grad(loss_of(logits, targets), logits)
 
 
 #: Bytes per parameter.
@@ -228,12 +274,14 @@ def parameters(masters: list[Tensor], grads: list[Tensor]) -> list[torch.nn.Para
     return params
 
 
-def measure(shapes: list[Shape], device: torch.device, repeats: int) -> list[Measured]:
-    """Time every operation on tensors of these shapes."""
+def measure(
+    shapes: list[Shape], device: torch.device, repeats: int, listed: Lister = operations
+) -> list[Measured]:
+    """Time every listed operation on tensors of these shapes."""
     count = sum(map(math.prod, shapes))
     copy_time = copy_milliseconds(count, device, repeats)
     rows = []
-    for operation in operations(shapes, device):
+    for operation in listed(shapes, device):
         run = operation.make()
         times = time_calls(run, device, repeats)
         megabytes = operation.bytes_per_parameter * count / 1e6
@@ -256,6 +304,7 @@ def lists_of_shapes(quick: bool) -> dict[str, list[Shape]]:
     """Return what is measured, first what has targets."""
     names = sorted(MODELS, key=lambda name: name != RIVALS_MODEL)
     shapes = {LARGE: [(2**28,)]} | {name: MODELS[name]() for name in names}
+    shapes |= {LOGITS: [(16_384, 30_522)]}
     if quick:
         return {name: [(2,) * len(one) for one in some[:20]] for name, some in shapes.items()}
     return shapes
@@ -283,7 +332,8 @@ def main() -> int:
     measured: dict[str, list[Measured]] = {}
     missed: list[str] = []
     for name, shapes in lists_of_shapes(args.quick).items():
-        measured[name] = measure(shapes, args.device, repeats=2 if args.quick else 30)
+        listed = losses if name == LOGITS else operations
+        measured[name] = measure(shapes, args.device, 2 if args.quick else 30, listed)
         print(f"\n{name}: {len(shapes)} tensors\n{as_table(measured[name])}", flush=True)
         if not args.quick:
             missed = missed_targets(measured)

@@ -290,11 +290,14 @@ def test_a_cast_that_is_not_made_is_not_told_of(
     assert "Half->Float (cross_entropy)" in capsys.readouterr().out
 
 
-def test_a_replacement_of_torchs_function_is_no_torchs() -> None:
+def test_only_for_torchs_own_function_is_there_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     @functools.wraps(functional.cross_entropy)
     def better(*args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
 
-    assert fused_loss.is_torchs(functional.cross_entropy)
-    assert not fused_loss.is_torchs(better)
-    assert not fused_loss.is_torchs(functional.nll_loss)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert fused_loss.has_kernel(functional.cross_entropy)
+    assert not fused_loss.has_kernel(better)
+    assert not fused_loss.has_kernel(functional.nll_loss)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert not fused_loss.has_kernel(functional.cross_entropy)

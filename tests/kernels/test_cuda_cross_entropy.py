@@ -142,15 +142,34 @@ def test_logits_that_were_written_to_since_are_refused(device: torch.device) -> 
     logits = logits * 1
     loss = cross_entropy(logits, targets, IGNORED, "mean")
     logits.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"got some that were written to.*call logits.clone\(\)"):
         loss.backward()
 
 
 def test_the_backward_may_come_twice(device: torch.device) -> None:
     logits, targets = drawn(torch.float16)
     loss = cross_entropy(logits, targets, IGNORED, "mean")
-    once, again = (torch.autograd.grad(loss, logits, retain_graph=True)[0] for _ in range(2))
+    once, again = (
+        torch.autograd.grad(loss, logits, retain_graph=more)[0] for more in (True, False)
+    )
     assert torch.equal(once, again)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_hooks_for_saved_tensors_may_give_other_strides(device: torch.device) -> None:
+    logits, targets = drawn()
+    (wanted,) = torch.autograd.grad(cross_entropy(logits, targets, IGNORED, "mean"), logits)
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor.detach().t().contiguous() if tensor.dim() == 2 else tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor.t()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        loss = cross_entropy(logits, targets, IGNORED, "mean")
+    assert torch.equal(torch.autograd.grad(loss, logits)[0], wanted)
 
 
 def test_only_what_the_kernels_are_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
