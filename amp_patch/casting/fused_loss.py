@@ -63,16 +63,18 @@ def by_kernel(
         dtypes: those of logits that may go to a kernel.
     """
     logits: Any = args[0] if args else kwargs.get("input")
-    # First what most calls do not get beyond; and there is no kernel where torch.compile traces.
-    if not kernels.is_on_cuda(logits) or logits.numel() < cuda_cross_entropy.MIN_LOGITS:
+    # First what most calls do not get beyond. A tracer would note the question for the size.
+    if not kernels.is_on_cuda(logits) or is_dynamo_compiling() or _is_tracing():
         return None
-    if is_dynamo_compiling() or type(logits) not in _PLAIN or logits.dtype not in dtypes:
+    if logits.numel() < cuda_cross_entropy.MIN_LOGITS or logits.dtype not in dtypes:
         return None
     try:
         targets, ignore_index, reduction = _arguments(*args, **kwargs)
     except TypeError:  # which torch's function explains
         return None
-    if type(targets) is not Tensor or not is_on_cast_device(logits) or not _is_unwatched():
+    if type(logits) not in _PLAIN or type(targets) is not Tensor:
+        return None
+    if not is_on_cast_device(logits) or not _is_unwatched():
         return None
     return kernels.cross_entropy(logits, targets, ignore_index, reduction)
 
@@ -103,7 +105,6 @@ def _is_unwatched() -> bool:
     return not (
         _count_dispatch_modes()
         or (modes and any(type(one) is not DeviceContext for one in modes))
-        or _is_tracing()
         or _innermost_transform() is not None
         or forward_ad._current_level >= 0
         # where torch itself decomposes an operator; in inference mode all is below autograd

@@ -9,6 +9,7 @@ import torch
 from cuda_on_cpu.launcher import EmulatedModules
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.kernels import cuda_cross_entropy, cuda_module
 from amp_patch.kernels.cuda_cross_entropy import MIN_CLASSES, cross_entropy, takes
@@ -37,7 +38,7 @@ def device(
 
 
 def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator("cpu").manual_seed(0)
     logits = (torch.randn(ROWS, CLASSES, generator=draw, device="cpu") * 3).to(dtype)
     targets = torch.randint(CLASSES, (ROWS,), generator=draw, device="cpu")
     targets[1] = IGNORED
@@ -170,6 +171,39 @@ def test_hooks_for_saved_tensors_may_give_other_strides(device: torch.device) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = cross_entropy(logits, targets, IGNORED, "mean")
     assert torch.equal(torch.autograd.grad(loss, logits)[0], wanted)
+
+
+class LargeTensors(TorchDispatchMode):
+    """Notes which operators return a tensor with as many elements as the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_by: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.numel() >= ROWS * CLASSES:
+            self.made_by.append(func.overloadpacket.__name__)
+        return found
+
+
+def test_nothing_is_as_large_as_the_logits_but_their_gradient(modules: EmulatedModules) -> None:
+    logits, targets = drawn(torch.float16)
+    with LargeTensors() as large:
+        torch.autograd.grad(cross_entropy(logits, targets, IGNORED, "mean"), logits)
+    assert large.made_by == ["empty_like"]
+
+
+@pytest.mark.gpu
+def test_the_peak_is_the_logits_and_their_gradient() -> None:
+    pytest.importorskip("cupy")
+    logits = torch.randn(512, 30_522, device="cuda", dtype=torch.float16, requires_grad=True)
+    targets = torch.randint(30_522, (512,), device="cuda")
+    for _ in range(2):  # the first one loads the kernels
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(cross_entropy(logits, targets, IGNORED, "mean"), logits)
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * 2 * logits.numel()
 
 
 def test_only_what_the_kernels_are_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
