@@ -86,7 +86,8 @@ class Casts:
         wrapper = self._rules[rule](_alone(function) if alone else function)
         if self.observer is not None and rule in _REPORTS:
             wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
-        if rule == "float" and fused_loss.has_kernel(function):
+        # Who asks for float32 gets torch's function, of a cast.
+        if rule == "float" and not alone and fused_loss.has_kernel(function):
             wrapper = fused_loss.without_casts(wrapper)
         # TorchScript, which cannot read a closure, compiles the original; beneath a wrapper of
         # `library_functions` as well.

@@ -263,7 +263,7 @@ def test_where_casts_are_off_it_is_off(
     assert gpu.modules.launched == []
 
 
-@pytest.mark.parametrize("rule", ["off", "half"])
+@pytest.mark.parametrize("rule", ["off", "half", "float"])
 def test_a_rule_switches_it_off(amp: ModuleType, gpu: Gpu, rule: str) -> None:
     activate(amp, rules={"cross_entropy": rule})
     loss_of(logits_of(torch.float32))
