@@ -4,8 +4,8 @@
 //           lr, lr_address, beta1, beta2, eps, weight_decay, decoupled, maximize)
 //       once per parameter group, with the rows of the group
 //
-//   adamw_{gradient}_to_{weight}  <<<number of chunks, THREADS>>>(tensors, chunks, coefficients,
-//           scale, clip, found_inf)
+//   adamw_{gradient}_to_{weight}  <<<BLOCKS_PER_CHUNK * number of chunks, THREADS>>>(tensors,
+//           chunks, coefficients, scale, clip, found_inf)
 //       once per mix of dtypes among float16, bfloat16, float32, with all rows
 //
 //   tensors       const Row*      72 bytes: addresses of gradient, master, exp_avg, exp_avg_sq,

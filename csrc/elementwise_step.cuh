@@ -92,18 +92,24 @@ struct ElementwiseStep {
     }
 };
 
-// Let the block step its chunk; a skipped step has master and half weight agree, and no more.
+// So many blocks share a chunk. Each reads and writes up to nine tensors; on an H200 the memory gave
+// 2.6 % more where a block had 4,096 elements of each, not 16,384. Kernels that pass over one or two
+// tensors lost by it.
+constexpr int BLOCKS_PER_CHUNK = 4;
+
+// Let the block step its share of a chunk; a skipped step has master and half weight agree, and no more.
 template <typename GradientType, typename Weight, int STATES, typename Coefficients>
 __device__ __forceinline__ void step_chunk(const ParameterRow<STATES>* tensors,
                                            const Chunk* chunks, const Coefficients* coefficients,
                                            const float* scale, const float* clip,
                                            const float* found_inf) {
     constexpr int WIDTH = vector_width<GradientType, float, Weight>;
-    const Chunk chunk = chunks[blockIdx.x];
+    const Chunk chunk = chunks[blockIdx.x / BLOCKS_PER_CHUNK];
     const ParameterRow<STATES> row = tensors[chunk.tensor];
-    const Part part(chunk, row.length);
+    Part part(chunk, row.length);
+    part.narrow(blockIdx.x % BLOCKS_PER_CHUNK, BLOCKS_PER_CHUNK);
     const bool skips = is_skipped(found_inf);
-    if (skips && row.weight == nullptr) return;
+    if (part.length == 0 || (skips && row.weight == nullptr)) return;
     ElementwiseStep<Coefficients, GradientType, Weight> step(
         row, part, coefficients[chunk.tensor], scale, clip, skips);
     sweep<WIDTH, Coefficients::AHEAD>(part.length, step.template begins<WIDTH>(), step);

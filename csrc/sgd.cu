@@ -4,8 +4,8 @@
 //           lr_address, momentum, dampening, weight_decay, decoupled, nesterov, maximize)
 //       once per parameter group, with the rows of the group
 //
-//   sgd_{gradient}_to_{weight}  <<<number of chunks, THREADS>>>(tensors, chunks, coefficients,
-//           scale, clip, found_inf)
+//   sgd_{gradient}_to_{weight}  <<<BLOCKS_PER_CHUNK * number of chunks, THREADS>>>(tensors,
+//           chunks, coefficients, scale, clip, found_inf)
 //       once per mix of dtypes among float16, bfloat16, float32, with all rows
 //
 //   tensors       const Row*      56 bytes: addresses of gradient, float32 master, float32 momentum

@@ -39,6 +39,13 @@ struct Part {
         : begin(static_cast<long long>(chunk.index) * CHUNK),
           length(static_cast<int>(min(tensor_length - begin, static_cast<long long>(CHUNK)))) {}
 
+    // Take one of `shares` equal ones of a whole chunk; behind the tensor's end it has no elements.
+    __device__ void narrow(int share, int shares) {
+        const int size = CHUNK / shares;
+        begin += share * size;
+        length = max(0, min(length - share * size, size));
+    }
+
     // Where the part begins in a tensor; a null address, for none, stays null.
     template <typename Type>
     __device__ Type* of(Type* address) const {

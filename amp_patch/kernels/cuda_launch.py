@@ -20,6 +20,7 @@ def launch(
     rows: Tensor,
     *arguments: Argument,
     per_chunk: Tensor | None = None,
+    blocks_per_chunk: int = 1,
 ) -> None:
     """Launch a kernel for each mix of dtypes in a part.
 
@@ -35,13 +36,15 @@ def launch(
         arguments: what the kernel takes after the tables of tensors and of chunks.
         per_chunk: memory with a row for each chunk of the part; each launch gets that of its own
             chunks as its last argument. None: the kernel takes none.
+        blocks_per_chunk: how many blocks of the kernel share a chunk.
     """
     chunks = part.table.chunks()
     for mix, begin, end in part.table.groups:
         kernel = Kernel(source, name.format(*mix), parameters)
         last = () if per_chunk is None else (per_chunk[begin:],)
         operands = (rows, chunks[begin:], *arguments, *last)
-        cuda_module.modules.launch(kernel, end - begin, part.device, *operands)
+        grid = (end - begin) * blocks_per_chunk
+        cuda_module.modules.launch(kernel, grid, part.device, *operands)
 
 
 def note_written(tensors: Sequence[Tensor]) -> None:

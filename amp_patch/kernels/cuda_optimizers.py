@@ -65,6 +65,10 @@ class Operands(NamedTuple):
     found_inf: Tensor | None
 
 
+#: As in elementwise_step.cuh.
+BLOCKS_PER_CHUNK = 4
+
+
 class Span(NamedTuple):
     """Rows that follow each other: the first, and how many."""
 
@@ -107,7 +111,7 @@ class OptimizerKernels:
             weight: the place of the half weight's column.
         """
         name = f"{self.prefix}_{{0}}_to_{{{weight}}}"
-        launch(part, self.source, name, "PPPPPP", *operands)
+        launch(part, self.source, name, "PPPPPP", *operands, blocks_per_chunk=BLOCKS_PER_CHUNK)
 
 
 class KernelStep:

@@ -281,6 +281,11 @@ constexpr Type min(Type one, Type other) {
     return other < one ? other : one;
 }
 
+template <typename Type>
+constexpr Type max(Type one, Type other) {
+    return one < other ? other : one;
+}
+
 #define __syncthreads() cuda_on_cpu::barrier(__LINE__)
 #define __shfl_xor_sync(mask, value, lanes) \
     cuda_on_cpu::shuffle(mask, value, threadIdx.x % 32 ^ (lanes), __LINE__)

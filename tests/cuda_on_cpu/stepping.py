@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from amp_patch.kernels.cuda_optimizers import BLOCKS_PER_CHUNK
 from cuda_on_cpu import THREADS, Kernels
 from cuda_on_cpu.kernel_names import DTYPES
 from cuda_on_cpu.memory import Memory, chunk_ranges, chunk_table, row_table
@@ -114,7 +115,8 @@ def launch(
         return _launch_lamb(kernels, parameters, coefficients, factors, flag, seed)
     name = "{}_{}_to_{}".format(rule.name, *parameters.dtypes)
     tables = (parameters.rows, parameters.chunks, coefficients)
-    kernels.launch(name, len(parameters.chunks), *tables, *factors, flag, seed=seed)
+    grid = len(parameters.chunks) * BLOCKS_PER_CHUNK
+    kernels.launch(name, grid, *tables, *factors, flag, seed=seed)
     return coefficients
 
 
