@@ -2,8 +2,9 @@
 
 Large parameters whose gradients wait in half are stepped some at a time, so that few gradients are
 in memory in fp32 at once; on a CPU a parameter larger than that is stepped in strips. So are those
-that the optimizer would step one by one. Knows groups and waiting gradients; no hooks, masters or
-loss scales.
+that the optimizer would step one by one. On a GPU it would step all at once, and make as much of
+what it computes on the way: a share of them is stepped there, which is larger. Knows groups and
+waiting gradients; no hooks, masters or loss scales.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 #: How many elements of large parameters are stepped at once, about: a share of all, within these
 #: bounds (0.5 MB to 4 MB of fp32 gradients; with less the host would take longer than the step).
 _SHARE, _LEAST, _MOST = 1 / 32, 1 << 17, 1 << 20
+#: The same where all gradients are there and a GPU steps, which the host must keep busy: a dozen
+#: calls step a share, whatever its size.
+_SHARE_OF_GPU, _LEAST_OF_GPU = 1 / 4, 1 << 24
 
 
 class _Part(NamedTuple):
@@ -209,7 +213,10 @@ class ReferenceStep:
         self._at_once = at_once = min(max(_LEAST, _SHARE * elements), _MOST)
         for group, members in enumerate(groups):
             is_fused = optimizer.param_groups[group].get("fused")
-            for rows in _shares(members, at_once, are_alone=not is_fused):
+            waits = any(map(_is_large, members))
+            on_cpu = bool(members) and members[0].is_cpu
+            most = at_once if on_cpu or waits else max(_LEAST_OF_GPU, _SHARE_OF_GPU * elements)
+            for rows in _shares(members, most, not is_fused and (on_cpu or not waits)):
                 places = [begin + row for row in rows]
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
@@ -302,18 +309,17 @@ def _length_of_strips(params: Sequence[Tensor], at_once: float) -> int | None:
     return strip_length(params[0].numel(), at_once)
 
 
-def _shares(params: Sequence[Tensor], at_once: float, are_alone: bool) -> Iterator[list[int]]:
+def _shares(params: Sequence[Tensor], at_once: float, all_count: bool) -> Iterator[list[int]]:
     """Yield the rows that are stepped at once: all but the large ones, then some of these.
 
     Args:
         params: of one group.
         at_once: the most elements of large ones, but for one that has more.
-        are_alone: whether the optimizer's own step takes one parameter after the other, on a CPU.
-            All large ones count then, for what is computed for many takes memory for many.
+        all_count: whether all large ones count, and not only those whose gradients may wait: where
+            the step computes tensors on the way, those for many take memory for many.
     """
     are_large = [
-        _is_large(one) or (are_alone and one.is_cpu and not small_tensors.is_small(one))
-        for one in params
+        _is_large(one) or (all_count and not small_tensors.is_small(one)) for one in params
     ]
     rest = [row for row, is_large in enumerate(are_large) if not is_large]
     if rest:
