@@ -16,6 +16,8 @@ stands for that method of every class that the module, or one inside of it, defi
 - "result": not at all; at O1 and O4 the results are cast to the level's half dtype.
 - "frames": as "stored", for what DGL makes of frames of features; those are cast when read.
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
+- "sums": as "promote", for PyTorch Geometric's ``scatter``: sums and means are made in float32
+  without a float32 copy of all half rows.
 - "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
@@ -248,7 +250,7 @@ RULES = {
         "degree": ("told", "always", "hubs"),
     },
     "torch_geometric.utils._scatter": {
-        "scatter": ("promote", "always", "hubs"),
+        "scatter": ("sums", "always", "hubs"),
     },
     "torch_geometric.utils._segment": {
         "segment": ("promote", "always", "hubs"),

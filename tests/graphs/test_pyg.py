@@ -1,5 +1,6 @@
 """Layers and functions of PyTorch Geometric at the levels, against float32."""
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,9 @@ from graph_training import HALF_OF, LEVELS, NODES, Layer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+
+from amp_patch.casting import half_sums
+from amp_patch.tools.sweep.memory import LivingTensors
 
 pyg, utils = torch_geometric.nn, torch_geometric.utils
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -301,6 +305,32 @@ def test_a_group_of_many_is_not_cut_off(amp: ModuleType, reduce: str, dtype: tor
     ):
         assert found.item() == (4096 if reduce == "sum" else 1)
         assert found.dtype is dtype
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("aggr", ["sum", "mean"])
+def test_messages_take_no_more_memory_than_under_autocast(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, aggr: str
+) -> None:
+    """Which adds them up in half."""
+    monkeypatch.setattr(half_sums, "_LEAST", 1)
+
+    def peak(is_ours: bool) -> int:
+        torch.manual_seed(0)
+        model = pyg.GraphSAGE(64, 64, num_layers=2, aggr=aggr, project=True)
+        x, edges = torch.randn(100, 64), torch.randint(100, (2, 8000))
+        if is_ours:
+            model = amp.initialize(model, opt_level=level, verbosity=0)
+        casts = contextlib.nullcontext() if is_ours else torch.autocast("cpu", HALF_OF[level])
+        with LivingTensors() as living:
+            before = living.peak
+            with casts:
+                loss = model(x, edges).float().square().mean()
+            torch.autograd.grad(loss, list(model.parameters()))
+        return living.peak - before
+
+    theirs = peak(is_ours=False)
+    assert peak(is_ours=True) <= 1.1 * theirs  # a sixteenth of them is in float32
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
