@@ -36,17 +36,8 @@ class UsualCasts(NamedTuple):
     activation: Callable[[Tensor, torch.dtype], Tensor]
 
 
-class ByGrad(NamedTuple):
-    """The casts of usual calls, by whether grad is on.
-
-    Attributes:
-        on: where grad is on, and casts are used again.
-        off: where it is off, by what a tensor is now.
-    """
-
-    on: UsualCasts
-    off: UsualCasts
-
+#: Returns what casts just now; None where a usual call's general wrapper has to tell.
+CastsNow = Callable[[], UsualCasts | None]
 
 #: Functions that take an activation, a weight and perhaps a bias, then what is no tensor.
 LAYERS = frozenset(
@@ -94,7 +85,7 @@ _CELL_WEIGHTS = frozenset({Parameter, type(None)})
 
 
 def layer(
-    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
+    casts_now: CastsNow, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `LAYERS`, which is to cast to ``fixed``, or to the level's dtype."""
 
@@ -107,7 +98,7 @@ def layer(
             or type(input) is not Tensor
             or is_dynamo_compiling()  # before the set: torch 2.6 looks up no class in one
             or type(weight) not in _WEIGHTS
-            or (casts := _casts(by_grad)) is None
+            or (casts := casts_now()) is None
         ):
             return general(input, weight, bias, *args, **kwargs)
         dtype = fixed or dtype
@@ -129,7 +120,7 @@ def layer(
 
 
 def product(
-    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
+    casts_now: CastsNow, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `PRODUCTS`, which is to cast to ``fixed``, or to the level's dtype.
 
@@ -155,7 +146,7 @@ def product(
         if level is OFF or (left.dtype is dtype and right.dtype is dtype):
             return original(left, right)
         has_weight = type(right) is Parameter
-        if has_weight and (casts := _casts(by_grad)) is not None:
+        if has_weight and (casts := casts_now()) is not None:
             return original(casts.activation(left, dtype), casts.weight(right, dtype))
         if has_weight or below_autograd(AUTOGRAD):  # as it is in inference mode
             return general(left, right)
@@ -165,7 +156,7 @@ def product(
 
 
 def contraction(
-    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
+    casts_now: CastsNow, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `CONTRACTIONS`, which is to cast to ``fixed``, or to the level's dtype.
 
@@ -182,7 +173,7 @@ def contraction(
             or dtype is OFF
             or is_dynamo_compiling()
             or not kinds <= _WEIGHTS
-            or (casts := _casts(by_grad)) is None
+            or (casts := casts_now()) is None
         ):
             return general(equation, *operands, **kwargs)
         dtype = fixed or dtype
@@ -198,7 +189,7 @@ def contraction(
 
 
 def cell(
-    by_grad: ByGrad, fixed: torch.dtype | None, original: Function, general: Function
+    casts_now: CastsNow, fixed: torch.dtype | None, original: Function, general: Function
 ) -> Function:
     """Wrap one of `CELLS`, which is to cast to ``fixed``, or to the level's dtype."""
 
@@ -211,7 +202,7 @@ def cell(
             or type(input) is not Tensor
             or is_dynamo_compiling()
             or not _CELL_WEIGHTS.issuperset(map(type, weights))
-            or (casts := _casts(by_grad)) is None
+            or (casts := casts_now()) is None
         ):
             return general(input, hx, *weights, **kwargs)
         dtype = fixed or dtype
@@ -241,26 +232,26 @@ def norm(original: Function, general: Function) -> Function:
     return wrapper
 
 
-def casts_of(kept: CastWeight, now: CastWeight) -> ByGrad:
-    """Return the casts of usual calls.
+def casts_by_grad(kept: CastWeight, now: CastWeight) -> CastsNow:
+    """Return what tells the casts of usual calls, by whether grad is on.
 
     Args:
         kept: casts a weight where grad is on, and may return an earlier cast.
         now: casts it as it is now.
     """
-    return ByGrad(on=UsualCasts(kept, _shared), off=UsualCasts(now, to_dtype))
+    with_grad, without_grad = UsualCasts(kept, _shared), UsualCasts(now, to_dtype)
 
+    def casts_now() -> UsualCasts | None:
+        if _count_dispatch_modes() or _is_tracing():
+            return None
+        is_below = below_autograd(AUTOGRAD)
+        if is_grad_enabled():
+            return None if is_below else with_grad
+        # In inference mode all is below autograd. A checkpoint's first run casts as the second.
+        is_plain = not mode.in_checkpoint and (not is_below or is_inference_mode_enabled())
+        return without_grad if is_plain else None
 
-def _casts(by_grad: ByGrad) -> UsualCasts | None:
-    """Return what casts just now; None where `general` has to tell."""
-    if _count_dispatch_modes() or _is_tracing():
-        return None
-    is_below = below_autograd(AUTOGRAD)
-    if is_grad_enabled():
-        return None if is_below else by_grad.on
-    # In inference mode all is below autograd. A checkpoint's first run casts as the second will.
-    is_plain = not mode.in_checkpoint and (not is_below or is_inference_mode_enabled())
-    return by_grad.off if is_plain else None
+    return casts_now
 
 
 def _shared(input: Tensor, dtype: torch.dtype) -> Tensor:

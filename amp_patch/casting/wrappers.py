@@ -39,7 +39,7 @@ from .usual_calls import (
     NORMS,
     PRODUCTS,
     below_autograd,
-    casts_of,
+    casts_by_grad,
     cell,
     contraction,
     layer,
@@ -122,8 +122,8 @@ class Casts:
         usual = next((make for functions, make in _USUAL if original in functions), None)
         if usual is None or not _is_torchs(original):
             return wrapper
-        casts = casts_of(self._cache.cast_plainly, self._cache.cast_now)
-        return usual(casts, fixed, original, wrapper)
+        casts_now = casts_by_grad(self._cache.cast_plainly, self._cache.cast_now)
+        return usual(casts_now, fixed, original, wrapper)
 
     def _half_out(self, original: Function) -> Function:
         """Wrap a function that computes in fp32, and of which the result is cast to half.
