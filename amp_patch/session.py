@@ -179,7 +179,7 @@ class Session:
         mode.leave_all_models()
         stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         with contextlib.ExitStack() as on_error:
-            self._start(on_error)
+            self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)
             self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
             on_error.callback(self.store.end_conversion)
@@ -217,7 +217,7 @@ class Session:
             rules: dotted path -> rule of a function.
         """
         with contextlib.ExitStack() as on_error:
-            self._start(on_error)
+            self._start(level, on_error)
             self.functions.set_up(
                 instances(nn.Module), level, rules, self._casting_dtypes(), on_error
             )
@@ -236,9 +236,11 @@ class Session:
         """Return the half dtypes that functions are patched for."""
         return self.models.casting_dtypes() | self._without_model
 
-    def _start(self, on_error: contextlib.ExitStack) -> None:
-        """Patch what every level needs, at the first call."""
+    def _start(self, level: OptLevel, on_error: contextlib.ExitStack) -> None:
+        """Patch what every level needs, at the first call; what half models need, at theirs."""
         self.was_used = True
+        if level.stores_half:
+            self.libraries.serve_half(on_error)
         if self.initialized:
             return
         on_error.callback(self.deactivate)

@@ -33,11 +33,14 @@ from .nested import map_tensors
 from .regions import FloatRegion
 
 Function = Callable[..., Any]
+Pairs = dict[int, tuple[Any, Any]]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = ("frames", "rows", "sums", "told", "wide", "logits")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
+#: Which do nothing but in a model that is stored in half.
+_FOR_HALF = ("stored", "frames", "wide")
 
 
 class Rule(NamedTuple):
@@ -55,6 +58,8 @@ class Rule(NamedTuple):
 class LibraryFunctions:
     """The functions of other libraries that are patched between `install` and `undo`.
 
+    And torch's own; of these, what acts in models alone that are stored in half waits for one.
+
     Args:
         beneath: calls what it is given with the functions that a user registered restored, for
             their wrappers stand on ours; and with those of torch, where True is given as well.
@@ -66,17 +71,17 @@ class LibraryFunctions:
             module: {name: Rule(*row[:2]) for name, row in names.items()}
             for module, names in library_rules.RULES.items()
         }
-        self._patches = Patches()
-        self._of_torch: dict[int, tuple[Any, Any]] = {}
+        self._patches, self._patches_for_half = Patches(), Patches()
+        self._of_torch: Pairs = {}
         self._held = HeldFunctions()
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._active = False
+        self._active = self._serves_half = False
         self._awaited: set[str] = set()
 
     def install(self) -> None:
         """Patch the functions of every imported module, and of the others when they come."""
         self._active = True
-        replaced: dict[int, tuple[Any, Any]] = {}
+        replaced: Pairs = {}
         self._of_torch = {}
         for name in self._rules:
             module = sys.modules.get(name)
@@ -89,8 +94,36 @@ class LibraryFunctions:
                 when_imported(name, self._imported)
         if replaced:
             self._patches.replace_bindings(replaced, users_only=True)
+        if self._serves_half:
+            self._install_for_half()
+
+    def serve_half(self, on_error: contextlib.ExitStack) -> None:
+        """Patch what models need that are stored in half, of which one is about to come.
+
+        Args:
+            on_error: gets what undoes it.
+        """
+        if self._serves_half:
+            return
+        on_error.callback(self._leave_half)
+        self._serves_half = True
+        if self._active:
+            self._beneath(self._install_for_half, True)
+
+    def _leave_half(self) -> None:
+        self._serves_half = False
+        self._beneath(self._restore_for_half, True)
+
+    def _install_for_half(self) -> None:
+        for name in filter(is_left_alone, self._rules):
+            if name in sys.modules:
+                self._of_torch.update(self._patch(sys.modules[name], for_half=True))
         self._held.install(self._of_torch, (), ())
         self.reach(list(self._models))
+
+    def _restore_for_half(self) -> None:
+        self._patches_for_half.undo()
+        self._held.undo(_modules_of(self._models).values())
 
     def reach(self, models: Iterable[nn.Module]) -> None:
         """Patch the functions of torch that models in half hold, or their modules have imported.
@@ -102,19 +135,19 @@ class LibraryFunctions:
         users = _modules_of(models)
         # First, for what is imported by name is put back by the patches alone.
         for module, name, wrapper in bindings(self._of_torch, (), users):
-            self._patches.replace(module, name, wrapper)
+            self._patches_for_half.replace(module, name, wrapper)
         self._held.reach(models, users.values())
 
     def undo(self) -> None:
         """Restore every function, also where a model or module took it since; the rules stay."""
+        self._active = self._serves_half = False
         self._restore()
         self._models.clear()
 
     def _restore(self) -> None:
-        self._active = False
         self._of_torch = {}  # else each would be looked for, for something holds it
         self._patches.undo()
-        self._held.undo(_modules_of(self._models).values())
+        self._restore_for_half()
 
     def register(self, module: str, name: str, rule: Rule) -> None:
         """Add a rule for ``module.name``, for as long as this process runs."""
@@ -130,14 +163,22 @@ class LibraryFunctions:
         if self._active:
             self._beneath(lambda: self._patches.expect_bindings(self._patch(module)))
 
-    def _patch(self, module: types.ModuleType) -> dict[int, tuple[Any, Any]]:
-        """Patch what a module has; return ``id(original) -> (original, wrapper)`` of functions."""
-        replaced: dict[int, tuple[Any, Any]] = {}
+    def _patch(self, module: types.ModuleType, for_half: bool = False) -> Pairs:
+        """Patch what a module has, that waits for a model in half or all else.
+
+        Returns:
+            ``id(original) -> (original, wrapper)`` of functions.
+        """
+        replaced: Pairs = {}
+        patches = self._patches_for_half if for_half else self._patches
+        is_torchs = is_left_alone(module.__name__)
         for path, rule in _expanded(module, self._rules[module.__name__]).items():
+            if (is_torchs and rule.casts in _FOR_HALF) is not for_half:
+                continue
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)
                 wrapper = wrap(original, rule)
-                self._patches.replace(owner, name, wrapper)
+                patches.replace(owner, name, wrapper)
                 if owner is module:
                     as_if_defined_at(wrapper, f"{module.__name__}.{path}")
                     replaced[id(original)] = original, wrapper

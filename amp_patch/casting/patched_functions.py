@@ -135,8 +135,10 @@ class PatchedFunctions:
             patch()
             return
         self._models.update(self._restore())
-        patch()
-        self._reinstall()
+        try:
+            patch()
+        finally:
+            self._reinstall()
 
     def undo(self) -> None:
         """Restore every function and forget the rules; what was registered stays registered."""

@@ -20,9 +20,12 @@ from torch.nn import functional as F
 from torch.nn.functional import huber_loss
 
 from amp_patch import amp as core
+from amp_patch.casting import library_rules
 from amp_patch.casting.library_functions import CASTS, IN_FLOAT, Rule, _dtypes, wrap
 from amp_patch.casting.mode import mode, process
+from amp_patch.patching import resolve
 from amp_patch.session import session
+from amp_patch.weights import prepared_models
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 HALF_OF = {"O1": F16, "O2": F16, "O3": F16, "O4": BF16, "O5": BF16}
@@ -595,6 +598,48 @@ def test_losses_that_a_model_in_half_holds_or_its_module_imported_are_float32(
     assert model(torch.randn(4, 4)) == {F32}
     amp.deactivate()
     assert [*model.held(), model.criterion.func] == originals
+
+
+#: What acts in models alone that are stored in half.
+WAITING = [
+    f"{module}.{name}"
+    for module, rows in library_rules.RULES.items()
+    for name, (casts, *_) in rows.items()
+    if module.partition(".")[0] == "torch" and casts in ("stored", "wide")
+]
+
+
+def beneath_casts(path: str) -> Any:
+    """Return what stands at a path, without what O1 and O4 put there."""
+    found = resolve(path)[2]
+    return found if hasattr(found, "stands_for") else getattr(found, "__wrapped__", found)
+
+
+def test_functions_of_torch_stay_the_very_objects_until_a_model_is_stored_in_half(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = HoldsLosses()
+    originals = [resolve(path)[2] for path in WAITING]
+    amp.initialize(beside, opt_level="O0", verbosity=0)
+    assert [resolve(path)[2] for path in WAITING] == originals
+    for level in ("O1", "O4", "O1"):
+        amp.initialize(nn.Linear(4, 4) if level == "O4" else beside, opt_level=level, verbosity=0)
+        assert [beneath_casts(path) for path in WAITING] == originals
+    assert beside(torch.randn(4, 4)) == {F32}
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared_models, "ForwardCasts", None)
+        with pytest.raises(TypeError, match="NoneType"):
+            amp.initialize(nn.Linear(4, 4), opt_level="O2", verbosity=0)
+    assert [beneath_casts(path) for path in WAITING] == originals
+    model = amp.initialize(HoldsLosses(), opt_level="O2", verbosity=0)
+    assert [beneath_casts(path).stands_for for path in WAITING] == originals
+    for one in (model, beside, model):
+        assert one(torch.randn(4, 4)) == {F32}
+    amp.deactivate()
+    assert [resolve(path)[2] for path in WAITING] == originals
+    assert model.held() == beside.held() == HoldsLosses().held()
+    amp.initialize(nn.Linear(4, 4), opt_level="O0", verbosity=0)
+    assert [resolve(path)[2] for path in WAITING] == originals
 
 
 def test_a_builtin_that_the_module_of_a_model_imported_by_name_is_put_back(amp: ModuleType) -> None:
