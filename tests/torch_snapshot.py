@@ -5,6 +5,7 @@ namespaces are compared, not lists of names.
 """
 
 import sys
+import weakref
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -104,8 +105,8 @@ def _identities() -> Any:
     """Return what differs once anything that a snapshot holds does."""
     own = [list(map(id, vars(owner).values())) for owner in (*NAMESPACES, *CLASSES)]
     bound = [
-        id(vars(sys.modules[module]).get(name))
-        for module, name in _last_places[1]
+        list(map(id, map(vars(sys.modules[module]).get, names)))
+        for module, names in _bound.by_module
         if module in sys.modules
     ]
     hooks = [list(map(id, hooks.values())) for hooks in GLOBAL_HOOKS]
@@ -160,7 +161,21 @@ def _changed_attributes(before: Snapshot) -> list[tuple[Any, str, Any]]:
     return changed
 
 
-_last_places: tuple[frozenset[str], list[tuple[str, str]]] = frozenset(), []
+class _Bound:
+    """The names that torch's functions are bound to, as they were last looked for.
+
+    Attributes:
+        modules: those that were imported then.
+        by_module: the name of each module that has some, and these.
+        seen: for each module the number of its globals, and which of these are such names.
+    """
+
+    modules: frozenset[str] = frozenset()
+    by_module: list[tuple[str, list[str]]] = []
+    seen: weakref.WeakKeyDictionary[Any, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
+
+
+_bound = _Bound()
 
 
 def _bound_names(
@@ -168,31 +183,37 @@ def _bound_names(
 ) -> dict[tuple[str, str], Any]:
     """Return what the names in modules hold that torch's functions are bound to.
 
-    To look for such names takes longer than most tests: done once per set of modules.
+    To look for such names takes longer than most tests: done once per set of modules, and only in
+    those that have come or have other globals.
     """
-    global _last_places
-    if _last_places[0] != modules:
-        _last_places = modules, _find_bound_names(attributes)
+    if _bound.modules != modules:
+        _bound.modules, _bound.by_module = modules, _find_bound_names(attributes)
     return {
         (module, name): vars(sys.modules[module]).get(name, ABSENT)
-        for module, name in _last_places[1]
+        for module, names in _bound.by_module
+        for name in names
     }
 
 
-def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> list[tuple[str, str]]:
+def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> list[tuple[str, list[str]]]:
     originals = {
         id(value)
         for names in attributes.values()
         for value in names.values()
         if isinstance(value, FUNCTIONS)
     }
-    return [
-        (module_name, name)
-        for module_name, module in list(sys.modules.items())
-        if module_name.partition(".")[0] != "torch" and isinstance(module, type(sys))
-        for name, value in list(vars(module).items())
-        if id(value) in originals
-    ]
+    found = []
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "torch" or not isinstance(module, type(sys)):
+            continue
+        number, names = _bound.seen.get(module, (None, []))
+        if number != len(vars(module)):
+            held = list(vars(module).items())
+            names = [name for name, value in held if id(value) in originals]
+            _bound.seen[module] = len(held), names
+        if names:
+            found.append((module_name, names))
+    return found
 
 
 def _changed_bound_names(before: Snapshot) -> list[tuple[str, str, Any]]:
