@@ -24,6 +24,8 @@ from torch import distributed
 
 pytest_plugins = ["pytester"]
 
+BEGINS_WITH_THE_LAST = os.environ.get("PYTEST_XDIST_WORKER", "").endswith(tuple("13579"))
+
 # Packages of the extra "test" that a machine that lends its GPU may not have, and no test that is
 # marked "gpu" needs.
 ONLY_SOME_NEED = {"click", "cloudpickle", "expecttest", "matplotlib", "plotly", "rich", "sklearn"}
@@ -74,9 +76,15 @@ for absent in (torch.cuda, torch.mtia, torch.xpu):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Iterator[pytest.CollectReport]:
-    """Skip the test files that cannot be imported without one of these packages."""
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """Skip the test files that cannot be imported without one of these packages.
+
+    Every second process of pytest-xdist begins with the last file, and comes to those that another
+    one has compiled: that takes seconds where nothing is compiled yet.
+    """
     report = yield
+    if isinstance(collector, pytest.Directory) and BEGINS_WITH_THE_LAST:
+        report.result = list(reversed(report.result))
     error = report.call.excinfo and report.call.excinfo.value.__cause__
     missing = str(getattr(error, "name", None)).partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and missing in ONLY_SOME_NEED:
@@ -87,7 +95,11 @@ def pytest_make_collect_report() -> Iterator[pytest.CollectReport]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Leave what `nightly_levels` names to the nightly run; skip what needs a GPU without one."""
+    """Leave what `nightly_levels` names to the nightly run; skip what needs a GPU without one.
+
+    In the order of the files, whichever was collected first.
+    """
+    items.sort(key=lambda item: str(item.path))
     for item in nightly_levels(items):
         item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
@@ -185,10 +197,11 @@ def torch_left_unpatched() -> Iterator[None]:
     """Fail a test after which torch is not, object for object, what it was before; then mend it."""
     before = torch_snapshot.take()
     yield
-    left_patched = [] if torch_snapshot.is_left() else torch_snapshot.differences(before)
+    is_left = torch_snapshot.is_left()
+    left_patched = [] if is_left else torch_snapshot.differences(before)
     if amp := sys.modules.get("amp_patch.amp"):
         amp.deactivate()
-    if not torch_snapshot.is_left():
+    if not is_left:
         torch_snapshot.restore(before)
     if left_patched:
         pytest.fail(f"the test left torch patched: {', '.join(left_patched)}", pytrace=False)
