@@ -39,8 +39,8 @@ CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = ("frames", "rows", "sums", "told", "wide", "logits")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
-#: Which do nothing but in a model that is stored in half.
-_FOR_HALF = ("stored", "frames", "wide")
+#: Which do nothing before a model is stored in half; "logits" has its like among O1's casts.
+_FOR_HALF = ("stored", "frames", "wide", "logits")
 
 
 class Rule(NamedTuple):

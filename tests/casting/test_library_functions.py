@@ -605,7 +605,7 @@ WAITING = [
     f"{module}.{name}"
     for module, rows in library_rules.RULES.items()
     for name, (casts, *_) in rows.items()
-    if module.partition(".")[0] == "torch" and casts in ("stored", "wide")
+    if module.partition(".")[0] == "torch" and casts in ("stored", "wide", "logits")
 ]
 
 
