@@ -583,7 +583,9 @@ def test_what_is_kept_does_not_grow_with_the_steps(
             # as a load does, and who resets momenta
             for state in trial.optimizer.state.values():
                 state.update({key: value.clone() for key, value in state.items()})
-        amp.step_was_skipped(trial.optimizer)  # else a copy of the flag may be on its way, or not
+        # whether the last flags and scales are still on their way from a GPU, or not
+        amp.step_was_skipped(trial.optimizer)
+        amp.loss_scale()
         return tensors_alive()
 
     steps()
