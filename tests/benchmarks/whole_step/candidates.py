@@ -55,6 +55,8 @@ CANDIDATES: dict[str, Candidate] = {
     "O1": Candidate(opt_level="O1"),
     "autocast bf16": Candidate(half=torch.bfloat16),
     "O4": Candidate(opt_level="O4"),
+    "O2, AdamW fused": Candidate(opt_level="O2", fused=True),
+    "O1, AdamW fused": Candidate(opt_level="O1", fused=True),
     "TF32": Candidate(tf32=True),
     "fp32": Candidate(),
     "O3": Candidate(opt_level="O3"),
