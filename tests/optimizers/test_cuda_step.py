@@ -583,9 +583,10 @@ def test_what_is_kept_does_not_grow_with_the_steps(
             # as a load does, and who resets momenta
             for state in trial.optimizer.state.values():
                 state.update({key: value.clone() for key, value in state.items()})
-        # whether the last flags and scales are still on their way from a GPU, or not
-        amp.step_was_skipped(trial.optimizer)
-        amp.loss_scale()
+        # what is on its way from a GPU, the last flags and scales, is waited for
+        assert amp.step_was_skipped(trial.optimizer) is False
+        assert amp.loss_scale() == trial.scale
+        amp.summary()
         return tensors_alive()
 
     steps()
