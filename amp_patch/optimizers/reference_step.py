@@ -213,15 +213,18 @@ class ReferenceStep:
         self._at_once = at_once = min(max(_LEAST, _SHARE * elements), _MOST)
         for group, members in enumerate(groups):
             is_fused = optimizer.param_groups[group].get("fused")
-            waits = any(map(_is_large, members))
+            makes_copies = not is_fused and self._update_type.makes_copies
             on_cpu = bool(members) and members[0].is_cpu
-            most = at_once if on_cpu or waits else max(_LEAST_OF_GPU, _SHARE_OF_GPU * elements)
-            for rows in _shares(members, most, not is_fused and (on_cpu or not waits)):
+            if makes_copies and not on_cpu and not any(map(_is_large, members)):
+                shares = _cut(members, max(_LEAST_OF_GPU, _SHARE_OF_GPU * elements))
+            else:
+                shares = _shares(members, at_once, are_alone=not is_fused and on_cpu)
+            for rows in shares:
                 places = [begin + row for row in rows]
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
                 own = [members[row] for row in rows]
-                saves_memory = are_large or (not is_fused and self._update_type.makes_copies)
+                saves_memory = are_large or makes_copies
                 strip = _length_of_strips(own, at_once) if saves_memory else None
                 self._parts.append(_Part(group, own, places, are_large, strip, cached))
             begin += len(members)
@@ -309,26 +312,31 @@ def _length_of_strips(params: Sequence[Tensor], at_once: float) -> int | None:
     return strip_length(params[0].numel(), at_once)
 
 
-def _shares(params: Sequence[Tensor], at_once: float, all_count: bool) -> Iterator[list[int]]:
+def _shares(params: Sequence[Tensor], at_once: float, are_alone: bool) -> Iterator[list[int]]:
     """Yield the rows that are stepped at once: all but the large ones, then some of these.
 
     Args:
         params: of one group.
         at_once: the most elements of large ones, but for one that has more.
-        all_count: whether all large ones count, and not only those whose gradients may wait: where
-            the step computes tensors on the way, those for many take memory for many.
+        are_alone: whether the optimizer's own step takes one parameter after the other, on a CPU.
+            All large ones count then, for what is computed for many takes memory for many.
     """
     are_large = [
-        _is_large(one) or (all_count and not small_tensors.is_small(one)) for one in params
+        _is_large(one) or (are_alone and not small_tensors.is_small(one)) for one in params
     ]
     rest = [row for row, is_large in enumerate(are_large) if not is_large]
     if rest:
         yield rest
+    large = [row for row, is_large in enumerate(are_large) if is_large]
+    for share in _cut([params[row] for row in large], at_once):
+        yield [large[place] for place in share]
+
+
+def _cut(params: Sequence[Tensor], at_once: float) -> Iterator[list[int]]:
+    """Yield rows that follow each other, of so many elements together, or one that has more."""
     share: list[int] = []
     elements = 0
     for row, param in enumerate(params):
-        if not are_large[row]:
-            continue
         if share and elements + param.numel() > at_once:
             yield share
             share, elements = [], 0

@@ -265,6 +265,26 @@ def test_on_a_gpu_a_share_is_stepped_at_once(
     assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.parametrize("optimizer_type", [AdamW, SGD])
+def test_on_a_gpu_a_small_model_is_stepped_by_one_call_of_each_function(
+    monkeypatch: pytest.MonkeyPatch, optimizer_type: type[Optimizer]
+) -> None:
+    """Where the host takes the time, two calls for biases and weights would take twice of it."""
+    calls = []
+    name = "_foreach_sqrt" if optimizer_type is AdamW else "_foreach_add_"
+    original = getattr(torch, name)
+    monkeypatch.setattr(
+        torch, name, lambda *args, **kw: (calls.append(1), original(*args, **kw))[1]
+    )
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+    optimizer = optimizer_type(model.parameters(), lr=0.1, foreach=True)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    DirectStep(optimizer).run(optimizer)
+    assert calls == [1]
+
+
 def test_a_subclass_steps_itself(amp: ModuleType) -> None:
     class Counting(AdamW):
         looked_up = 0
