@@ -14,6 +14,9 @@ from typing import Any
 import click
 import pytest
 from benchmarks import memory, norms
+from benchmarks.kernel_report import Measured
+from benchmarks.whole_step.candidates import CANDIDATES
+from benchmarks.whole_step.models import MODELS
 from pages import (
     DOCS,
     PAGES,
@@ -186,6 +189,49 @@ def host_rows_table(file: str) -> str:
     return f"Measured on {about['date']}, {where}.\n\n{table}\n"
 
 
+def gpu_steps_table(mode: str, *candidates: str) -> str:
+    """Return what whole steps on a GPU reached, as multiples of autocast + GradScaler."""
+    found = json.loads(text_of(RESULTS / "step-NVIDIA-H200.json"))
+    rows = {
+        (row["model"], row["candidate"]): row
+        for row in found["rows"]
+        if row["mode"] == mode and row["own"]
+    }
+    models = [name for name in MODELS if any(model == name for model, _ in rows)]
+    lines = [["candidate", *models], ["---"] * (1 + len(models))]
+    for candidate in candidates or CANDIDATES:
+        cells = [_gpu_cell(rows.get((model, candidate))) for model in models]
+        lines += [[candidate, *cells]] if any(cells) else []
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{_where(found['about'])}\n\n{table}\n"
+
+
+def _gpu_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    speed = row["speed"]
+    spread = f"{speed['median']:.2f} ({speed['lower']:.2f}-{speed['upper']:.2f})"
+    return f"{spread}, {row['ratios']['peak_bytes']:.2f}"
+
+
+def gpu_kernels_table(*lists: str) -> str:
+    """Return how long the operations took on a GPU, and how near they come to a copy."""
+    found = json.loads(text_of(RESULTS / "NVIDIA-H200.json"))
+    lines = [["operation", "ms", "GB/s", "of a copy", "ms of the host", "kernels"], ["---"] * 6]
+    for name in lists:
+        lines.append([f"**{name}**", *[""] * 5])
+        for row in found["lists"][name]:
+            operation, _, milliseconds, host, bandwidth, share, launches = Measured(**row).cells()
+            lines.append([operation, milliseconds, bandwidth, share, host, launches])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{_where(found['machine'])}\n\n{table}\n"
+
+
+def _where(about: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "cupy", "driver"))
+    return f"Measured on {about['date']}, one {about['device']}, {versions}."
+
+
 def memory_table() -> str:
     """Return the table of the committed peaks of memory."""
     measured = json.loads(text_of(RESULTS / "memory.json"))["bytes"]
@@ -224,6 +270,16 @@ GENERATED = {
     "norms-errors": (DOCS / "benchmarks.md", partial(norms_table, "errors")),
     "norms-left-out": (DOCS / "benchmarks.md", partial(norms_table, "left-out")),
     "memory": (DOCS / "benchmarks.md", memory_table),
+    "gpu": (
+        README,
+        partial(gpu_steps_table, "eager", "O1", "O2", "O2, AdamW fused", "O2 fused_step"),
+    ),
+    "gpu-eager": (DOCS / "benchmarks.md", partial(gpu_steps_table, "eager")),
+    "gpu-graphed": (DOCS / "benchmarks.md", partial(gpu_steps_table, "graphed")),
+    "gpu-kernels": (
+        DOCS / "benchmarks.md",
+        partial(gpu_kernels_table, "BERT-large", "logits of 16,384 rows and 30,522 classes"),
+    ),
     "host-rows": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows.json")),
     "host-rows-compiled": (
         DOCS / "benchmarks.md",

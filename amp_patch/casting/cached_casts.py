@@ -19,8 +19,9 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.reusable import Reusable, is_held
 
 #: Elements from which on a cast gives its memory back in the backward. To give it back and to get
-#: it again takes the host about 4 us, as long as casting that many elements takes one core.
-LARGE = 1 << 14
+#: it again takes the host about 4 us, as long as casting that many elements takes one core. Beside
+#: a GPU, which casts them in no time, the host is what takes long, and half a megabyte is little.
+LARGE, LARGE_ON_GPU = 1 << 14, 1 << 18
 _NO_VERSION = -1
 #: In which backward passes all large casts are looked at for those that no graph reads. An odd
 #: number: two losses that take turns, as in a GAN, are looked at both.
@@ -169,7 +170,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def is_large(param: Tensor) -> bool:
     """Return whether the cast of a parameter has memory only from its forward to its backward."""
-    return param.numel() >= LARGE
+    return param.numel() >= (LARGE if param.is_cpu else LARGE_ON_GPU)
 
 
 class Bulk:

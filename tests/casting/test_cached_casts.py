@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from amp_patch.casting import cached_casts
 from amp_patch.casting.cached_casts import Bulk, Entry, Group, Owner
 
 
@@ -106,3 +107,10 @@ def test_an_owner_tells_what_stands_at_its_place_and_keeps_no_module() -> None:
     gc.collect()
     assert owner.slot() == ({}, "weight")
     assert not owner.owns(old)
+
+
+@pytest.mark.parametrize(("device", "elements"), [("cpu", 1 << 14), ("meta", 1 << 18)])
+def test_from_how_many_elements_on_a_cast_gives_its_memory_back(device: str, elements: int) -> None:
+    """Beside a GPU, for which "meta" stands, the host has no time for smaller ones."""
+    assert cached_casts.is_large(torch.empty(elements, device=device))
+    assert not cached_casts.is_large(torch.empty(elements - 1, device=device))

@@ -45,6 +45,7 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached_casts, "LARGE", 1)
+    monkeypatch.setattr(cached_casts, "LARGE_ON_GPU", 1)
 
 
 @pytest.fixture
@@ -465,6 +466,7 @@ def test_reads_of_casts_are_counted_as_those_of_casts_that_are_kept(
 
     given_back = reads()
     monkeypatch.setattr(cached_casts, "LARGE", 1 << 14)
+    monkeypatch.setattr(cached_casts, "LARGE_ON_GPU", 1 << 18)
     assert given_back == reads() > (0, 0)
 
 
