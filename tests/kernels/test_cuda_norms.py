@@ -1,32 +1,15 @@
 """What only the CUDA side of norms and clipping does: launches, and what goes to torch."""
 
-from typing import Any
-
 import pytest
 import torch
 from cuda_on_cpu.launcher import EmulatedModules
+from launches_of_torch import Operations
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.kernels import cuda_kernels, cuda_norms
 from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor
 
 INF = float("inf")
-NO_KERNEL = {"empty", "unbind", "detach", "view", "slice", "select", "_unsafe_view"}
-
-
-class Operations(TorchDispatchMode):
-    """Notes torch's functions that launch a kernel on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in NO_KERNEL:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def sums(*squares: float) -> list[Tensor]:
