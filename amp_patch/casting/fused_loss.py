@@ -1,14 +1,15 @@
-"""Hands torch's cross_entropy to the CUDA kernels of `kernels`, where these take it without a cast.
+"""Computes torch's cross_entropy on a GPU without a float32 copy of the logits.
 
-Knows the arguments of that function, and where nobody but autograd must see what it computes of;
-nothing of rules. Every other call is the caller's, as if there were no kernel.
+By the CUDA kernels of `kernels`, where these take it; else by functions of torch that read half
+logits and write float32. Knows the arguments of that function, and where nobody but autograd must
+see what a kernel computes of; nothing of rules. Every other call is the caller's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from torch.utils._device import DeviceContext
 from amp_patch import kernels
 from amp_patch.kernels import cuda_cross_entropy
 
-from .argument_casts import is_on_cast_device
-from .mode import FLOATS, OFF, mode, process
+from .argument_casts import is_on_cast_device, to_float
+from .mode import FLOATS, HALVES, OFF, mode, process
 from .usual_calls import AUTOGRAD, below_autograd
 
 Function = Callable[..., Any]
@@ -45,7 +46,7 @@ def without_casts(wrapper: Function) -> Function:
     @functools.wraps(wrapper)
     def uncast(*args: Any, **kwargs: Any) -> Any:
         if (mode.dtype or process.dtype) is not OFF:
-            loss = by_kernel(args, kwargs, FLOATS)
+            loss = without_cast(args, kwargs, FLOATS)
             if loss is not None:
                 return loss
         return wrapper(*args, **kwargs)
@@ -53,30 +54,40 @@ def without_casts(wrapper: Function) -> Function:
     return uncast
 
 
-def by_kernel(
+def without_cast(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: Collection[torch.dtype]
 ) -> Tensor | None:
     """Return what torch's cross_entropy returns of these in float32; None where it is to be called.
 
     Args:
         args, kwargs: of the call.
-        dtypes: those of logits that may go to a kernel.
+        dtypes: those of logits that are to be computed so.
     """
     logits: Any = args[0] if args else kwargs.get("input")
     # First what most calls do not get beyond. A tracer would note the question for the size.
     if not kernels.is_on_cuda(logits) or is_dynamo_compiling() or _is_tracing():
         return None
-    if logits.numel() < cuda_cross_entropy.MIN_LOGITS or logits.dtype not in dtypes:
+    if logits.dtype not in dtypes or type(logits) not in _PLAIN or not is_on_cast_device(logits):
+        return None
+    if _count_function_modes() and _is_seen_by_modes():
         return None
     try:
-        targets, ignore_index, reduction = _arguments(*args, **kwargs)
+        call = _arguments(*args, **kwargs)
     except TypeError:  # which torch's function explains
         return None
-    if type(logits) not in _PLAIN or type(targets) is not Tensor:
+    if call is None or type(call.targets) is not Tensor:
         return None
-    if not is_on_cast_device(logits) or not _is_unwatched():
-        return None
-    return kernels.cross_entropy(logits, targets, ignore_index, reduction)
+    loss = _by_kernel(logits, call)
+    return _by_nll_loss(logits, call) if loss is None and logits.dtype in HALVES else loss
+
+
+class _Call(NamedTuple):
+    """The arguments of a call, but for the logits."""
+
+    targets: Any
+    weight: Any
+    ignore_index: int
+    reduction: str
 
 
 def _arguments(
@@ -88,23 +99,51 @@ def _arguments(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> tuple[Any, int, str]:
-    """Return targets, ignored index and reduction of a call; without targets where more counts."""
-    is_usual = weight is size_average is reduce is None and label_smoothing == 0.0
+) -> _Call | None:
+    """Return the arguments of a call; None where those count that nobody here knows."""
+    is_usual = size_average is reduce is None and label_smoothing == 0.0
     known = type(ignore_index) is int and type(reduction) is str
-    return (target if is_usual and known else None), ignore_index, reduction
+    return _Call(target, weight, ignore_index, reduction) if is_usual and known else None
+
+
+def _by_kernel(logits: Tensor, call: _Call) -> Tensor | None:
+    if logits.numel() < cuda_cross_entropy.MIN_LOGITS or call.weight is not None:
+        return None
+    if not _is_unwatched():
+        return None
+    return kernels.cross_entropy(logits, call.targets, call.ignore_index, call.reduction)
+
+
+def _by_nll_loss(logits: Tensor, call: _Call) -> Tensor | None:
+    """Return the loss of half logits: torch's log_softmax on a GPU reads half and writes float32.
+
+    So the backward makes no float32 gradient of the logits either: at its peak it takes 10 bytes
+    for a logit, as under autocast, where a float32 copy of the logits makes it 12.
+    """
+    if call.targets.is_floating_point():  # of each class a probability
+        return None
+    weight = to_float(call.weight)
+    logs = logits.log_softmax(1 if logits.dim() > 1 else 0, dtype=torch.float32)
+    return functional.nll_loss(
+        logs, call.targets, weight, ignore_index=call.ignore_index, reduction=call.reduction
+    )
+
+
+def _is_seen_by_modes() -> bool:
+    """Tell whether a mode of torch sees the functions that are called, and would miss this one.
+
+    It calls what it saw once more, beneath itself.
+    """
+    return any(type(one) is not DeviceContext for one in _get_current_function_mode_stack())
 
 
 def _is_unwatched() -> bool:
     """Tell whether autograd alone follows what is computed, and it knows the kernel's backward.
 
-    Modes of torch see functions or operators, and would miss the kernel; tracers and transforms
-    as well. A mode of functions calls what it saw once more, beneath itself.
+    Modes of torch that see operators would miss the kernel; tracers and transforms as well.
     """
-    modes = _count_function_modes() and _get_current_function_mode_stack()
     return not (
         _count_dispatch_modes()
-        or (modes and any(type(one) is not DeviceContext for one in modes))
         or _innermost_transform() is not None
         or forward_ad._current_level >= 0
         # where torch itself decomposes an operator; in inference mode all is below autograd

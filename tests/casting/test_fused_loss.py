@@ -159,6 +159,72 @@ def test_what_the_kernel_does_not_compute_is_torchs(
     assert gpu.modules.launched == []
 
 
+WITHOUT_COPY = ("weights", "one row", "pixels")
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_COPY, "few"])
+def test_what_no_kernel_takes_is_computed_without_a_float32_copy_of_the_logits(
+    amp: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(cuda_cross_entropy, "MIN_LOGITS", 1 << 20)
+    call = LEFT_TO_TORCH.get(name, loss_of)
+    wide = logits_of().float().requires_grad_()
+    wanted = call(wide)
+    wanted.backward()
+    activate(amp)
+    logits = logits_of().requires_grad_()
+    read = []
+    log_softmax = Tensor.log_softmax
+
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        read.append((self.dtype, kwargs.get("dtype")))
+        return log_softmax(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "log_softmax", noted)
+    found = call(logits)
+    found.backward()
+    # on a GPU this function reads half and writes float32
+    assert read == [(torch.float16, torch.float32)]
+    assert wide.grad is not None
+    assert logits.grad is not None
+    assert found.dtype is torch.float32
+    assert torch.equal(found, wanted)
+    assert torch.equal(logits.grad, wide.grad.half())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_model_in_half_has_such_a_loss_in_float32(
+    amp: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    monkeypatch.setattr(cuda_cross_entropy, "MIN_LOGITS", 1 << 20)
+    model = amp.initialize(WithLoss(), opt_level=level, verbosity=0)
+    seen = []
+    nll_loss = functional.nll_loss
+    monkeypatch.setattr(
+        functional,
+        "nll_loss",
+        lambda logs, *args, **kw: (seen.append(logs.dtype), nll_loss(logs, *args, **kw))[1],
+    )
+    loss, logits = model(torch.randn(4, 8))
+    loss.backward()
+    assert seen == [torch.float32]
+    wanted = functional.cross_entropy(logits.detach().double(), TARGETS)
+    torch.testing.assert_close(loss.double(), wanted, rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.gpu
+def test_what_no_kernel_takes_peaks_at_ten_bytes_for_a_logit(amp: ModuleType) -> None:
+    activate(amp)
+    logits = torch.randn(1 << 14, 512, device="cuda", dtype=torch.float16, requires_grad=True)
+    targets = torch.randint(512, (1 << 14,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    functional.cross_entropy(logits, targets).backward()
+    # beside the logits: float32 logarithms, their gradient, and that of the logits, which is half
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 10.1 * logits.numel()
+
+
 def test_wrong_arguments_are_refused_by_torch(amp: ModuleType, gpu: Gpu) -> None:
     activate(amp)
     with pytest.raises(TypeError, match="cross_entropy"):
