@@ -15,8 +15,8 @@ import click
 import pytest
 from benchmarks import memory, norms
 from benchmarks.kernel_report import Measured
-from benchmarks.whole_step.candidates import CANDIDATES
-from benchmarks.whole_step.models import MODELS
+from benchmarks.whole_step.candidates import BASELINE, CANDIDATES, FUSED_BASELINE
+from benchmarks.whole_step.models import BERT, MODELS
 from pages import (
     DOCS,
     PAGES,
@@ -214,6 +214,23 @@ def _gpu_cell(row: dict[str, Any] | None) -> str:
     return f"{spread}, {row['ratios']['peak_bytes']:.2f}"
 
 
+def gpu_optimizers_table() -> str:
+    """Return how fast BERT-base trains on a GPU, by how its optimizer steps."""
+    found = json.loads(text_of(RESULTS / "step-NVIDIA-H200.json"))
+    speeds = {
+        row["candidate"]: f"{row['ratios']['speed']:.2f}"
+        for row in found["rows"]
+        if (row["mode"], row["model"]) == ("eager", BERT) and row["own"]
+    }
+    lines = ["| | AdamW as it is | `AdamW(fused=True)` | `fused_step=True` |", "|---|---|---|---|"]
+    for name in (BASELINE, "O1", "O2", "O4", "O5"):
+        kinds = (name, f"{name}, AdamW fused", f"{name} fused_step")
+        if name == BASELINE:
+            kinds = (name, FUSED_BASELINE, "")
+        lines.append(f"| {name} | {' | '.join(speeds.get(kind, '') for kind in kinds)} |")
+    return "\n".join([*lines, ""])
+
+
 def gpu_kernels_table(*lists: str) -> str:
     """Return how long the operations took on a GPU, and how near they come to a copy."""
     found = json.loads(text_of(RESULTS / "NVIDIA-H200.json"))
@@ -275,6 +292,7 @@ GENERATED = {
         partial(gpu_steps_table, "eager", "O1", "O2", "O2, AdamW fused", "O2 fused_step"),
     ),
     "gpu-eager": (DOCS / "benchmarks.md", partial(gpu_steps_table, "eager")),
+    "gpu-optimizers": (DOCS / "pick-a-level.md", gpu_optimizers_table),
     "gpu-graphed": (DOCS / "benchmarks.md", partial(gpu_steps_table, "graphed")),
     "gpu-kernels": (
         DOCS / "benchmarks.md",
