@@ -197,6 +197,15 @@ def as_if_defined_at(function: Callable[..., Any], path: str) -> None:
     function.__qualname__ = qualname
 
 
+def stood_for(function: Any) -> Any:
+    """Return what a wrapper of this package says that it stands for; None of any other function.
+
+    functools.wraps gives the attribute to a user's function, too, which stands for nothing.
+    """
+    is_ours = is_left_alone(getattr(function, "__globals__", {}).get("__name__", ""))
+    return getattr(function, "stands_for", None) if is_ours else None
+
+
 def bind(function: Callable[..., Any], owner: object) -> types.MethodType:
     """Bind a function as a method of ``owner`` without keeping ``owner`` alive.
 

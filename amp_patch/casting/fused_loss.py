@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 
 from amp_patch import kernels
 from amp_patch.kernels import cuda_cross_entropy
+from amp_patch.patching import stood_for
 
 from .argument_casts import is_on_cast_device, to_float
 from .mode import FLOATS, HALVES, OFF, mode, process
@@ -34,7 +35,7 @@ def has_kernel(function: Function) -> bool:
 
     It may for torch's own, and its wrapper of `library_functions`, and not for a replacement.
     """
-    original = getattr(function, "stands_for", function)
+    original = stood_for(function) or function
     in_torch = getattr(original, "__globals__", None) is vars(functional)
     is_torchs = in_torch and original.__name__ == "cross_entropy"
     return is_torchs and torch.version.cuda is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from amp_patch.imported_modules import Replacements
-from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in
+from amp_patch.patching import Patches, as_if_defined_at, resolve, resolve_in, stood_for
 
 from . import targets
 
@@ -118,7 +118,7 @@ class _Installation:
         found = {key: pair for key, pair in found.items() if pair[0] is not pair[1]}
         # Last, for what is undone goes back to what came last.
         for original, wrapper in list(found.values()):
-            beneath = getattr(original, "stands_for", None)
+            beneath = stood_for(original)
             if beneath is not None:
                 found[id(beneath)] = beneath, wrapper
         return found

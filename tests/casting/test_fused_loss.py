@@ -356,6 +356,26 @@ def test_a_cast_that_is_not_made_is_not_told_of(
     assert "Half->Float (cross_entropy)" in capsys.readouterr().out
 
 
+def test_a_users_function_that_is_described_as_torchs_is_called(
+    amp: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """functools.wraps gives it all attributes of the wrapper that it found."""
+    monkeypatch.setattr(
+        functional, "cross_entropy", functional.cross_entropy
+    )  # put back at the end
+    activate(amp, "O2")
+
+    @functools.wraps(functional.cross_entropy)
+    def mine(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.full((), 7.0)
+
+    functional.cross_entropy = mine
+    activate(amp, "O1")
+    assert loss_of(logits_of()) == 7
+    amp.deactivate()
+    assert functional.cross_entropy is mine
+
+
 def test_only_for_torchs_own_function_is_there_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     @functools.wraps(functional.cross_entropy)
     def better(*args: Any, **kwargs: Any) -> Tensor:
