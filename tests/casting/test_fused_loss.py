@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_patch.casting import fused_loss
+from amp_patch.casting.mode import casts_are_on
 from amp_patch.kernels import cuda_cross_entropy
 
 TARGETS = torch.tensor([2, -100, 0, 39])
@@ -374,6 +375,17 @@ def test_a_users_function_that_is_described_as_torchs_is_called(
     assert loss_of(logits_of()) == 7
     amp.deactivate()
     assert functional.cross_entropy is mine
+
+
+@pytest.mark.parametrize("rule", ["sum", "div"])
+def test_no_rule_acts_on_what_the_loss_is_computed_by(amp: ModuleType, gpu: Gpu, rule: str) -> None:
+    activate(amp, rules={rule: "half", "__truediv__": "half"})
+    loss = loss_of(logits_of())
+    torch.testing.assert_close(
+        loss, functional.nll_loss(logits_of().float().log_softmax(1), TARGETS)
+    )
+    assert gpu.modules.launched == ["cross_entropy_float16"]
+    assert casts_are_on()
 
 
 def test_only_for_torchs_own_function_is_there_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
