@@ -145,6 +145,7 @@ def _gradient(
     """Return the gradient of the logits, given that of each loss."""
     rows, classes = logits.shape
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    factors = factors.resolve_neg()  # of which memory would have the other sign
     # after a reduction all rows have the same, a tensor of stride 0
     operands = (totals, factors, factors.stride(0), gradient)
     arguments = (logits, targets, classes, ignore_index, *operands)

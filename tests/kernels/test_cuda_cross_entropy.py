@@ -138,6 +138,16 @@ def test_a_gradient_of_many_losses_at_once_is_torchs(device: torch.device) -> No
     torch.testing.assert_close(found.sum(0).double() * 8, gradient, rtol=1e-5, atol=6e-8)
 
 
+def test_a_gradient_whose_sign_waits_in_a_bit_is_turned(device: torch.device) -> None:
+    logits, targets = drawn()
+    losses = cross_entropy(logits, targets, IGNORED, "none")
+    factors = torch.arange(1.0, ROWS + 1)
+    waiting = torch._neg_view(-factors)  # as torch makes it of a conjugate's imaginary part
+    (found,) = torch.autograd.grad(losses, logits, waiting)
+    _, gradient = exact(logits, targets, "none")
+    torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=6e-8)
+
+
 def test_logits_that_were_written_to_since_are_refused(device: torch.device) -> None:
     logits, targets = drawn()
     logits = logits * 1
