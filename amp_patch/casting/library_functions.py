@@ -118,6 +118,8 @@ class LibraryFunctions:
         for name in filter(is_left_alone, self._rules):
             if name in sys.modules:
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
+        # A module that is imported from now on may bind one by its name.
+        self._patches_for_half.expect_bindings(self._of_torch)
         self._held.install(self._of_torch, (), ())
         self.reach(list(self._models))
 

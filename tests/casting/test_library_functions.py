@@ -653,6 +653,19 @@ def test_a_builtin_that_the_module_of_a_model_imported_by_name_is_put_back(amp: 
     assert rfft is original
 
 
+def test_what_a_later_module_has_imported_by_name_is_put_back(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = nn.functional.mse_loss
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    late: Any = ModuleType("late")
+    monkeypatch.setitem(sys.modules, "late", late)
+    exec("from torch.nn.functional import mse_loss", vars(late))
+    assert late.mse_loss is nn.functional.mse_loss is not original
+    amp.deactivate()
+    assert late.mse_loss is original
+
+
 class Spectral(nn.Module):
     """As a Fourier neural operator: a product with complex weights between two transforms."""
 
