@@ -114,8 +114,9 @@ def _saved(ctx: _Context) -> tuple[Tensor, Tensor, Tensor]:
         raise RuntimeError(
             "logits that a CUDA kernel made a cross_entropy of are read again by its backward, so "
             "that they must stay as they are until then; got some that were written to, or their "
-            "targets; call logits.clone() and write to that, or set AMP_PATCH_KERNELS=torch, with "
-            "which cross_entropy keeps a float32 copy."
+            "targets; call cross_entropy(logits.clone(), targets), also where other rows of the "
+            "same memory are written to, or set AMP_PATCH_KERNELS=torch, with which cross_entropy "
+            "keeps a float32 copy."
         ) from error
     return logits.contiguous(), targets.contiguous(), totals.contiguous()
 

@@ -153,8 +153,22 @@ def test_logits_that_were_written_to_since_are_refused(device: torch.device) -> 
     logits = logits * 1
     loss = cross_entropy(logits, targets, IGNORED, "mean")
     logits.zero_()
-    with pytest.raises(RuntimeError, match=r"got some that were written to.*call logits.clone\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"got some that were written to.*\(logits.clone\(\), targets\)"
+    ):
         loss.backward()
+
+
+def test_a_clone_may_lie_in_memory_that_is_filled_step_by_step(device: torch.device) -> None:
+    logits, targets = drawn()
+    steps = torch.zeros(2, ROWS, CLASSES)
+    steps[0] = logits
+    loss = cross_entropy(steps[0].clone(), targets, IGNORED, "mean")
+    steps[1] = 1.0
+    loss.backward()
+    assert logits.grad is not None
+    _, gradient = exact(logits, targets, "mean")
+    torch.testing.assert_close(logits.grad.double() * 8, gradient, rtol=1e-5, atol=6e-8)
 
 
 def test_the_backward_may_come_twice(device: torch.device) -> None:
