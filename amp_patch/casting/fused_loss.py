@@ -130,7 +130,7 @@ def _by_nll_loss(logits: Tensor, call: _Call) -> Tensor | None:
         return None
     weight = to_float(call.weight)
     logs = logits.log_softmax(1 if logits.dim() > 1 else 0, dtype=torch.float32)
-    return functional.nll_loss(
+    return _nll_loss(
         logs, call.targets, weight, ignore_index=call.ignore_index, reduction=call.reduction
     )
 
@@ -158,6 +158,8 @@ def _is_unwatched() -> bool:
 
 
 _PLAIN = (Tensor, Parameter)
+#: Torch's own, for its cross_entropy calls none that a script has put in its place.
+_nll_loss = functional.nll_loss
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _count_function_modes = torch._C._len_torch_function_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack

@@ -202,8 +202,8 @@ def test_a_model_in_half_has_such_a_loss_in_float32(
     seen = []
     nll_loss = functional.nll_loss
     monkeypatch.setattr(
-        functional,
-        "nll_loss",
+        fused_loss,
+        "_nll_loss",
         lambda logs, *args, **kw: (seen.append(logs.dtype), nll_loss(logs, *args, **kw))[1],
     )
     loss, logits = model(torch.randn(4, 8))
@@ -211,6 +211,16 @@ def test_a_model_in_half_has_such_a_loss_in_float32(
     assert seen == [torch.float32]
     wanted = functional.cross_entropy(logits.detach().double(), TARGETS)
     torch.testing.assert_close(loss.double(), wanted, rtol=2.0**-8, atol=0)
+
+
+def test_a_replaced_nll_loss_is_no_part_of_cross_entropy(
+    amp: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_cross_entropy, "MIN_LOGITS", 1 << 20)
+    wanted = loss_of(logits_of(torch.float32))
+    activate(amp)
+    monkeypatch.setattr(functional, "nll_loss", lambda *args, **kwargs: torch.full((), 9.0))
+    torch.testing.assert_close(loss_of(logits_of()), wanted, rtol=1e-3, atol=0)
 
 
 @pytest.mark.gpu
