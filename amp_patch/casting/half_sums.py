@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import FunctionCtx
 
 from .mode import HALVES
 from .shared_casts import is_recorded
@@ -45,52 +46,68 @@ def add_rows(rows: Tensor, index: Tensor, dim: int, size: int | None, is_mean: b
         is_mean: whether each sum is divided by the number of its rows.
     """
     size = int(index.max()) + 1 if size is None else size
-    counts = _counts(index, size, rows.dim()) if is_mean else None
-    is_first = dim in (0, -rows.dim())  # as nearly always: no views of it are made
-    found: Tensor = _Sums.apply(rows if is_first else rows.movedim(dim, 0), index, counts, size)
-    return found if is_first else found.movedim(0, dim)
+    dim %= rows.dim()
+    counts = _counts(index, size, _along(dim, rows)) if is_mean else None
+    found: Tensor = _Sums.apply(rows, index, counts, dim, size)
+    return found
 
 
-def _counts(index: Tensor, size: int, dims: int) -> Tensor:
+def _counts(index: Tensor, size: int, shape: list[int]) -> Tensor:
     """Return how many rows each sum has, at least 1, in a shape that divides the sums."""
     counts = torch.zeros(size, device=index.device)
     counts.scatter_add_(0, index, torch.ones(len(index), device=index.device))
-    return counts.clamp_(min=1).view(_along_first(dims))
+    return counts.clamp_(min=1).view(shape)
+
+
+class _Context(FunctionCtx):
+    """What the backward of `_Sums` gets of its forward."""
+
+    dim: int
+    saved_tensors: tuple[Tensor, Tensor | None]
 
 
 class _Sums(Function):
-    """The sums of rows along the first dimension."""
+    """The sums of rows along a dimension, laid out as torch lays out a new tensor."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, counts: Tensor | None, size: int) -> Tensor:
-        ctx.save_for_backward(index, counts)
-        sums = torch.zeros((size, *rows.shape[1:]), device=rows.device)
-        for piece, places in _pieces(rows, index):
-            places = places.view(_along_first(rows.dim())).expand_as(piece)
-            sums.scatter_add_(0, places, piece.float())
+    def forward(
+        ctx: _Context, rows: Tensor, index: Tensor, counts: Tensor | None, dim: int, size: int
+    ) -> Tensor:
+        ctx.save_for_backward(index, counts)  # type: ignore[arg-type]  # None it takes, too
+        ctx.dim = dim
+        shape = [*rows.shape]
+        shape[dim] = size
+        sums = torch.zeros(shape, device=rows.device)
+        for piece, places in _pieces(rows, index, dim):
+            places = places.view(_along(dim, rows)).expand_as(piece)
+            sums.scatter_add_(dim, places, piece.float())
         return (sums if counts is None else sums.div_(counts)).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: _Context, grad: Tensor) -> Any:
         index, counts = ctx.saved_tensors
         half = grad.dtype
         if counts is not None:
             grad = (grad / counts).to(half)  # in float32, as the counts are
         if torch.is_grad_enabled():  # what is derived once more adds up in float32, too
-            return grad.float().index_select(0, index).to(half), None, None, None
-        return grad.index_select(0, index), None, None, None
+            grad = grad.float().index_select(ctx.dim, index).to(half)
+        else:
+            grad = grad.index_select(ctx.dim, index)
+        return grad, None, None, None, None
 
 
-def _pieces(rows: Tensor, index: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+def _pieces(rows: Tensor, index: Tensor, dim: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Return rows, and their indices, some at a time."""
     least = _LEAST if rows.is_cpu else _LEAST_ON_GPU
     count = round(rows.numel() / max(least, _SHARE * rows.numel()))
     if count < 2:
         return [(rows, index)]
     length = -(-len(index) // count)
-    return zip(rows.split(length), index.split(length), strict=True)
+    return zip(rows.split(length, dim), index.split(length), strict=True)
 
 
-def _along_first(dims: int) -> list[int]:
-    """Return the shape that lays numbers along the first of several dimensions."""
-    return [-1, *[1] * (dims - 1)]
+def _along(dim: int, rows: Tensor) -> list[int]:
+    """Return the shape that lays numbers along a dimension of rows."""
+    shape = [1] * rows.dim()
+    shape[dim] = -1
+    return shape

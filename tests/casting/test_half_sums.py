@@ -46,6 +46,7 @@ def test_sums_and_gradients_are_those_of_float64(
     expected = exact(rows, dim, 6, is_mean)
     eps = torch.finfo(dtype).eps
     assert found.dtype is dtype
+    assert found.is_contiguous()  # as what torch adds to, which may be viewed
     torch.testing.assert_close(found.double(), expected, rtol=eps, atol=1e-6)
     weights = torch.randn_like(found)
     (grad,) = torch.autograd.grad(found, rows, weights)
