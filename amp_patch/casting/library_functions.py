@@ -405,7 +405,8 @@ def _run_sums(
     rows: Any = given.get("src")
     index: Any = given.get("index")
     dim, size, reduce = given.get("dim", 0), given.get("dim_size"), given.get("reduce", "sum")
-    if reduce not in ("sum", "add", "mean") or len(args) > len(_OF_SUMS) or is_compiling():
+    is_said_once = len(given) == len(args) + len(kwargs) and given.keys() <= _OF_SUMS.keys()
+    if reduce not in ("sum", "add", "mean") or not is_said_once or is_compiling():
         return _run(rule, function, args, kwargs)
     is_usual = can_add(rows, index, dim, size) and _is_float(rows)
     if not is_usual or _dtypes(rule, [rows])[1] is not rows.dtype:
@@ -415,7 +416,7 @@ def _run_sums(
 
 
 #: The parameters of what a rule of "sums" names.
-_OF_SUMS = ("src", "index", "dim", "dim_size", "reduce")
+_OF_SUMS = dict.fromkeys(("src", "index", "dim", "dim_size", "reduce"))
 
 
 _RUN = {

@@ -293,6 +293,15 @@ def test_groups_of_any_size_and_dtype_are_reduced_as_in_float64(
     check()
 
 
+@pytest.mark.parametrize("wrong", [{"dim_sise": 5}, {"index": torch.zeros(4, dtype=torch.long)}])
+def test_an_argument_that_scatter_does_not_take_is_refused(
+    amp: ModuleType, wrong: dict[str, Any]
+) -> None:
+    amp.initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    with pytest.raises(TypeError, match="scatter"):
+        utils.scatter(torch.ones(4, dtype=F16), torch.zeros(4, dtype=torch.long), **wrong)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_a_group_of_many_is_not_cut_off(amp: ModuleType, reduce: str, dtype: torch.dtype) -> None:
