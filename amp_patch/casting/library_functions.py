@@ -31,6 +31,7 @@ from .held_functions import HeldFunctions
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
 from .regions import FloatRegion
+from .shared_casts import is_recorded
 
 Function = Callable[..., Any]
 Pairs = dict[int, tuple[Any, Any]]
@@ -163,7 +164,12 @@ class LibraryFunctions:
 
     def _imported(self, module: types.ModuleType) -> None:
         if self._active:
-            self._beneath(lambda: self._patches.expect_bindings(self._patch(module)))
+            self._beneath(lambda: self._patch_late(module))
+
+    def _patch_late(self, module: types.ModuleType) -> None:
+        self._patches.expect_bindings(self._patch(module))
+        if self._serves_half:
+            self._patches_for_half.expect_bindings(self._patch(module, for_half=True))
 
     def _patch(self, module: types.ModuleType, for_half: bool = False) -> Pairs:
         """Patch what a module has, that waits for a model in half or all else.
@@ -495,6 +501,8 @@ def _may_save_in_half(dtype: torch.dtype) -> bool:
     And transforms of torch.func allow none.
     """
     if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not torch.is_grad_enabled():
+        return False
+    if is_recorded():  # tensors have no memory there, by which a half one is found again
         return False
     autograd: Any = torch._C._autograd
     enabled: bool = autograd._saved_tensors_hooks_is_enabled()

@@ -146,6 +146,23 @@ def test_a_library_that_comes_after_the_end_is_left_alone(amp: ModuleType, libra
     assert not hasattr(imported(f"{library}.ops").multiply, "__wrapped__")
 
 
+def test_a_module_of_torchs_may_come_late(
+    amp: ModuleType, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``torch.nn.attention.flex_attention``, which nothing of torch imports."""
+    folder = importlib.import_module(library).__path__[0]
+    monkeypatch.setattr(torch, "__path__", [*torch.__path__, folder])
+    amp.register_library_function("torch.ops_of_late", "multiply", casts="stored")
+    Path(folder, "ops_of_late.py").write_text(OPS)
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    ops = importlib.import_module("torch.ops_of_late")
+    original = getattr(ops.multiply, "stands_for", None)
+    amp.deactivate()
+    del sys.modules["torch.ops_of_late"], torch.ops_of_late
+    session.libraries._awaited.discard("torch.ops_of_late")
+    assert ops.multiply is original
+
+
 def test_what_a_user_registered_first_stands_on_it_and_both_go(
     amp: ModuleType, library: str
 ) -> None:
@@ -456,6 +473,19 @@ def test_torchscript_compiles_the_original() -> None:
 
 
 # --- what is kept for backward ---
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", [torch.func.vmap, None])
+def test_what_is_recorded_or_transformed_keeps_nothing_in_half(transform: Any) -> None:
+    """Tensors have no memory there."""
+    wrapped = wrap(lambda x: torch.tanh(x * x), Rule("promote", "always"))
+    given = torch.rand(5, 3).half()
+
+    def call() -> Tensor:
+        return (transform(wrapped) if transform else torch.jit.trace(wrapped, given))(given)
+
+    assert called_at("O1", "inside", call).equal(torch.tanh(given.float() ** 2).half())
 
 
 @given(st.sampled_from([F16, BF16]), st.sampled_from([F16, BF16, F32]), st.booleans())
