@@ -93,20 +93,20 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.C
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None]:
     """Leave what `nightly_levels` names to the nightly run; skip what needs a GPU without one.
 
-    In the order of the files, whichever was collected first.
+    In the order of the files, whichever was collected first; pytest-randomly draws another behind.
     """
     items.sort(key=lambda item: str(item.path))
     for item in nightly_levels(items):
         item.add_marker(pytest.mark.slow)
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+    yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -125,6 +125,16 @@ def test_levels_that_do_what_others_do_are_left_to_the_nightly_run(run_tests) ->
     assert printed == {**each, ("alone", "O3"): 2, ("alone", "O4"): 2}
 
 
+def test_the_files_are_in_order_before_pytest_randomly_draws_one(
+    pytestconfig: pytest.Config,
+) -> None:
+    hook = pytestconfig.hook.pytest_collection_modifyitems
+    called = [str(one.plugin_name) for one in reversed(hook.get_hookimpls())]
+    if "randomly" not in called:
+        pytest.skip("pytest-randomly is missing")
+    assert called.index(str(TESTS / "conftest.py")) < called.index("randomly")
+
+
 def test_an_import_that_changes_how_often_properties_are_drawn_is_an_error(run_tests) -> None:
     result = run_tests(
         test_drawn="""
