@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from .casting.library_functions import CASTS, IN_FLOAT, Rule
+from .casting.library_casts import CASTS, IN_FLOAT, Rule
 from .patching import when_imported
 from .session import session
 

@@ -33,7 +33,7 @@ Function = Callable[..., Any]
 def has_kernel(function: Function) -> bool:
     """Tell whether a kernel may stand in for a function, on some device of this build of torch.
 
-    It may for torch's own, and its wrapper of `library_functions`, and not for a replacement.
+    It may for torch's own, and its wrapper of `library_casts`, and not for a replacement.
     """
     original = stood_for(function) or function
     in_torch = getattr(original, "__globals__", None) is vars(functional)

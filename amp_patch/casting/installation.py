@@ -110,7 +110,7 @@ class _Installation:
     def bindings(self) -> Replacements:
         """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts.
 
-        Where the original is a wrapper of `library_functions`, users may have bound either.
+        Where the original is a wrapper of `library_casts`, users may have bound either.
         """
         found: dict[int, tuple[Any, Any]] = {}
         for (key, _, _), pair in self.wrappers.items():

@@ -1,59 +1,31 @@
 """Makes functions of other libraries take mixed dtypes, at every level, while amp is initialised.
 
-Knows what the words of `library_rules` mean, and patches a module that they name when it is
-imported, or at once if it is; imports none. It must not know what the functions compute.
+Knows which functions `library_rules` names, and patches a module when it is imported, or at once if
+it is; imports none. It must not know how a call is cast: `library_casts` does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch import nn
 
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import fused_loss, library_rules
-from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
-from .foreign_objects import cast_frame, promote_column
-from .half_saving import HalfSaving
-from .half_sums import add_rows, can_add
+from . import library_rules
 from .held_functions import HeldFunctions
-from .mode import FLOATS, HALVES, OFF, mode, process
-from .nested import map_tensors
-from .regions import FloatRegion
-from .shared_casts import is_recorded
+from .library_casts import Rule, wrap
 
-Function = Callable[..., Any]
 Pairs = dict[int, tuple[Any, Any]]
 
-CASTS = ("half", "promote", "stored", "float", "result")
-#: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "sums", "told", "wide", "logits")
-IN_FLOAT = ("never", "cpu", "mixed", "always")
 #: Which do nothing before a model is stored in half; "logits" has its like among O1's casts.
 _FOR_HALF = ("stored", "frames", "wide", "logits")
-
-
-class Rule(NamedTuple):
-    """How a function's floating arguments are cast, and where half ones are computed in float32.
-
-    Attributes:
-        casts: one of `CASTS` or `OWN_CASTS`.
-        in_float: one of `IN_FLOAT`.
-    """
-
-    casts: str
-    in_float: str = "never"
 
 
 class LibraryFunctions:
@@ -227,283 +199,3 @@ def _classes_with(module: types.ModuleType, method: str) -> list[str]:
         for kind, name in classes.items()
         if method in vars(kind) or not any(base in classes for base in kind.__mro__[1:])
     ]
-
-
-def wrap(function: Function, rule: Rule) -> Function:
-    """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
-    has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
-    run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
-    out_at = _position_of_out(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        out = args[out_at] if len(args) > out_at else kwargs.get("out")
-        if out is not None:  # it must be written to, and a cast of it is a copy
-            return function(*args, **kwargs)
-        return run(function, args, kwargs)
-
-    # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
-    return wrapper
-
-
-def _position_of_out(function: Function) -> int:
-    """Return where a positional ``out`` stands; beyond all arguments where there is none."""
-    if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
-        # of whose signature nothing else is asked: to make it takes twenty times as long
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        return names.index("out") if "out" in names else sys.maxsize
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # it is not Python's
-        return sys.maxsize
-    places = [
-        place
-        for place, parameter in enumerate(parameters)
-        if parameter.name == "out" and parameter.kind is not parameter.KEYWORD_ONLY
-    ]
-    return places[0] if places else sys.maxsize
-
-
-def _run_stored(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call it in a model that is stored in half with arguments in its dtype, results as well."""
-    dtype = mode.stored
-    if dtype is None or mode.region is not None:
-        return function(*args, **kwargs)
-    if not _in_float(rule, _floats_in(args, kwargs) if rule.in_float != "never" else []):
-        args, kwargs = _cast((args, dict(kwargs)), dtype)
-        return _cast(function(*args, **kwargs), dtype)
-    return _cast(_in_float_region(function, args, kwargs), dtype)
-
-
-def _run_float(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call it in float32 where a level casts; in a stored model with results in its dtype."""
-    level, dtype = mode.dtype or process.dtype, mode.stored
-    if mode.region is not None or (level is OFF and dtype is None):
-        return function(*args, **kwargs)
-    found = _in_float_region(function, args, kwargs)
-    return found if dtype is None else _cast(found, dtype)
-
-
-def _in_float_region(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    args, kwargs = _cast((args, dict(kwargs)), torch.float32)
-    with FloatRegion():  # layers inside may have half weights
-        return function(*args, **kwargs)
-
-
-def _run_told(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call what is told the dtype of its result: for a half one it computes in float32."""
-    told = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    if not told or told[0] not in HALVES:
-        return function(*args, **kwargs)
-
-    def wide(one: Any) -> Any:
-        return torch.float32 if isinstance(one, torch.dtype) else one
-
-    found = function(*map(wide, args), **{name: wide(one) for name, one in kwargs.items()})
-    return map_tensors(lambda tensor: tensor.to(told[0]), found)
-
-
-def _run_wide(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call it in a model that is stored in half with half arguments in float32."""
-    if mode.stored is None or mode.region is not None:
-        return function(*args, **kwargs)
-    args, kwargs = to_float((args, dict(kwargs)))
-    return function(*args, **kwargs)
-
-
-def _run_logits(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call torch's cross_entropy as by "wide", or a kernel that computes it in float32."""
-    # Of half logits outside of such a model torch's loss is half.
-    dtypes = (torch.float32,) if mode.stored is None else FLOATS
-    if not mode.off and process.is_mixed:
-        loss = fused_loss.without_cast(args, kwargs, dtypes)
-        if loss is not None:
-            return loss
-    return _run_wide(rule, function, args, kwargs)
-
-
-def _run_result(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call it, at O1 and O4 with results in half."""
-    found = function(*args, **kwargs)
-    level = mode.dtype or process.dtype
-    return found if level is OFF or mode.region is not None else _cast(found, level)
-
-
-def _run_frames(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call it in such a model with the features in DGL's frames in the model's dtype."""
-    dtype = mode.stored
-    if dtype is None or mode.region is not None:
-        return function(*args, **kwargs)
-
-    def cast(value: Any) -> Any:
-        return cast_frame(value, dtype, lambda inner: _cast(inner, dtype))
-
-    return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
-
-
-def _run_rows(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call what writes rows of a column of DGL's, which then has the dtype of both."""
-    column, *given = args
-    tensors = _floats_in(column.data, given, kwargs)
-    if not tensors:
-        return function(*args, **kwargs)
-    _, dtype = _dtypes(Rule("promote"), tensors)
-    promote_column(column, dtype)
-    # what says the dtype of the rows is left out: DGL finds it in them
-    given = [
-        _cast(one, dtype) for one in given if not hasattr(one, "dtype") or isinstance(one, Tensor)
-    ]
-    return function(column, *given, **_cast(dict(kwargs), dtype))
-
-
-def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    tensors = _floats_in(args, kwargs)
-    if not tensors:
-        return function(*args, **kwargs)
-    runs_in, result = _dtypes(rule, tensors)
-    if runs_in is result or not _may_save_in_half(result):
-        args, kwargs = _cast((args, dict(kwargs)), runs_in)
-        with _NothingElseCasts():
-            return _cast(function(*args, **kwargs), result)
-    saving = HalfSaving(result)
-
-    def widen(tensor: Tensor) -> Tensor:
-        wide = _to(tensor, runs_in)
-        saving.note(wide, tensor)
-        return wide
-
-    def narrow(tensor: Tensor) -> Tensor:
-        half = _to(tensor, result)
-        saving.note(tensor, half)
-        return half
-
-    args, kwargs = map_tensors(widen, (args, dict(kwargs)))
-    with _NothingElseCasts(), saving.hooks():
-        found = function(*args, **kwargs)
-    found = map_tensors(narrow, found)
-    saving.settle()
-    return found
-
-
-def _run_sums(
-    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call what reduces rows at indices: sums and means of half ones take less memory here."""
-    given: dict[str, Any] = dict(zip(_OF_SUMS, args, strict=False)) | dict(kwargs)
-    rows: Any = given.get("src")
-    index: Any = given.get("index")
-    dim, size, reduce = given.get("dim", 0), given.get("dim_size"), given.get("reduce", "sum")
-    is_said_once = len(given) == len(args) + len(kwargs) and given.keys() <= _OF_SUMS.keys()
-    if reduce not in ("sum", "add", "mean") or not is_said_once or is_compiling():
-        return _run(rule, function, args, kwargs)
-    is_usual = can_add(rows, index, dim, size) and _is_float(rows)
-    if not is_usual or _dtypes(rule, [rows])[1] is not rows.dtype:
-        return _run(rule, function, args, kwargs)
-    with _NothingElseCasts():
-        return add_rows(rows, index, dim, size, reduce == "mean")
-
-
-#: The parameters of what a rule of "sums" names.
-_OF_SUMS = dict.fromkeys(("src", "index", "dim", "dim_size", "reduce"))
-
-
-_RUN = {
-    "stored": _run_stored,
-    "float": _run_float,
-    "told": _run_told,
-    "wide": _run_wide,
-    "logits": _run_logits,
-    "result": _run_result,
-    "frames": _run_frames,
-    "rows": _run_rows,
-    "sums": _run_sums,
-}
-
-
-def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype that a function runs in on such arguments, and that of its result."""
-    widest = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    level = mode.dtype or process.dtype
-    if widest is torch.float64:
-        return widest, widest
-    if mode.region is not None:
-        runs_in = result = mode.region.dtype
-    elif rule.casts == "half" and level is not OFF:
-        runs_in = result = level
-    else:
-        runs_in, result = widest, mode.stored or widest
-    return torch.float32 if _in_float(rule, tensors) else runs_in, result
-
-
-def _in_float(rule: Rule, tensors: list[Tensor]) -> bool:
-    """Tell whether half arguments are computed in float32, of a call with such tensors."""
-    if rule.in_float in ("never", "always"):
-        return rule.in_float == "always"
-    if rule.in_float == "mixed" and len({tensor.dtype for tensor in tensors}) > 1:
-        return True
-    return any(tensor.device.type == "cpu" for tensor in tensors)
-
-
-def _floats_in(*values: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(values) if _is_float(tensor)]
-
-
-def _is_float(tensor: Tensor) -> bool:
-    known = tensor.dtype in FLOATS or tensor.dtype is torch.float64
-    return known and is_on_cast_device(tensor)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda tensor: _to(tensor, dtype), value)
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast: Tensor = to_dtype(tensor, dtype, activation=Tensor.to)  # also to float64
-    return cast
-
-
-class _NothingElseCasts:
-    """Let no cast of a level, region or rule act inside: arguments are in the dtype to run in.
-
-    A class and no generator: torch 2.6 does not compile those.
-    """
-
-    def __enter__(self) -> None:
-        self._saved, self._stored = mode.switch_off(), mode.stored
-        mode.stored = None
-
-    def __exit__(self, *error: object) -> None:
-        mode.restore(self._saved)
-        mode.stored = self._stored
-
-
-def _may_save_in_half(dtype: torch.dtype) -> bool:
-    """Tell whether hooks may keep what backward needs; a recomputation counts on its own hooks.
-
-    And transforms of torch.func allow none.
-    """
-    if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not torch.is_grad_enabled():
-        return False
-    if is_recorded():  # tensors have no memory there, by which a half one is found again
-        return False
-    autograd: Any = torch._C._autograd
-    enabled: bool = autograd._saved_tensors_hooks_is_enabled()
-    return enabled

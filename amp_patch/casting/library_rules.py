@@ -1,6 +1,7 @@
 """Owns the data of how functions of other libraries run: those of graph neural networks, of torch.
 
-It must not know how a function is wrapped or where one is imported; `library_functions` does.
+It must not know how a function is wrapped, as `library_casts` does, or where one is imported, as
+`library_functions` does.
 
 Each row names a function by its module and its name there (``Class.method`` for a method), and says
 how its floating arguments are cast, where half ones are computed in float32, and why. ``*.method``

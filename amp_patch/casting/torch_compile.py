@@ -230,8 +230,8 @@ def _calls_patched(function: Any, seen: set[int]) -> bool:
 
 
 def library_original(value: Any) -> Any:
-    """Return what a wrapper of `library_functions` stands for; None for all else."""
-    made_by = "amp_patch.casting.library_functions"
+    """Return what a wrapper of `library_casts` stands for; None for all else."""
+    made_by = "amp_patch.casting.library_casts"
     is_wrapper = is_patched(value) and value.__globals__.get("__name__") == made_by
     return value.__wrapped__ if is_wrapper else None
 

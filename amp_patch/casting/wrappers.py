@@ -90,7 +90,7 @@ class Casts:
         if rule == "float" and not alone and fused_loss.has_kernel(function):
             wrapper = fused_loss.without_casts(wrapper)
         # TorchScript, which cannot read a closure, compiles the original; beneath a wrapper of
-        # `library_functions` as well.
+        # `library_casts` as well.
         original = getattr(function, "__prepare_scriptable__", lambda: function)
         wrapper.__prepare_scriptable__ = original  # type: ignore[attr-defined]  # our own
         return wrapper

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amp_patch.casting.half_saving import HalfSaving
-from amp_patch.casting.library_functions import Rule, wrap
+from amp_patch.casting.library_casts import Rule, wrap
 from amp_patch.casting.mode import process
 from amp_patch.tools.sweep.memory import LivingTensors
 

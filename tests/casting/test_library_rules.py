@@ -5,7 +5,7 @@ import importlib
 import graph_libraries  # noqa: F401 - quietly
 import pytest
 
-from amp_patch.casting.library_functions import CASTS, IN_FLOAT, OWN_CASTS
+from amp_patch.casting.library_casts import CASTS, IN_FLOAT, OWN_CASTS
 from amp_patch.casting.library_rules import REASONS, RULES
 from amp_patch.patching import resolve_in
 

@@ -1,0 +1,188 @@
+"""What a rule casts and where it is computed, against the rules in other words; what is kept."""
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amp_patch.casting.library_casts import CASTS, IN_FLOAT, Rule, _dtypes, wrap
+from amp_patch.casting.mode import mode, process
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF_OF = {"O1": F16, "O2": F16, "O3": F16, "O4": BF16, "O5": BF16}
+
+
+# --- dtypes ---
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Note what came, and multiply; torch's own casts must not act inside."""
+    SEEN.append((a.dtype, b.dtype, a.mm(b.T).dtype))
+    return a * b
+
+
+SEEN: list[tuple[torch.dtype, ...]] = []
+
+
+@given(
+    st.sampled_from(CASTS[:2]),
+    st.sampled_from(IN_FLOAT),
+    st.sampled_from(["O0", *HALF_OF]),
+    st.tuples(*[st.sampled_from([F16, BF16, F32, F64])] * 2),
+    st.sampled_from(["inside", "outside", "float_region", "half_region"]),
+)
+def test_every_mix_runs_in_one_dtype_and_the_result_has_its_own(
+    casts: str, in_float: str, level: str, dtypes: tuple[torch.dtype, ...], where: str
+) -> None:
+    """Against the rules, said again here in other words."""
+    half, widest = HALF_OF.get(level, F16), torch.promote_types(*dtypes)
+    half_at = {"O1", "O4"} if casts == "half" else set()
+    result = half if level in half_at else widest
+    if where == "inside" and level in {"O2", "O3", "O5"}:
+        result = half
+    if where.endswith("region"):
+        result = F32 if where == "float_region" else half
+    computed = result if where.endswith("region") or level in half_at else widest
+    computed = F32 if in_float != "never" else computed
+    if widest is F64:
+        result = computed = F64
+
+    a, b = torch.full((2, 4), 3.0, dtype=dtypes[0]), torch.full((2, 4), 1.5, dtype=dtypes[1])
+    found = called_at(level, where, wrap(multiply, Rule(casts, in_float)), a, b)
+    assert SEEN.pop() == (computed, computed, computed)
+    assert found.dtype is result
+    assert torch.equal(found.double(), a.double() * b.double())
+
+
+def called_at(level: str, where: str, function: Any, *args: Tensor) -> Tensor:
+    """Call it as if a model at this level lived, in its forward or not, or in a region."""
+    from amp_patch.casting.regions import FloatRegion, HalfRegion
+
+    half, casting = HALF_OF.get(level, F16), level in {"O1", "O4"}
+    before = process.save()
+    process.devices, process.region_dtype = frozenset({"cpu"}), half
+    process.dtype = half if casting else F32
+    try:
+        if where == "inside":
+            stored = half if level in {"O2", "O3", "O5"} else None
+            mode.enter_model(1, half if casting else F32, half, stored)
+        if where == "half_region":
+            with HalfRegion():
+                return function(*args)
+        if where == "float_region":
+            with FloatRegion():
+                return function(*args)
+        return function(*args)
+    finally:
+        mode.leave_model(1)
+        process.restore(before)
+
+
+@pytest.mark.parametrize("in_float", IN_FLOAT)
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F16, F32)])
+def test_where_half_is_computed_in_float32(in_float: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """On a device with half kernels a mix of dtypes is promoted too, and comes back in half."""
+    a, b = (torch.ones(2, dtype=dtype, device="meta") for dtype in dtypes)
+    in_half = in_float in ("never", "cpu") or (in_float == "mixed" and dtypes[0] is dtypes[1])
+
+    def found() -> tuple[torch.dtype, torch.dtype]:
+        return _dtypes(Rule("half", in_float), [a, b])
+
+    assert called_at("O1", "inside", found) == (F16 if in_half else F32, F16)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_a_result_is_half_where_functions_cast(amp: ModuleType, level: str) -> None:
+    function = wrap(lambda x: x + torch.ones(4), Rule("result"))
+    found = called_at(level, "inside", function, torch.ones(2, 4, dtype=HALF_OF.get(level, F16)))
+    assert found.dtype is (HALF_OF[level] if level in ("O1", "O4") else F32)
+    assert called_at(level, "float_region", function, torch.ones(2, 4)).dtype is F32
+
+
+@pytest.mark.parametrize("dtype", [F16, F32, F64, torch.long])
+def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> None:
+    def count(size: int, dtype: torch.dtype) -> Tensor:
+        SEEN.append((dtype,))
+        return torch.full((1,), size, dtype=dtype)
+
+    function = wrap(count, Rule("told"))
+    for found in (function(3, dtype), function(3, dtype=dtype)):
+        assert found.dtype is dtype
+        assert found.item() == 3
+        assert SEEN.pop() == (F32 if dtype is F16 else dtype,)
+    assert wrap(int, Rule("told"))("3") == 3
+
+
+def test_tensors_in_containers_are_cast_and_all_else_passes() -> None:
+    given_to: list[Any] = []
+    function = wrap(lambda *args, **kwargs: given_to.extend([args, kwargs]), Rule("promote"))
+    index = torch.tensor([1, 2])
+    values = ([torch.ones(1, dtype=F16), None], {"key": torch.ones(1)}, index, "sum")
+    called_at("O2", "outside", lambda: function(*values, dim=0))
+    (listed, mapped, found, word), kwargs = given_to
+    assert (listed[0].dtype, listed[1], mapped["key"].dtype) == (F32, None, F32)
+    assert found is index
+    assert (word, kwargs) == ("sum", {"dim": 0})
+    assert values[0][0].dtype is F16
+
+
+def test_out_is_written_to_where_it_comes_by_its_place() -> None:
+    def add(a: Tensor, out: Tensor | None = None, times: int = 1) -> Tensor:
+        return torch.mul(a, times, out=out)
+
+    out = torch.zeros(2)
+    half = torch.ones(2, dtype=F16)
+    function = wrap(add, Rule("promote", "always"))
+    assert called_at("O2", "inside", function, half.float(), out) is out
+    assert torch.equal(out, torch.ones(2))
+    assert called_at("O2", "inside", function, half, None).dtype is F16
+
+
+def test_torchscript_compiles_the_original() -> None:
+    assert wrap(multiply, Rule("half")).__prepare_scriptable__() is multiply
+
+
+# --- what is kept for backward ---
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", [torch.func.vmap, None])
+def test_what_is_recorded_or_transformed_keeps_nothing_in_half(transform: Any) -> None:
+    """Tensors have no memory there."""
+    wrapped = wrap(lambda x: torch.tanh(x * x), Rule("promote", "always"))
+    given = torch.rand(5, 3).half()
+
+    def call() -> Tensor:
+        return (transform(wrapped) if transform else torch.jit.trace(wrapped, given))(given)
+
+    assert called_at("O1", "inside", call).equal(torch.tanh(given.float() ** 2).half())
+
+
+@given(st.sampled_from([F16, BF16]), st.sampled_from([F16, BF16, F32]), st.booleans())
+def test_gradients_are_those_of_float32(
+    first: torch.dtype, second: torch.dtype, recomputed: bool
+) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(5, 3).to(first), torch.randn(5, 3).to(second)
+    ours, theirs = ([t.detach().requires_grad_() for t in (a, b)] for _ in range(2))
+    process.devices = frozenset({"cpu"})
+    mode.enter_model(1, F32, first, first)
+    mode.in_checkpoint = recomputed
+    try:
+        found = wrap(lambda x, y: torch.tanh(x * y), Rule("promote", "always"))(*ours)
+    finally:
+        mode.in_checkpoint = False
+        mode.leave_model(1)
+        process.reset()
+    expected = torch.tanh(theirs[0].double() * theirs[1].double())
+    found.float().square().sum().backward()
+    expected.square().sum().backward()
+    precision = 4 * torch.finfo(first).eps
+    assert found.dtype is first
+    assert found.double().allclose(expected, atol=precision, rtol=precision)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.grad.double().allclose(other.grad.double(), atol=8 * precision, rtol=precision)
