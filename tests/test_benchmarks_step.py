@@ -23,6 +23,7 @@ from benchmarks.whole_step import models as step_models
 from benchmarks.whole_step import plot as step_plot
 from benchmarks.whole_step import report as step_report
 from benchmarks.whole_step import results as step_results
+from benchmarks.whole_step import timing
 from benchmarks.whole_step.candidates import BASELINE, CANDIDATES, FUSED_BASELINE, stepping, tf32
 from benchmarks.whole_step.comparison import Comparison
 from benchmarks.whole_step.models import BERT, MLP, MODELS, Batch, Maker, Workload
@@ -417,6 +418,14 @@ def test_on_a_gpu_the_peak_is_that_of_steps_and_events_tell_the_time(
     cuda.reserved = 101  # more than a third
     stepping.block()
     assert cuda.calls[-2:] == ["step", "empty"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="on Linux alone")
+def test_a_test_keeps_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "PROCESSORS", 1)
+    before = os.sched_getaffinity(0)
+    Stepping("cpu", tiny=True).prepare(MLP, FUSED_BASELINE, "eager")
+    assert os.sched_getaffinity(0) == before
 
 
 def test_the_memory_of_a_graph_is_handed_out_at_its_capture(

@@ -93,8 +93,8 @@ class Stepping:
         peak = self._peak()
         if not self._tiny:
             self._block = max(2, round(BLOCK / self._time(3)))
+            _run_on(self._processors[:PROCESSORS])  # not in a test, after which others follow
         self._make_room()
-        _run_on(self._processors[:PROCESSORS])
         options = [f"{key}={value}" for key, value in optimizer_options(candidate, mode).items()]
         optimizer = f"AdamW({', '.join(options)})"
         return Prepared(optimizer, workload.samples, steps, float(loss), peak)
