@@ -1,6 +1,7 @@
 """Layers and functions of DGL at the levels, against float32; graphs and dtypes are drawn."""
 
 import operator
+import os
 import sys
 from types import FunctionType, ModuleType
 from typing import Any
@@ -474,11 +475,17 @@ def test_a_hub_of_many_neighbours_is_not_cut_off(amp: ModuleType, reduce: str) -
 
 
 def patched_places(library: str) -> list[str]:
-    """Return where a function of amp_patch stands in a library, in its modules and classes."""
+    """Return where a function of amp_patch stands in a library, in its modules and classes.
+
+    Not in the modules that PyTorch Geometric writes while it runs, into a folder of their own, with
+    all names that the caller's module has: those of a test's, classes of amp_patch among them.
+    """
+    folder = os.path.dirname(str(sys.modules[library].__file__))
     places = {
         f"{name}.{key}": value
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == library
+        if str(getattr(module, "__file__", None) or folder).startswith(folder)
         for key, value in vars(module).items()
     }
     methods = {
