@@ -20,20 +20,11 @@ struct Row {
 static_assert(sizeof(Row) == 24, "the host packs a row into 24 bytes");
 
 template <typename Source, typename Target>
-struct Cast {
-    const Source* source;
+struct Cast : Reads<Source> {
     Target* target;
 
     template <int WIDTH>
-    using Operands = Pack<Source, WIDTH>;
-
-    template <int WIDTH>
-    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        return load<WIDTH>(source + i);
-    }
-
-    template <int WIDTH>
-    __device__ __forceinline__ void write(int i, const Operands<WIDTH>& operands) const {
+    __device__ __forceinline__ void write(int i, const Pack<Source, WIDTH>& operands) const {
         Pack<Target, WIDTH> result;
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
@@ -48,7 +39,7 @@ __device__ __forceinline__ void cast_chunk(const Row* tensors, const Chunk& chun
     constexpr int WIDTH = vector_width<Source, Target>;
     const Row row = tensors[chunk.tensor];
     const Part part(chunk, row.length);
-    Cast<Source, Target> cast{part.of(static_cast<const Source*>(row.source)),
+    Cast<Source, Target> cast{{part.of(static_cast<const Source*>(row.source))},
                               part.of(static_cast<Target*>(row.target))};
     sweep<WIDTH, 4>(part.length, pack_begins<WIDTH>(cast.source, cast.target), cast);
 }

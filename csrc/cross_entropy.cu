@@ -72,20 +72,11 @@ __device__ Seen seen_by_block(const Seen& mine) {
 }
 
 template <typename Logit>
-struct Look {
-    const Logit* logits;
+struct Look : Reads<Logit> {
     Seen seen;
 
     template <int WIDTH>
-    using Operands = Pack<Logit, WIDTH>;
-
-    template <int WIDTH>
-    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        return load<WIDTH>(logits + i);
-    }
-
-    template <int WIDTH>
-    __device__ __forceinline__ void write(int, const Operands<WIDTH>& operands) {
+    __device__ __forceinline__ void write(int, const Pack<Logit, WIDTH>& operands) {
         float value[WIDTH];
         float largest = seen.largest;
 #pragma unroll
@@ -106,23 +97,14 @@ struct Look {
 };
 
 template <typename Logit>
-struct Gradient {
-    const Logit* logits;
+struct Gradient : Reads<Logit> {
     Logit* gradients;
     Total total;
     float factor;
     int target;
 
     template <int WIDTH>
-    using Operands = Pack<Logit, WIDTH>;
-
-    template <int WIDTH>
-    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        return load<WIDTH>(logits + i);
-    }
-
-    template <int WIDTH>
-    __device__ __forceinline__ void write(int i, const Operands<WIDTH>& operands) const {
+    __device__ __forceinline__ void write(int i, const Pack<Logit, WIDTH>& operands) const {
         float value[WIDTH];
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
@@ -186,7 +168,7 @@ __device__ __forceinline__ void loss_of_row(const Logit* rows, const long long* 
         return;
     }
     assert(0 <= target && target < classes);
-    Look<Logit> look{logits, {minus_infinity(), 0.0f}};
+    Look<Logit> look{{logits}, {minus_infinity(), 0.0f}};
     sweep<WIDTH, ROW_AHEAD<Logit>>(classes, pack_begins<WIDTH>(logits), look);
     const Seen seen = seen_by_block(look.seen);
     if (threadIdx.x == 0) {
@@ -210,7 +192,7 @@ __device__ __forceinline__ void gradient_of_row(const Logit* rows, const long lo
         sweep<WIDTH, 1>(classes, pack_begins<WIDTH>(gradients), zeros);
         return;
     }
-    const Gradient<Logit> gradient{logits, gradients, totals[blockIdx.x],
+    const Gradient<Logit> gradient{{logits}, gradients, totals[blockIdx.x],
                                    factors[blockIdx.x * stride], static_cast<int>(target)};
     sweep<WIDTH, ROW_AHEAD<Logit>>(classes, pack_begins<WIDTH>(logits, gradients), gradient);
 }

@@ -38,6 +38,20 @@ __device__ __forceinline__ unsigned pack_begins(const Types*... addresses) {
     return (pack_begin<WIDTH>(addresses) | ...);
 }
 
+// The reading half of an operation (below) on one tensor.
+template <typename Type>
+struct Reads {
+    const Type* source;
+
+    template <int WIDTH>
+    using Operands = Pack<Type, WIDTH>;
+
+    template <int WIDTH>
+    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
+        return load<WIDTH>(source + i);
+    }
+};
+
 // Each thread reads AHEAD packs before it uses the first, to keep more bytes on their way.
 template <int WIDTH, int AHEAD, typename Operation>
 __device__ __forceinline__ void sweep_packs(int begin, int end, Operation& operation) {

@@ -27,22 +27,13 @@ struct Row {
 static_assert(sizeof(Row) == 24, "the host packs a row into 24 bytes");
 
 template <typename Source, typename Target>
-struct Unscale {
-    const Source* source;
+struct Unscale : Reads<Source> {
     Target* target;
     float inverse;
     Statistics found;
 
     template <int WIDTH>
-    using Operands = Pack<Source, WIDTH>;
-
-    template <int WIDTH>
-    __device__ __forceinline__ Operands<WIDTH> read(int i) const {
-        return load<WIDTH>(source + i);
-    }
-
-    template <int WIDTH>
-    __device__ __forceinline__ void write(int i, const Operands<WIDTH>& operands) {
+    __device__ __forceinline__ void write(int i, const Pack<Source, WIDTH>& operands) {
         Pack<Target, WIDTH> result;
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) {
@@ -60,7 +51,7 @@ __device__ __forceinline__ void unscale_chunk(const Row* tensors, const Chunk& c
     const Row row = tensors[chunk.tensor];
     const Part part(chunk, row.length);
     const float inverse = scale == nullptr ? 1.0f : 1.0f / *scale;
-    Unscale<Source, Target> unscale{part.of(static_cast<const Source*>(row.source)),
+    Unscale<Source, Target> unscale{{part.of(static_cast<const Source*>(row.source))},
                                     part.of(static_cast<Target*>(row.target)), inverse, {}};
     constexpr int AHEAD = 16 / WIDTH;  // packs; of 8 halves, more than two would spill
     sweep<WIDTH, AHEAD>(part.length, pack_begins<WIDTH>(unscale.source, unscale.target), unscale);

@@ -20,7 +20,6 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from amp_patch import kernels
-from amp_patch.kernels import cuda_cross_entropy
 from amp_patch.patching import stood_for
 
 from .argument_casts import is_on_cast_device, to_float
@@ -41,21 +40,21 @@ def has_kernel(function: Function) -> bool:
     return is_torchs and torch.version.cuda is not None
 
 
-def without_casts(wrapper: Function) -> Function:
-    """Return the function that casts to float32, but for what a kernel takes as it is."""
+def wrap(wrapper: Function) -> Function:
+    """Return the function that casts to float32, but for logits of which `loss_of` is computed."""
 
     @functools.wraps(wrapper)
-    def uncast(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         if (mode.dtype or process.dtype) is not OFF:
-            loss = without_cast(args, kwargs, FLOATS)
+            loss = loss_of(args, kwargs, FLOATS)
             if loss is not None:
                 return loss
         return wrapper(*args, **kwargs)
 
-    return uncast
+    return wrapped
 
 
-def without_cast(
+def loss_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: Collection[torch.dtype]
 ) -> Tensor | None:
     """Return what torch's cross_entropy returns of these in float32; None where it is to be called.
@@ -65,7 +64,7 @@ def without_cast(
         dtypes: those of logits that are to be computed so.
     """
     logits: Any = args[0] if args else kwargs.get("input")
-    # First what most calls do not get beyond. A tracer would note the question for the size.
+    # First what most calls do not get beyond.
     if not kernels.is_on_cuda(logits) or is_dynamo_compiling() or _is_tracing():
         return None
     if logits.dtype not in dtypes or type(logits) not in _PLAIN or not is_on_cast_device(logits):
@@ -113,9 +112,7 @@ def _arguments(
 
 
 def _by_kernel(logits: Tensor, call: _Call) -> Tensor | None:
-    if logits.numel() < cuda_cross_entropy.MIN_LOGITS or call.weight is not None:
-        return None
-    if not _is_unwatched():
+    if call.weight is not None or not _is_unwatched():
         return None
     return kernels.cross_entropy(logits, call.targets, call.ignore_index, call.reduction)
 

@@ -146,7 +146,7 @@ def _run_logits(
     # Of half logits outside of such a model torch's loss is half.
     dtypes = (torch.float32,) if mode.stored is None else FLOATS
     if not mode.off and process.is_mixed:
-        loss = fused_loss.without_cast(args, kwargs, dtypes)
+        loss = fused_loss.loss_of(args, kwargs, dtypes)
         if loss is not None:
             return loss
     return _run_wide(rule, function, args, kwargs)

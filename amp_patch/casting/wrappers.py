@@ -88,7 +88,7 @@ class Casts:
             wrapper = _observed(wrapper, function, _REPORTS[rule], self.observer)
         # Who asks for float32 gets torch's function, of a cast.
         if rule == "float" and not alone and fused_loss.has_kernel(function):
-            wrapper = fused_loss.without_casts(wrapper)
+            wrapper = fused_loss.wrap(wrapper)
         # TorchScript, which cannot read a closure, compiles the original; beneath a wrapper of
         # `library_casts` as well.
         original = getattr(function, "__prepare_scriptable__", lambda: function)

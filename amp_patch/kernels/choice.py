@@ -139,7 +139,7 @@ def are_used(sources: Sequence[str], *columns: Sequence[Tensor]) -> bool:
 
 
 def is_on_cuda(value: object) -> bool:
-    """Return the same of one value, which is none on such a device where it is no tensor."""
+    """Return whether a value is a tensor, and where kernels may take it."""
     return isinstance(value, Tensor) and bool(_IS_CUDA(value))
 
 

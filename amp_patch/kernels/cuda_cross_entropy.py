@@ -13,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
 
 from . import cuda_module
-from .cuda_module import Kernel
+from .cuda_module import DTYPE_NAMES, Kernel
 
 #: The CUDA sources that are needed.
 SOURCES = ("cross_entropy.cu",)
@@ -26,14 +26,13 @@ MIN_CLASSES = 1024
 #: The kernels count the elements of a row by an int.
 MAX_CLASSES = 2**30
 
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _FORWARD = {
     dtype: Kernel("cross_entropy.cu", f"cross_entropy_{name}", "PPiqPP")
-    for dtype, name in _NAMES.items()
+    for dtype, name in DTYPE_NAMES.items()
 }
 _BACKWARD = {
     dtype: Kernel("cross_entropy.cu", f"cross_entropy_backward_{name}", "PPiqPPqP")
-    for dtype, name in _NAMES.items()
+    for dtype, name in DTYPE_NAMES.items()
 }
 
 
@@ -43,7 +42,7 @@ def takes(logits: Tensor, targets: Tensor) -> bool:
         logits.dim() == 2
         and logits.numel() >= MIN_LOGITS
         and MIN_CLASSES <= logits.shape[1] <= MAX_CLASSES
-        and logits.dtype in _NAMES
+        and logits.dtype in DTYPE_NAMES
         and logits.layout is torch.strided
         and not logits.is_neg()
         and targets.dtype is torch.int64

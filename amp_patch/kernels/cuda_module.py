@@ -25,6 +25,13 @@ C_TYPES: dict[str, Any] = {
     "d": ctypes.c_double,
 }
 
+#: The dtypes that kernels take, as dtypes.cuh and the kernels' names have them.
+DTYPE_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+
 Argument = Tensor | int | float | None
 
 

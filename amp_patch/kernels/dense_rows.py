@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .cuda_module import DTYPE_NAMES
 from .tensor_tables import TensorTable
 
-_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 _DEVICE = operator.attrgetter("device")
 _DTYPE = operator.attrgetter("dtype")
 _LAYOUT = operator.attrgetter("layout")
@@ -143,19 +143,19 @@ def _are_plain(columns: tuple[Sequence[Tensor], ...]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _plain_kind(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Kind | None:
-    known = all(dtype in _NAMES for dtype in dtypes)
-    return (device, tuple(_NAMES[dtype] for dtype in dtypes)) if known else None
+    known = all(dtype in DTYPE_NAMES for dtype in dtypes)
+    return (device, tuple(DTYPE_NAMES[dtype] for dtype in dtypes)) if known else None
 
 
 def _kind(row: Sequence[Tensor]) -> Kind | None:
     """Return device and dtypes, or None where no kernel takes the row."""
     first = row[0]
-    known = all(one.dtype in _NAMES and one.device == first.device for one in row)
+    known = all(one.dtype in DTYPE_NAMES and one.device == first.device for one in row)
     # What wraps other tensors, as DTensor does, has no memory of its own.
     wraps = any(map(is_traceable_wrapper_subclass, row))
     if not known or wraps or not _same_dense_layout(row):
         return None
-    return first.device, tuple(_NAMES[one.dtype] for one in row)
+    return first.device, tuple(DTYPE_NAMES[one.dtype] for one in row)
 
 
 def _same_dense_layout(row: Sequence[Tensor]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_patch.kernels import alike, torch_norms
+from amp_patch.kernels import alike, multiply
 
 from .tensor_lists import Lists, columns_of, widened, write_back
 
@@ -137,7 +137,7 @@ def _multiply_unless(noop_flag: Tensor, grads: list[Tensor], factor: Tensor) -> 
     device = grads[0].device
     is_set = noop_flag.reshape(()).to(device) == 1
     used = torch.where(is_set, 1.0, factor.reshape(()).to(device))
-    torch_norms.multiply(grads, used)
+    multiply(grads, used)
 
 
 def _step(
