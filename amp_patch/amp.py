@@ -110,7 +110,9 @@ def initialize(
 
     Args:
         models: a `torch.nn.Module` in fp32, but for what is frozen, or a list or tuple of them.
-        optimizers: None, a `torch.optim.Optimizer`, or a list or tuple of them.
+        optimizers: None, a `torch.optim.Optimizer`, or a list or tuple of them. AdamW and Adam of
+            torch on a GPU, given neither ``fused`` nor ``foreach``, get ``fused=True`` until
+            `deactivate`, at all levels but O0: no step waits then to hear of an overflow.
         enabled: False makes this call and every later one without effect.
         opt_level: "O0" to "O5".
         cast_model_type: dtype to store and feed the models in; False leaves them alone.

@@ -222,7 +222,10 @@ def gpu_optimizers_table() -> str:
         for row in found["rows"]
         if (row["mode"], row["model"]) == ("eager", BERT) and row["own"]
     }
-    lines = ["| | AdamW as it is | `AdamW(fused=True)` | `fused_step=True` |", "|---|---|---|---|"]
+    lines = [
+        "| | AdamW as torch has it | `AdamW(fused=True)` | `fused_step=True` |",
+        "|---|---|---|---|",
+    ]
     for name in (BASELINE, "O1", "O2", "O4", "O5"):
         kinds = (name, f"{name}, AdamW fused", f"{name} fused_step")
         if name == BASELINE:

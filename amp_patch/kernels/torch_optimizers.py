@@ -69,11 +69,13 @@ def fused_adam(
     weight_decay: float,
     decoupled: bool,
     maximize: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """As `adam`, by the kernel of torch that ``fused=True`` asks for, which rounds in its own way.
 
     Args:
         steps: 0-dim float32 on the parameters' device, this step included.
+        found_inf: float32, one element on that device; not 0: nothing changes.
     """
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     kernel(
@@ -90,6 +92,7 @@ def fused_adam(
         eps=eps,
         amsgrad=bool(max_exp_avg_sqs),
         maximize=maximize,
+        found_inf=found_inf,
     )
 
 
@@ -104,11 +107,13 @@ def fused_sgd(
     weight_decay: float,
     nesterov: bool,
     maximize: bool,
+    found_inf: Tensor | None = None,
 ) -> None:
     """As `sgd`, by the kernel of torch that ``fused=True`` asks for.
 
     Args:
         buffers: all of them None, or none.
+        found_inf: see `fused_adam`.
     """
     is_first_step = momentum != 0 and buffers[0] is None
     if is_first_step:
@@ -125,6 +130,7 @@ def fused_sgd(
         nesterov=nesterov,
         maximize=maximize,
         is_first_step=is_first_step,
+        found_inf=found_inf,
     )
 
 

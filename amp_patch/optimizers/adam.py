@@ -33,6 +33,11 @@ class AdamUpdate(GroupUpdate):
     def __init__(self) -> None:
         self._counters = StepCounters()
 
+    @classmethod
+    def takes_flag(cls, options: Mapping[str, Any]) -> bool:
+        """See `GroupUpdate.takes_flag`: torch's fused kernel does."""
+        return bool(options.get("fused"))
+
     def cut_with(self, inputs: StepInputs) -> list[Tensor]:
         """See `GroupUpdate.cut_with`."""
         state = inputs.states[0]
@@ -46,19 +51,23 @@ class AdamUpdate(GroupUpdate):
         columns += [[]] * (3 - len(columns))
         options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
         options["decoupled"] = group.get("decoupled_weight_decay", self.decoupled)
-        counters = self._counters.advance(states)
+        counters, found_inf = self._counters.advance(states), inputs.found_inf
         try:
             step: Any = torch_optimizers.fused_adam if group["fused"] else torch_optimizers.adam
             counts = counters if group["fused"] else self._counters.values()
+            if found_inf is not None:
+                options["found_inf"] = found_inf
             for tensors in inputs.pieces(*columns):
                 step(*tensors, counts, **options)
         except BaseException:
             self._counters.take_back()
             raise
+        if found_inf is not None:
+            self._counters.take_back(found_inf)
 
     def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
         """See `GroupUpdate.kernel_rows`."""
-        _, group, params, grads, states, _ = inputs
+        _, group, params, grads, states, *_ = inputs
         self.make_states(inputs)
         columns: list[Column] = [grads, params, *state_columns(states, *_averages(group))]
         if not group["amsgrad"]:

@@ -62,9 +62,14 @@ class DirectStep:
         """See `FusedStep.forget`."""
         self._fused.forget()
 
-    def run(self, optimizer: Optimizer) -> Any:
-        """Step as ``optimizer.step()`` does, with the hooks of that."""
-        return self._fused.run(optimizer, None)
+    def run(self, optimizer: Optimizer, flag: Tensor | None = None) -> Any:
+        """Step as ``optimizer.step()`` does, with the hooks of that.
+
+        Args:
+            optimizer: to step.
+            flag: not 0: nothing changes, see `device_flag`. None: it is 0.
+        """
+        return self._fused.run(optimizer, flag)
 
 
 def _is_stepped_together(group: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from amp_patch.weights.lazy_gradients import LazyGradients, as_plain_tensors
 from amp_patch.weights.master_weights import MasterWeights
 
 from .cuda_step import CudaStep
+from .device_flag import skips_by_flag, step_by_flag
 from .reference_step import ReferenceStep
 from .registry import refuse_unknown, update_of
 
@@ -141,7 +142,10 @@ class FusedStep:
                 is_over = self._step_or_skip(optimizer, self._found_inf)
         if not is_over:
             self.lazy.materialize()
-            self._plain(optimizer)
+            if self._found_inf is None or not skips_by_flag(optimizer):
+                self._plain(optimizer)
+            else:
+                step_by_flag(optimizer, self._found_inf, lambda: self._plain(optimizer))
 
     def _step_or_skip(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Step by kernels or the reference, or not where ``found_inf`` says so; False: neither."""
@@ -149,9 +153,13 @@ class FusedStep:
             self.has_published = self._cuda_step.step(optimizer, self.masters, found_inf)
         if self.masters is not None:
             self.masters.catch_up()  # where kernels have stepped nothing
-        if self.has_published or (found_inf is not None and captures.wait_for(found_inf)):
+        if self.has_published:
             return True
-        return self._reference.step(optimizer)
+        if found_inf is not None and not self._reference.takes_flag(optimizer):
+            if captures.wait_for(found_inf):
+                return True
+            found_inf = None
+        return self._reference.step(optimizer, found_inf)
 
 
 def _pre_hooks(optimizer: Optimizer) -> list[Any]:

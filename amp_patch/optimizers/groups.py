@@ -34,6 +34,7 @@ class StepInputs(NamedTuple):
         grads: these gradients; empty where there are strips.
         states: the state of each; empty where the optimizer keeps none.
         strips: of the only parameter's gradient; None where it is not stepped in strips.
+        found_inf: on their device, where the group `takes_flag`; 1: nothing changes. None: it is 0.
     """
 
     group: dict[str, Any]
@@ -42,6 +43,7 @@ class StepInputs(NamedTuple):
     grads: list[Tensor]
     states: list[ParamState]
     strips: Strips | None = None
+    found_inf: Tensor | None = None
 
     def pieces(self, *columns: list[Any]) -> Iterable[Sequence[list[Any]]]:
         """Return what is stepped at once: parameters, their gradients, and as much of each column.
@@ -115,6 +117,11 @@ class GroupUpdate:
     def suits_kernels(cls, options: Mapping[str, Any]) -> bool:
         """Return whether the CUDA kernels know these options of a group."""
         return not options.get("differentiable") and _are_numbers(options, cls.numbers)
+
+    @classmethod
+    def takes_flag(cls, options: Mapping[str, Any]) -> bool:
+        """Return whether `step` looks at ``found_inf``."""
+        return False
 
     def has_state(self, options: Mapping[str, Any]) -> bool:
         """Return whether the optimizer keeps anything per parameter."""
@@ -231,9 +238,13 @@ class StepCounters:
         for state, step in zip(states, self._steps, strict=True):
             state["step"] = step
 
-    def take_back(self) -> None:
-        """Subtract what `advance` added, for the step was not made."""
-        self._all -= self._one
+    def take_back(self, share: Tensor | float = 1.0) -> None:
+        """Subtract what `advance` added, for the step was not made.
+
+        Args:
+            share: a flag (float32, one element), 1 where that is so, else 0.
+        """
+        self._all -= share
 
     def values(self) -> list[float]:
         """Return what they count. Waits for the device."""

@@ -210,7 +210,7 @@ class LambUpdate(GroupUpdate):
 
     def step(self, inputs: StepInputs) -> None:
         """See `GroupUpdate.step`."""
-        _, group, params, grads, states, _ = inputs
+        _, group, params, grads, states, *_ = inputs
         self.make_states(inputs)
         self._counters.advance(states)
         columns = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
@@ -218,7 +218,7 @@ class LambUpdate(GroupUpdate):
 
     def kernel_rows(self, inputs: StepInputs, weights: Column) -> GroupRows:
         """See `GroupUpdate.kernel_rows`."""
-        _, group, params, grads, states, _ = inputs
+        _, group, params, grads, states, *_ = inputs
         self.make_states(inputs)
         columns: list[Column] = [grads, params, *state_columns(states, "exp_avg", "exp_avg_sq")]
         return GroupRows(self.arguments(group), [*columns, weights, self.counters(inputs)])

@@ -109,8 +109,19 @@ class ReferenceStep:
         self._groups = CachedGroups(self._update_type)
         self._parts, self._params, self._lengths, self._waited = [], [], [], ()
 
-    def step(self, optimizer: Optimizer) -> bool:
+    def takes_flag(self, optimizer: Optimizer) -> bool:
+        """Return whether `step` takes a flag for all groups."""
+        update = self._update_type
+        return all(
+            update.takes_flag(update.options(optimizer, one)) for one in optimizer.param_groups
+        )
+
+    def step(self, optimizer: Optimizer, found_inf: Tensor | None = None) -> bool:
         """Step all groups; return False, with nothing changed, where one does not suit.
+
+        Args:
+            optimizer: whose groups and state are read.
+            found_inf: where it `takes_flag`; 1: nothing changes. None: it is 0.
 
         Raises:
             RuntimeError: see `UnscaledLater.refuse_written`; nothing has changed.
@@ -130,11 +141,14 @@ class ReferenceStep:
             work.append(one)
         clip = self._update_type.clip_factor(optimizer, lambda: self._norms(work))
         for one in work:
-            self._step(one, clip)
+            self._step(one, clip, found_inf)
         return True
 
-    def _step(self, work: _Work, clip: Tensor | None) -> None:
+    def _step(self, work: _Work, clip: Tensor | None, found_inf: Tensor | None) -> None:
         inputs = work.inputs
+        if found_inf is not None:
+            there = found_inf.to(inputs.params[0].device, non_blocking=True)
+            inputs = inputs._replace(found_inf=there)
         strips = self._strips(work, work.part.strip) if work.part.strip and clip is None else None
         if strips is not None:
             inputs = inputs._replace(grads=[], strips=strips)

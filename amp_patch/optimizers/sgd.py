@@ -42,6 +42,11 @@ class SgdUpdate(GroupUpdate):
         # torch's fused kernel refuses momentum that only some parameters have
         return len(set(map(operator.is_, _momentum_of(inputs.states), repeat(None)))) <= 1
 
+    @classmethod
+    def takes_flag(cls, options: Mapping[str, Any]) -> bool:
+        """See `GroupUpdate.takes_flag`: torch's fused kernel does."""
+        return bool(options.get("fused"))
+
     def cut_with(self, inputs: StepInputs) -> list[Tensor] | None:
         """See `GroupUpdate.cut_with`: not where the step is to make the momentum."""
         buffers = _momentum_of(inputs.states)
@@ -54,6 +59,8 @@ class SgdUpdate(GroupUpdate):
         buffers = _momentum_of(states)
         before = list(buffers)
         options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
+        if inputs.found_inf is not None:
+            options["found_inf"] = inputs.found_inf
         for tensors in inputs.pieces(buffers):
             step(*tensors, **options)
         if not all(map(operator.is_, buffers, before)):
@@ -66,7 +73,7 @@ class SgdUpdate(GroupUpdate):
         A buffer made now gets a counter of 0: the kernel puts the gradient into it. One that is
         there gets none, and holds momentum.
         """
-        _, group, params, grads, states, _ = inputs
+        _, group, params, grads, states, *_ = inputs
         buffers: list[Any] = [None] * len(params)
         counters: list[Any] = [None] * len(params)
         new_state = []

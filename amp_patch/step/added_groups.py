@@ -29,6 +29,7 @@ class AddedGroups:
 
     Attributes:
         are_own: True where a wrapper (ZeRO) has groups that are not these.
+        when_added: is called behind each group that was added.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class AddedGroups:
         self._is_fused = is_fused
         self._steps_halves = steps_halves
         self.are_own = False
+        self.when_added: Callable[[], object] = lambda: None
 
     def add(self, original: Callable[..., Any], param_group: Any) -> None:
         """Add a group, with masters in it; where the group is refused, nothing has changed.
@@ -52,6 +54,10 @@ class AddedGroups:
         Raises:
             RuntimeError: half parameters are to be trained at a level that has no masters for them.
         """
+        self._add(original, param_group)
+        self.when_added()
+
+    def _add(self, original: Callable[..., Any], param_group: Any) -> None:
         optimizer = self._optimizer()
         if self._is_fused and optimizer is not None:
             refuse_options(optimizer, param_group)

@@ -24,6 +24,7 @@ from amp_patch.distributed.groups import StepRanks, groups_of
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.torch_norms import combined, norms_of
+from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
 from amp_patch.weights.lazy_gradients import stored_grad
@@ -33,7 +34,7 @@ from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
 from .param_pairs import ParamPairs, Params, same
 from .reached_masters import ReachedMasters
-from .skip import Skip, skips_by_flag
+from .skip import Skip
 from .zeroing import Zeroing
 
 

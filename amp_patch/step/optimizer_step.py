@@ -12,13 +12,15 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import mode
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.groups import StepRanks
+from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
+from amp_patch.optimizers.fused_by_default import FusedByDefault
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
@@ -32,7 +34,7 @@ from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
 from .replaced_methods import ReplacedMethods
-from .skip import Skip, must_be_told, step_by_flag
+from .skip import Skip
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
 
@@ -146,6 +148,13 @@ class OptimizerStep:
         self.state.remove()
         for undo in self._undo:
             undo()
+
+    def fuse_by_default(self, optimizer: Optimizer) -> None:
+        """Step by torch's fused kernel where the script leaves the choice to torch."""
+        if self._direct is not None and type(optimizer) in (AdamW, Adam):
+            fused = FusedByDefault(optimizer)
+            self.groups.when_added = fused.enter
+            self._undo.append(fused.remove)
 
     def follow_zero(self, zero: Optimizer, store: FP32Values) -> None:
         """The optimizer is the local one of a `ZeroRedundancyOptimizer`, by which users step it.
@@ -299,12 +308,10 @@ class OptimizerStep:
             self._writes.begin(optimizer)
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
-        if optimizer is None:
-            return original(*args, **kwargs)
-        if flag is None:
-            direct = None if args or kwargs else self._direct
-            if direct is not None and direct.is_right(optimizer):
-                return direct.run(optimizer)
+        direct = None if args or kwargs else self._direct
+        if direct is not None and optimizer is not None and direct.is_right(optimizer):
+            return direct.run(optimizer, flag)
+        if flag is None or optimizer is None:
             return original(*args, **kwargs)
         return step_by_flag(optimizer, flag, lambda: original(*args, **kwargs))
 

@@ -109,10 +109,20 @@ class PreparedOptimizers:
                 self._masters.append(weakref.ref(step.masters, self._masters.remove))
             if optimizer is not given:
                 step.follow_zero(given, store)
-            elif together is not None and together.have_parts:
-                step.state.save_masters(given)
+            else:
+                self._follow_given(step, given, together, level)
             if level.cast_model_type in HALVES:
                 step.state.match()
+
+    @staticmethod
+    def _follow_given(
+        step: OptimizerStep, given: Optimizer, together: StepRanks | None, level: OptLevel
+    ) -> None:
+        """An optimizer was set up that is stepped itself, and not by a wrapper."""
+        if level.casts_functions or level.stores_half:
+            step.fuse_by_default(given)
+        if together is not None and together.have_parts:
+            step.state.save_masters(given)
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""

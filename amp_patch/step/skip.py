@@ -1,20 +1,18 @@
 """Whether an optimizer's next step is skipped, why, and whether its last one was.
 
 Nothing else knows. Two can ask for a skip: the host, which has seen an overflow and says so in
-words; and a device, in a flag that the host has not read. torch's fused optimizers and the kernels
-of csrc/ take that flag (as `torch.amp.GradScaler` hands it over) and change nothing where it is
-not 0.
+words; and a device, in a flag that the host has not read, which some optimizers take
+(`optimizers.device_flag`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
 
 from amp_patch.kernels import HostCopy
 from amp_patch.kernels.graph_capture import captures
@@ -189,34 +187,3 @@ class Skip:
         announcement, self._announcement = self._announcement, None
         if announcement is not None:
             announcement.end()
-
-
-def skips_by_flag(optimizer: Optimizer) -> bool:
-    """Return whether the steps of an optimizer can be skipped by its device."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def must_be_told(optimizer: Optimizer) -> bool:
-    """Return whether the host has to know if the step that is next is skipped.
-
-    Of a skipped first step torch's fused SGD leaves a momentum that nothing was written to.
-    """
-    return isinstance(optimizer, SGD) and any(
-        param.grad is not None and not _has_momentum(optimizer, param)
-        for group in optimizer.param_groups
-        for param in (group["params"] if group["momentum"] != 0 else ())
-    )
-
-
-def _has_momentum(optimizer: Optimizer, param: Tensor) -> bool:
-    return optimizer.state.get(param, {}).get("momentum_buffer") is not None
-
-
-def step_by_flag(optimizer: Optimizer, flag: Tensor, step: Callable[[], Any]) -> Any:
-    """Return what a step returned that an optimizer of torch makes only where a flag is 0."""
-    given: Any = optimizer
-    given.grad_scale, given.found_inf = None, flag
-    try:
-        return step()
-    finally:
-        del given.grad_scale, given.found_inf

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import required
 
 from amp_patch import amp
-from amp_patch.step.skip import skips_by_flag, step_by_flag
+from amp_patch.optimizers.device_flag import skips_by_flag, step_by_flag
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SHARES_APEX = True

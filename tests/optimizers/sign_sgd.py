@@ -39,7 +39,7 @@ class SignSgdUpdate(GroupUpdate):
 
     def step(self, inputs: StepInputs) -> None:
         type(self).steps += 1
-        _, group, params, grads, states, _ = inputs
+        _, group, params, grads, states, *_ = inputs
         averages: list[Tensor] = [
             state.setdefault("average", torch.zeros_like(param))
             for param, state in zip(params, states, strict=True)

@@ -25,7 +25,7 @@ from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.session import session
 from amp_patch.step import loss_scaling
-from amp_patch.step.skip import Skip, skips_by_flag
+from amp_patch.step.skip import Skip
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": lambda params: AdamW(params, lr=0.125, fused=True),
@@ -314,7 +314,7 @@ def test_the_graph_of_a_loss_is_not_held_until_its_outcome(amp: ModuleType) -> N
     assert node() is None
 
 
-def test_flags_add_up_and_a_plain_optimizer_takes_none() -> None:
+def test_flags_add_up() -> None:
     skip = Skip(print)
     assert not skip.is_possible
     assert not skip.found()
@@ -326,9 +326,6 @@ def test_flags_add_up_and_a_plain_optimizer_takes_none() -> None:
     assert skip.found()
     skip.forget()
     assert not skip.is_possible
-    params = [nn.Parameter(torch.zeros(2))]
-    assert not skips_by_flag(MAKERS["foreach"](params))
-    assert all(skips_by_flag(MAKERS[name](params)) for name in FUSED)
 
 
 def test_a_reason_of_the_host_is_said_when_the_step_is_skipped(
@@ -435,7 +432,9 @@ def test_the_reference_waits_once(amp: ModuleType, maker: str, event: str) -> No
 @pytest.mark.usefixtures("ahead", "gpu")
 @pytest.mark.parametrize("maker", COUNTED)
 @pytest.mark.parametrize("factor", [1.0, torch.inf])
-def test_what_kernels_do_not_take_waits_once(amp: ModuleType, maker: str, factor: float) -> None:
+def test_what_kernels_do_not_take_waits_at_most_once(
+    amp: ModuleType, maker: str, factor: float
+) -> None:
     model, optimizer = start(amp, "O2", maker)
     step(amp, model, optimizer)
     before = [master.detach().clone() for master in amp.master_params(optimizer)]
@@ -446,7 +445,8 @@ def test_what_kernels_do_not_take_waits_once(amp: ModuleType, maker: str, factor
         master.grad = master.grad.t().contiguous().t()
     with CountItems() as items:
         optimizer.step()
-    assert items.count == 1
+    # torch's fused kernel takes the flag
+    assert items.count == (not optimizer.param_groups[0].get("fused"))
     assert amp.step_was_skipped(optimizer) == (factor != 1.0)
     after = list(amp.master_params(optimizer))
     assert all(map(torch.equal, before, after)) == (factor != 1.0)
