@@ -13,7 +13,16 @@ from types import ModuleType
 import processes
 import pytest
 import torch
-from benchmarks import cuda_host, host_in_turn, host_rows, host_steps, memory, norms, report
+from benchmarks import (
+    architectures,
+    cuda_host,
+    host_in_turn,
+    host_rows,
+    host_steps,
+    memory,
+    norms,
+    report,
+)
 from benchmarks.host_models import HostModel, regression
 from benchmarks.host_steps import rules_of_cpu_autocast
 from benchmarks.report import Row
@@ -70,6 +79,29 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     (against,) = saved["against autocast"].values()
     assert against["O5 / autocast bf16"]["median"] == least["O5"] / least["autocast bf16"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.MODELS)
+def test_an_architecture_by_hand_has_the_loss_and_the_gradients_of_float32(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    # transformers leaves a method of its own at torch's class
+    monkeypatch.setattr(nn.Module, "smart_apply", None, raising=False)
+    monkeypatch.delattr(nn.Module, "smart_apply")
+    torch.manual_seed(0)
+    model, loss, bare_loss = architectures.MODELS[name]()
+    exact = loss(model.eval())  # without dropout
+    exact.backward()
+    trained = [param.grad is not None for param in model.parameters()]
+    model.zero_grad()
+    half = bare_loss(model.bfloat16())
+    half.backward()
+    assert half.dtype is torch.float32
+    assert half.item() == pytest.approx(exact.item(), rel=0.02)
+    assert [param.grad is not None for param in model.parameters()] == trained
+    assert [param.requires_grad for param in model.parameters()] == trained
 
 
 def test_a_plot_needs_what_it_draws(

@@ -5,6 +5,7 @@
     python tests/benchmarks/host_rows.py --compile --rounds 5
     python tests/benchmarks/host_rows.py --optimizer SGD
     python tests/benchmarks/host_rows.py --micro-batches 4
+    python tests/benchmarks/host_rows.py --architectures --cpu-time
     python tests/benchmarks/host_rows.py --from FILE --plot FILE
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
@@ -31,7 +32,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import host_steps, report
+from benchmarks import architectures, host_steps, report
 from benchmarks.host_models import MODELS, HostModel, gradient_penalty
 from benchmarks.rounds import Seconds, Spread, interleave, median_time, ratio
 
@@ -176,6 +177,9 @@ def draw(saved: Path, path: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="WORD", help="models whose names have a word")
+    parser.add_argument(
+        "--architectures", action="store_true", help="models of Hugging Face's transformers instead"
+    )
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=CANDIDATES)
     kinds = list(host_steps.OPTIMIZERS)
     parser.add_argument("--optimizer", choices=kinds, default=kinds[0], help="default: %(default)s")
@@ -192,14 +196,15 @@ def parse_arguments() -> argparse.Namespace:
     if args.plot is not None and (args.out is None) == (args.saved is None):
         parser.error("--plot draws what --out or --from names; give one of them")
     chosen = [word.lower() for word in args.only or [""]]
+    models = architectures.MODELS if args.architectures else MODELS
     args.models = {
         name: make
-        for name, make in MODELS.items()
-        if any(word in f"{name} {make.__name__}".lower() for word in chosen)
+        for name, make in models.items()
+        if any(word in f"{name} {getattr(make, '__name__', '')}".lower() for word in chosen)
         and not (args.compile and make is gradient_penalty)  # torch compiles no double backward
     }
     if not args.models:
-        parser.error(f"--only must name models; got {args.only}; they are {', '.join(MODELS)}")
+        parser.error(f"--only must name models; got {args.only}; they are {', '.join(models)}")
     return args
 
 

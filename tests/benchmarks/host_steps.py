@@ -230,7 +230,7 @@ class _BareModel:
             if not isinstance(module, _BatchNorm):
                 for param in module.parameters(recurse=False):
                     param.data = param.data.to(half)
-        self.params = list(model.parameters())
+        self.params = [param for param in model.parameters() if param.requires_grad]
         self.halves = [param for param in self.params if param.dtype is half]
         self.own = [param for param in self.params if param.dtype is not half]
         self.masters = [masters[param] for param in self.halves]
