@@ -647,6 +647,18 @@ def test_state_of_another_model_is_refused(fp16: Any) -> None:
         optimizer.load_state_dict(other.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["not wrapped", "half of it"])
+def test_state_of_another_kind_is_refused_before_anything_is_loaded(fp16: Any, kind: str) -> None:
+    _, _, optimizer = mixed(fp16, dynamic_loss_scale=True)
+    before = optimizer.loss_scaler
+    state = optimizer.optimizer.state_dict()
+    if kind == "half of it":
+        state = {key: optimizer.state_dict()[key] for key in ("loss_scaler", "fp32_from_fp16")}
+    with pytest.raises(ValueError, match=r"must hold loss_scaler, .*; got one with \[.*Load it"):
+        optimizer.load_state_dict(state)
+    assert optimizer.loss_scaler is before
+
+
 @pytest.mark.parametrize("act", [pickle.dumps, copy.deepcopy])
 def test_optimizer_itself_is_not_pickled(fp16: Any, act: Any) -> None:
     _, _, optimizer = mixed(fp16)

@@ -17,6 +17,16 @@ from ..optimizers.wrapped_optimizer import WrappedOptimizer
 from .fp16util import clip_grad_norm, master_params_to_model_params
 from .master_groups import gradient_of, gradients, multiply, put_masters, refuse_other_dtypes
 
+#: What `FP16_Optimizer.state_dict` returns, as apex has it.
+_SAVED = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "first_closure_call_this_step",
+    "optimizer_state_dict",
+    "fp32_from_fp16",
+)
+
 
 class FP16_Optimizer(WrappedOptimizer):
     """Lets an optimizer step float32 masters of the half parameters it was made with.
@@ -198,8 +208,16 @@ class FP16_Optimizer(WrappedOptimizer):
         The scaler is copied, the masters are filled in place.
 
         Raises:
-            ValueError: the masters saved are not as many as these.
+            ValueError: the state is of another kind of optimizer, or the masters saved are not as
+                many as these; nothing is loaded.
         """
+        if missing := [key for key in _SAVED if key not in state_dict]:
+            raise ValueError(
+                f"a state of apex.fp16_utils.FP16_Optimizer must hold {', '.join(_SAVED)}; got one "
+                f"with {list(state_dict)}, without {', '.join(missing)}. Load it into the kind of "
+                "optimizer that saved it: optimizer.optimizer.load_state_dict(state) for that of "
+                "an optimizer which was not wrapped."
+            )
         saved = state_dict["fp32_from_fp16"]
         counts = [len(group) for group in saved]
         mine = [len(group) for group in self.fp32_from_fp16_groups]
