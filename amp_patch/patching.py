@@ -105,8 +105,11 @@ class Patches:
     def expect_bindings(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
         """As `replace_bindings`, of originals that no other module has bound: `undo` looks for it.
 
-        Those of a module that was imported this moment, say.
+        Those of a module that was imported this moment, say. Installed packages that do not use
+        torch are passed over, unless `replace_bindings` was told not to.
         """
+        if not self._originals:
+            self._left_alone, self._users_only = imported().left_alone, True
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
 
     def undo(self) -> list[types.ModuleType]:

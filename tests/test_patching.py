@@ -365,6 +365,24 @@ def test_a_package_that_uses_torch_later_is_looked_through_as_a_whole(
     assert second.torch is torch
 
 
+def test_what_is_expected_is_looked_for_in_modules_that_may_use_torch(
+    patches: Patches, import_user: Callable[..., types.ModuleType], import_installed: Any
+) -> None:
+    without = import_installed("installed_without", value=None)
+    earlier = import_user("torch.earlier", value=None)
+    users_of_torch()
+    patches.expect_bindings(BINDINGS)
+    late = import_user("torch.late", value=Functions.replacement)
+    original, replacement = object(), object()
+    patches.expect_bindings({id(original): (original, replacement)})
+    user = import_user("user", value=Functions.replacement, other=replacement)
+    without.value = earlier.value = Functions.replacement  # what neither does
+    patches.undo()
+    assert late.value is user.value is Functions.original
+    assert user.other is original
+    assert without.value is earlier.value is Functions.replacement
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_other_functions_than_torchs_and_modules_of_a_script_are_always_looked_for(
     patches: Patches,
