@@ -43,6 +43,7 @@ class Imported:
         left_alone: the names of torch's and of this package's.
         torchs: the ids of torch's.
         others: the names of all but these and those in `_WITHOUT_TORCH`.
+        without_torch: the packages of the latter.
     """
 
     def __init__(self) -> None:
@@ -52,13 +53,16 @@ class Imported:
             id(module) for name, module in sys.modules.copy().items() if _package(name) == "torch"
         }
         self.others: list[str] = []
+        self.without_torch: set[str] = set()
         self._passed_over: list[dict[str, Any]] = []
         for name, module in list(sys.modules.items()):
             if name in self.left_alone or not isinstance(module, types.ModuleType):
                 continue
             if _WITHOUT_TORCH.get(name) == _fingerprint(module):
                 self._passed_over.append(vars(module))
+                self.without_torch.add(_package(name))
             else:
+                _WITHOUT_TORCH.pop(name, None)
                 self.others.append(name)
         self._globals = sum(map(len, self._passed_over))
 
@@ -95,7 +99,7 @@ def bindings_and_users(
     names = known.others if users_only else list(sys.modules)
     found, users = _look_through(known, replacements, names)
     packages = {_package(module.__name__) for module in users}
-    if any(_package(name) in packages for name in _WITHOUT_TORCH):
+    if not packages.isdisjoint(known.without_torch):
         # A package uses torch from now on, and its modules of before may do so, too.
         _WITHOUT_TORCH.clear()
         _imported_last.clear()

@@ -93,8 +93,8 @@ class Patches:
         Returns:
             The modules that use torch, see `users_of_torch`.
         """
-        self.expect_bindings(replacements)
         known = imported()
+        self._look_for(replacements)
         self._left_alone, self._users_only = known.left_alone, users_only
         # Both in one pass: there may be a thousand modules.
         found, users = bindings_and_users(known, replacements, users_only)
@@ -110,6 +110,9 @@ class Patches:
         """
         if not self._originals:
             self._left_alone, self._users_only = imported().left_alone, True
+        self._look_for(replacements)
+
+    def _look_for(self, replacements: Mapping[int, tuple[Any, Any]]) -> None:
         self._originals.update((id(new), (new, old)) for old, new in replacements.values())
 
     def undo(self) -> list[types.ModuleType]:

@@ -365,6 +365,20 @@ def test_a_package_that_uses_torch_later_is_looked_through_as_a_whole(
     assert second.torch is torch
 
 
+def test_a_module_that_used_torch_in_between_is_looked_through(
+    patches: Patches, import_user: Callable[..., types.ModuleType], import_installed: Any
+) -> None:
+    module = import_installed("installed_between", value=None)
+    users_of_torch()
+    module.torch = torch
+    assert module in users_of_torch()
+    del module.torch
+    module.value = Functions.original
+    import_user("imported_then")
+    patches.replace_bindings(BINDINGS, users_only=True)
+    assert module.value is Functions.replacement
+
+
 def test_what_is_expected_is_looked_for_in_modules_that_may_use_torch(
     patches: Patches, import_user: Callable[..., types.ModuleType], import_installed: Any
 ) -> None:
