@@ -1,4 +1,7 @@
-"""Two processes with a gloo process group, which run the functions that a test gives them."""
+"""Two processes with a gloo process group, which run the functions that a test gives them.
+
+They are forks of the server of `distributed.ranks`, which has imported torch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from distributed.ranks import IMPORTED
+
 PATIENCE = 60  # seconds
 
 
@@ -23,7 +28,8 @@ class Pair:
     """
 
     def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         self._ends, self._processes = [], []
         for rank in (0, 1):
             here, there = context.Pipe()
@@ -55,11 +61,10 @@ class Pair:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for end in self._ends:
+        for process, end in zip(self._processes, self._ends, strict=True):
+            process.kill()  # in a fork the end of a group of gloo may wait for ever
+            process.join()
             end.close()
-        for process in self._processes:
-            process.join(PATIENCE)
-            process.kill()
 
 
 def _serve(end: Connection, rank: int, store: str) -> None:
@@ -73,12 +78,7 @@ def _serve(end: Connection, rank: int, store: str) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout
     )
     while True:
-        try:
-            request = end.recv_bytes()
-        except EOFError:
-            break
-        end.send_bytes(pickle.dumps(_answer(request, rank)))
-    dist.destroy_process_group()
+        end.send_bytes(pickle.dumps(_answer(end.recv_bytes(), rank)))
 
 
 def _answer(request: bytes, rank: int) -> tuple[str | None, Any]:
