@@ -75,6 +75,13 @@ for absent in (torch.cuda, torch.mtia, torch.xpu):
             module._lazy_call = lambda callable, **kwargs: None
 
 
+# For a line of its log torch measures how long the guards of each compilation take, behind a flush
+# of the processor's caches: up to a tenth of the compilation of a small model.
+dynamo_guards = sys.modules.get("torch._dynamo.guards")
+if hasattr(dynamo_guards, "profile_guard_manager"):
+    dynamo_guards.profile_guard_manager = lambda *args: 0.0
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
     """Skip the test files that cannot be imported without one of these packages.
