@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -47,8 +47,13 @@ class Settings:
         """Return what `as_json` gave."""
         return cls(**found)
 
-    def resumed(self, given: Mapping[str, Any]) -> Settings:
+    def resumed(self, given: Mapping[str, Any], done: Collection[tuple[int, str]] = ()) -> Settings:
         """Return these settings with what was given for the rest of the sweep.
+
+        Args:
+            given: options that take the place of these.
+            done: round and level of each finished run. All of them stay: levels and rounds that
+                have one are kept, whatever was given.
 
         Raises:
             BadArguments: the runs that are done would not be comparable with those to come.
@@ -59,7 +64,13 @@ class Settings:
                     f"a sweep that goes on must keep its {name}, {_shown(getattr(self, name))}; "
                     f"got {_shown(given[name])}; leave it out, or begin another sweep"
                 )
-        return replace(self, **given)
+        changed = replace(self, **given)
+        rounds = max([changed.repeat, *(number for number, _ in done)])
+        if "levels" in given:
+            kept = {*given["levels"], *(level for _, level in done)}
+            ordered = dict.fromkeys([*self.levels, *given["levels"]])
+            changed = replace(changed, levels=[level for level in ordered if level in kept])
+        return replace(changed, repeat=rounds)
 
 
 def _shown(value: Any) -> str:

@@ -141,11 +141,9 @@ def resumed(
         BadArguments: ``folder`` holds no sweep, or one that cannot go on so.
     """
     settings, started, runs = files.load(folder)
-    settings = settings.resumed(options)
-    wanted = set(settings.runs)
-    kept = [run for run in runs if (run.round, run.level) in wanted]
+    settings = settings.resumed(options, [(run.round, run.level) for run in runs])
     command = command_of(settings.command)
-    return Sweep(settings, writable_folder(folder), command, started, kept)
+    return Sweep(settings, writable_folder(folder), command, started, runs)
 
 
 def _free_folder() -> Path:

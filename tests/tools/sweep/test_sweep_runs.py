@@ -258,6 +258,21 @@ def test_what_makes_runs_comparable_cannot_change(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"levels": ["O4"]}, ["O0", "O1", "O4"]),
+        ({"levels": ["O2", "O1", "O4"]}, ["O0", "O1", "O2", "O4"]),
+        ({"repeat": 1}, ["O0", "O1", "O2"]),
+    ],
+)
+def test_a_sweep_that_goes_on_keeps_what_has_finished(given, expected: list[str]) -> None:
+    """`--levels O4` adds a level to those of a sweep; one that has no run yet may be left out."""
+    settings = Settings(["train.py"], levels=["O0", "O1", "O2"], repeat=3)
+    resumed = settings.resumed(given, done=[(1, "O0"), (1, "O1"), (2, "O0")])
+    assert (resumed.levels, resumed.repeat) == (expected, 2 if "repeat" in given else 3)
+
+
+@pytest.mark.parametrize(
     ("printed", "code", "reason"),
     [
         (b"a\nValueError: no\n", 1, "ValueError: no"),
