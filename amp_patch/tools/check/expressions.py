@@ -174,15 +174,19 @@ class Expressions(Reader):
             op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq
         ):
             return None
+        truth = self.truth_of_equality(left, right)
+        return truth if isinstance(op, ast.Is | ast.Eq) else (truth[1], truth[0])
+
+    def truth_of_equality(self, value: Value, constant: Const) -> Truth:
+        """Return when a value that may be one of several equals a literal, and when not."""
         true: list[Guards] = []
         false: list[Guards] = []
-        for condition, one in alternatives(left, self.guards):
-            equal, different = equality(one, right)
+        for condition, one in alternatives(value, self.guards):
+            equal, different = equality(one, constant)
             true += [condition | equal] if equal is not None else []
             false += [condition | different] if different is not None else []
-        unclear = opaque(left.key, right.key)
-        truth = one_of(true, unclear[0]), one_of(false, unclear[1])
-        return truth if isinstance(op, ast.Is | ast.Eq) else (truth[1], truth[0])
+        unclear = opaque(value.key, constant.key)
+        return one_of(true, unclear[0]), one_of(false, unclear[1])
 
     def _read_BinOp(self, node: ast.BinOp) -> Value:
         left, right = self.evaluate(node.left), self.evaluate(node.right)

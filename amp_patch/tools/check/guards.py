@@ -47,6 +47,11 @@ def negated(guards: Guards) -> Guards:
     return frozenset({Guard(guards, None, False)})
 
 
+def together(some: Guards | None, others: Guards | None) -> Guards | None:
+    """Return under which guards both hold; None where one of them never does."""
+    return None if some is None or others is None else some | others
+
+
 def opaque(key: str, equals: str | None = None) -> Truth:
     """Return the truth of what nothing is known of but its text."""
     return frozenset({Guard(key, equals, True)}), frozenset({Guard(key, equals, False)})

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from . import names
 from .calls import MOST_CALLS_ELSEWHERE
 from .contexts import Contexts
-from .guards import NO_GUARDS, Guard, Guards, contradict
+from .guards import NO_GUARDS, Guard, Guards, Truth, contradict, opaque, together
 from .reader import MOST_ELEMENTS
 from .trace import Trace
 from .truth import truth_of
@@ -205,15 +205,28 @@ class Statements(Contexts):
         return not goes_on
 
     def _do_Match(self, node: ast.Match) -> bool:
+        """Read each case as the branch of an if that comes after those before it."""
         subject = self.evaluate(node.subject)
         branches: list[tuple[Guards | None, list[ast.stmt]]] = []
+        rest: Guards | None = NO_GUARDS  # of the cases before none was taken
         for case in node.cases:
-            text = f"match {ast.unparse(case.pattern)}"
-            branches.append((frozenset({Guard(subject.key, text, True)}), case.body))
-        before = self.guards
-        self._branches(branches)
-        self.guards = before
-        return False
+            matches, fails = self._truth_of_case(subject, case)
+            branches.append((together(rest, matches), case.body))
+            rest = together(rest, fails)
+        return self._branches([*branches, (rest, [])])
+
+    def _truth_of_case(self, subject: Value, case: ast.match_case) -> Truth:
+        pattern = case.pattern
+        if case.guard is not None:
+            return opaque(subject.key, f"match {ast.unparse(pattern)} if {ast.unparse(case.guard)}")
+        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:  # _, or a name
+            return NO_GUARDS, None
+        if isinstance(pattern, ast.MatchSingleton):
+            return self.truth_of_equality(subject, Const(pattern.value))
+        value = self.evaluate(pattern.value) if isinstance(pattern, ast.MatchValue) else None
+        if isinstance(value, Const):
+            return self.truth_of_equality(subject, value)
+        return opaque(subject.key, f"match {ast.unparse(pattern)}")
 
     def _do_Try(self, node: ast.Try) -> bool:
         """Read a try statement; what follows it goes on as if nothing had been raised."""

@@ -51,12 +51,12 @@ def cast_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     "pass float32 inputs: the level casts them where it should",
 )
 def half_inputs(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``model(x.half())``."""
+    """``model(x.half())``, in a run that initializes the model."""
     for call in trace.named("()"):
-        if call.receiver is None or not trace.of_models(call.receiver, call):
-            continue
-        given = [one for argument in call.arguments.values() for one in flat(argument)]
-        if any(_is_half(one) for one in given):
+        inits = trace.of_models(call.receiver, call) if call.receiver is not None else []
+        runs = [call.guards | one.call.guards for one in inits]
+        given = (flat(value, run) for run in runs for value in call.arguments.values())
+        if any(_is_half(one) for values in given for one in values):
             yield call.node, "a call of the model with inputs that were cast to half"
 
 
