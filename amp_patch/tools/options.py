@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 def script_command() -> Callable[[Callable[..., Any]], click.Command]:
     """Return what makes a command of a function: ``amp-patch NAME [OPTIONS] -- SCRIPT [ARGS]...``.
 
-    What follows the script is the script's, options of the same names included. The function gets
-    it as ``script``, a tuple of words.
+    What follows the script is the script's, after ``--`` also options of the same names. The
+    function gets it as ``script``, a tuple of words.
     """
     argument = click.argument(
         "script",
@@ -29,8 +30,31 @@ def script_command() -> Callable[[Callable[..., Any]], click.Command]:
         metavar="-- SCRIPT [ARGS]...",
         callback=_script,
     )
-    make = click.command(context_settings={"allow_interspersed_args": False})
+    settings = {"allow_interspersed_args": False}
+    make = click.command(cls=_ScriptCommand, context_settings=settings)
     return lambda function: make(argument(function))
+
+
+class _ScriptCommand(click.Command):
+    """A command that knows whether ``--`` stands before its script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse options of its own after a script without ``--``: who gets them is not clear."""
+        script = self.make_parser(ctx).parse_args(list(args))[0].get("script")
+        if isinstance(script, tuple) and "--" not in args[: len(args) - len(script)]:
+            own = {name for param in self.params for name in param.opts}
+            for word in script[1:]:
+                if word.partition("=")[0] in own:
+                    raise click.UsageError(_unclear(ctx.command_path, word, script), ctx)
+        return super().parse_args(ctx, args)
+
+
+def _unclear(command: str, word: str, script: Sequence[str]) -> str:
+    return (
+        f"options of {command} must stand before --, and the script after it; got {word} after "
+        f"{script[0]}, and no --; write {command} {word} ... -- {script[0]}, or, where it is the "
+        f"script's own option, {command} -- {shlex.join(script)}"
+    )
 
 
 def _script(
@@ -83,7 +107,7 @@ def steps(text: str, least: int = 1, default: int | None = None) -> Decorator:
     """
     return click.option(
         "--steps",
-        type=click.IntRange(min=least),
+        type=Count(min=least),
         default=default,
         show_default=default is not None,
         metavar="N",
@@ -93,7 +117,7 @@ def steps(text: str, least: int = 1, default: int | None = None) -> Decorator:
 
 def seed(text: str) -> Decorator:
     """Return the option ``--seed``."""
-    numbers = click.IntRange(0, 2**32 - 1)  # what NumPy takes
+    numbers = Count(0, 2**32 - 1)  # what NumPy takes
     return click.option(
         "--seed", type=numbers, default=0, show_default=True, metavar="N", help=text
     )
@@ -140,12 +164,20 @@ def share(context: click.Context, param: click.Parameter, value: str) -> float:
     return number
 
 
+class Count(click.IntRange):
+    """A whole number within bounds."""
+
+    name = "integer"  # of what is none, click says that it is "not a valid integer"
+
+
 class Duration(click.FloatRange):
     """A time above 0, which ends: neither inf nor nan.
 
     Args:
         may_be_zero: whether none is a time, too.
     """
+
+    name = "number"
 
     def __init__(self, may_be_zero: bool = False) -> None:
         super().__init__(min=0, min_open=not may_be_zero, max=math.inf, max_open=True)

@@ -73,6 +73,14 @@ def test_help_needs_no_torch() -> None:
         (["frobnicate"], f"the commands are {', '.join(command_line.COMMANDS)}"),
         (["stats", "-m", "train"], "Did you mean `amp-patch stats -- -m MODULE`?"),
         (["doctor", "--seconds", "nan"], "nan is not in the range"),
+        (["doctor", "--seconds", "long"], "'long' is not a valid number."),
+        (["stats", "--steps", "many", "--", "x.py"], "'many' is not a valid integer."),
+        (
+            ["stats", "--json", "a", __file__, "--epochs", "1", "--steps=3"],
+            f"got --steps=3 after {__file__}, and no --; write amp-patch stats --steps=3 ... -- "
+            f"{__file__}, or, where it is the script's own option, amp-patch stats -- {__file__} "
+            "--epochs 1 --steps=3",
+        ),
         (["run", "--opt-level", "01", "train.py"], "Did you mean O1, with the letter O?"),
         (["run", "--opt-level", "fast", "train.py"], "'fast' is not one of 'O0', 'O1'"),
     ],
@@ -82,6 +90,16 @@ def test_what_was_likely_meant_is_said(arguments: list[str], said: str) -> None:
     assert code == 2
     assert said in output
     assert output.count("\n") == 1
+
+
+def test_an_option_that_must_be_given_is_seen_after_a_script() -> None:
+    code, output = called("tune", __file__, "--out", "rules.toml")
+    assert (code, "got --out after" in output) == (2, True)
+
+
+def test_after_two_dashes_every_option_is_the_scripts() -> None:
+    code, output = called("stats", "--", "missing.py", "--steps", "3")
+    assert (code, "got missing.py, which is no file" in output) == (2, True)
 
 
 def test_short_options_are_those_of_other_programs() -> None:

@@ -25,7 +25,7 @@ NEEDED = ("rich", "matplotlib", "plotly")
 @options.steps("End each run after N steps. Default: when the script ends.")
 @click.option(
     "--repeat",
-    type=click.IntRange(min=1),
+    type=options.Count(min=1),
     default=1,
     show_default=True,
     metavar="R",
