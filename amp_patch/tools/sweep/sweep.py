@@ -20,6 +20,7 @@ from amp_patch.tools.untrained import MEND
 
 from . import files, live, tables
 from .comparison import Comparison, compared
+from .folder_lock import FolderLock
 from .outcomes import Run
 from .recommendation import Recommendation, recommend
 from .runs import Runner
@@ -36,6 +37,7 @@ class Sweep:
         command: what starts Python with the script.
         started: when it first began, as ISO 8601 has it.
         kept: finished runs that need not be made again.
+        lock: keeps other sweeps out of the folder.
     """
 
     settings: Settings
@@ -43,14 +45,20 @@ class Sweep:
     command: Sequence[str]
     started: str = field(default_factory=lambda: _now())
     kept: Sequence[Run] = ()
+    lock: FolderLock | None = None
 
     def run(self, console: Console | None = None) -> Result:
-        """Make the runs, write the files, and print the comparison.
+        """Make the runs, write the files, and print the comparison; then let go of the folder.
 
         Args:
             console: where to print; the standard output if None.
         """
-        console = console or Console()
+        try:
+            return self._run(console or Console())
+        finally:
+            self.lock = None
+
+    def _run(self, console: Console) -> Result:
         self._save([Run(level, number) for number, level in self.settings.runs])
         with live.view_for(console, self.settings) as view:
             runner = Runner(self.settings, self.command, self.folder, view, self._save)
@@ -116,7 +124,7 @@ def begun(out: Path | None, settings: Settings, command: Sequence[str]) -> Sweep
     """Return a new sweep.
 
     Raises:
-        BadArguments: ``out`` cannot be written to, or holds a sweep.
+        BadArguments: ``out`` cannot be written to, or holds a sweep, or one that begins just now.
     """
     folder = writable_folder(_free_folder() if out is None else out)
     if (folder / files.NAME).exists():
@@ -124,7 +132,7 @@ def begun(out: Path | None, settings: Settings, command: Sequence[str]) -> Sweep
             f"--out must not hold a sweep; got {folder}, which does; go on with it by --resume "
             f"{folder}, or name another folder"
         )
-    return Sweep(settings, folder, command)
+    return Sweep(settings, folder, command, lock=FolderLock(folder))
 
 
 def resumed(
@@ -138,12 +146,13 @@ def resumed(
         command_of: returns what starts Python, from the words after ``--``.
 
     Raises:
-        BadArguments: ``folder`` holds no sweep, or one that cannot go on so.
+        BadArguments: ``folder`` holds no sweep, or one that cannot go on so, or is going on.
     """
+    lock = FolderLock(folder)
     settings, started, runs = files.load(folder)
     settings = settings.resumed(options, [(run.round, run.level) for run in runs])
     command = command_of(settings.command)
-    return Sweep(settings, writable_folder(folder), command, started, runs)
+    return Sweep(settings, writable_folder(folder), command, started, runs, lock)
 
 
 def _free_folder() -> Path:

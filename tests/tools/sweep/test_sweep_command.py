@@ -19,6 +19,7 @@ from sweeps import eventful, files_in, made_run
 
 import amp_patch
 from amp_patch.tools import command_line, launch
+from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.sweep import function, runs, sweep
 from amp_patch.tools.sweep.settings import Settings
 from amp_patch.tools.sweep.sweep import Sweep
@@ -159,6 +160,20 @@ def test_two_sweeps_that_begin_at_once_have_a_folder_each(tmp_path: Path, monkey
     monkeypatch.setattr(sweep, "writable_folder", lambda folder: folder)  # too late for it
     folders = [sweep.begun(None, Settings(["x"]), ["x"]).folder for _ in range(2)]
     assert folders == [Path("amp-sweep"), Path("amp-sweep-2")]
+
+
+def test_a_folder_is_kept_until_its_sweep_has_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sweep.files, "load", lambda folder: (Settings(["x"]), "", []))
+    monkeypatch.setattr(Sweep, "_run", lambda self, console: console)
+    first = sweep.begun(tmp_path, Settings(["x"]), ["x"])
+    for another in (
+        lambda: sweep.begun(tmp_path, Settings(["x"]), ["x"]),
+        lambda: sweep.resumed(tmp_path, {}, list),
+    ):
+        with pytest.raises(BadArguments, match="one sweep at a time; got .*, in which another"):
+            another()
+    first.run()
+    assert sweep.resumed(tmp_path, {}, list).run() is not None
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib", "plotly"])
