@@ -57,7 +57,7 @@ def sweep(
         steps: of each run; None: until ``train_fn`` returns.
         repeat: rounds over all levels.
         out: folder for all files, which must not hold a sweep; None: amp-sweep, amp-sweep-2, ...
-        tolerance: how far the final loss may be from O0's, as a share of it.
+        tolerance: how far the final loss may be from O0's, as a share of it, below 1.
         timeout: seconds that a run may take.
         resume: folder of a sweep of the same function that goes on, in place of ``out``.
         seed: of the first round; each further round has the next.
@@ -67,7 +67,7 @@ def sweep(
         ``recommendation``, ``folder`` and ``runs``.
 
     Raises:
-        TypeError: train_fn is no such function.
+        TypeError: train_fn is no such function, or cannot be sent to another process.
         ValueError: a level that there is not, a number out of range, or a folder that cannot be.
         RuntimeError: called by a training that is being swept.
         ModuleNotFoundError: the extra is not installed.

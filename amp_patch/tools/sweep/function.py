@@ -26,6 +26,11 @@ from .settings import LEVELS, Settings
 from .sweep import Result
 
 _FILE = "function.pickle"
+#: What does nothing when it is called, and how it is run.
+_LATER = (
+    ("a coroutine function", inspect.iscoroutinefunction, "asyncio.run({}())"),
+    ("a generator function", inspect.isgeneratorfunction, "list({}())"),
+)
 
 
 def run(
@@ -42,8 +47,9 @@ def run(
             "amp_patch.sweep() was called by the training that it sweeps; call it outside of "
             f"{_name_of(train_fn)}(), and in its module under if __name__ == '__main__'."
         )
-    takes_level = _takes_level(train_fn)
+    sent = _sent(train_fn, _takes_level(train_fn))
     given = {"levels": _checked_levels(levels), "command": [_name_of(train_fn)], **options}
+    _refuse_share(options["tolerance"])
     _refuse_numbers(**options)
     try:
         if resume is None:
@@ -55,8 +61,7 @@ def run(
     except BadArguments as error:
         raise ValueError(error.message) from error
     file = prepared.folder.resolve() / _FILE
-    content = {"path": sys.path, "function": cloudpickle.dumps((train_fn, takes_level))}
-    file.write_bytes(pickle.dumps(content))
+    file.write_bytes(sent)
     prepared.command = [sys.executable, "-m", __name__, str(file)]
     try:
         with signals_interrupt():
@@ -76,17 +81,40 @@ def call(file: str) -> None:
     train_fn(*[os.environ["AMP_PATCH_OPT_LEVEL"]] * takes_level)
 
 
+def _sent(train_fn: Callable[..., Any], takes_level: bool) -> bytes:
+    """Return a function, and what `call` needs to call it, as its process gets them.
+
+    Raises:
+        TypeError: it holds what cannot be sent to another process.
+    """
+    try:
+        function = cloudpickle.dumps((train_fn, takes_level))
+    except Exception as error:  # whatever an object of the user's raises
+        raise TypeError(
+            "train_fn, and the globals that it uses, must be such as cloudpickle can send to "
+            f"another process; got {_name_of(train_fn)}, of which it says: {error}; make what "
+            "cannot be sent, as a lock or an open file, inside of the function."
+        ) from error
+    return pickle.dumps({"path": sys.path, "function": function})
+
+
 def _takes_level(train_fn: Callable[..., Any]) -> bool:
     """Return whether a function has to be called with one argument, and is not without.
 
     Raises:
-        TypeError: it is no function, or needs more.
+        TypeError: it is no function that trains when it is called, or needs more.
     """
     if not callable(train_fn):
         raise TypeError(
             f"train_fn must be a function that trains; got {type(train_fn).__name__}; call "
             "amp_patch.sweep(train), without parentheses after train."
         )
+    for kind, is_kind, mend in _LATER:
+        if is_kind(train_fn):
+            raise TypeError(
+                f"train_fn must train when it is called; got {_name_of(train_fn)}, {kind}; call "
+                f"amp_patch.sweep(lambda: {mend.format(_name_of(train_fn))})."
+            )
     signature = inspect.signature(train_fn)
     for arguments in ((), ("O1",)):
         try:
@@ -121,7 +149,6 @@ def _refuse_numbers(**options: Any) -> None:
         ("steps", 1, numbers.Integral),
         ("repeat", 1, numbers.Integral),
         ("seed", 0, numbers.Integral),
-        ("tolerance", 0, numbers.Real),
         ("timeout", 0, numbers.Real),
     ):
         value = options.get(name)
@@ -139,6 +166,19 @@ def _refuse_numbers(**options: Any) -> None:
                 f"{name} must be {whole} least {least}; got {value!r}; call "
                 f"amp_patch.sweep(train, {name}={least or 1})."
             )
+
+
+def _refuse_share(tolerance: Any) -> None:
+    """Check the tolerance, of which 5 would be 500%.
+
+    Raises:
+        ValueError: it is no share.
+    """
+    if not (isinstance(tolerance, numbers.Real) and 0 <= float(tolerance) < 1):
+        raise ValueError(
+            "tolerance must be a share of the loss, a number from 0 to below 1; got "
+            f"{tolerance!r}; call amp_patch.sweep(train, tolerance=0.05) for 5%."
+        )
 
 
 def _name_of(train_fn: Any) -> str:

@@ -257,6 +257,29 @@ def test_what_is_no_training_function_is_refused(given) -> None:
         amp_patch.sweep(given)
 
 
+async def later() -> None:
+    """Train when it is awaited."""
+
+
+def bit_by_bit():
+    yield
+
+
+@pytest.mark.parametrize(
+    ("given", "mend"),
+    [
+        (later, "a coroutine function; call amp_patch.sweep(lambda: asyncio.run(later()))."),
+        (bit_by_bit, "a generator function; call amp_patch.sweep(lambda: list(bit_by_bit()))."),
+        (functools.partial(print, sys.stdout), "make what cannot be sent, as a lock or an open"),
+    ],
+)
+def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, mend: str) -> None:
+    with pytest.raises(TypeError, match="train_fn") as raised:
+        amp_patch.sweep(given, out=tmp_path / "new")
+    assert mend in str(raised.value)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -267,9 +290,10 @@ def test_what_is_no_training_function_is_refused(given) -> None:
         ({"repeat": 0}, "repeat must be a whole number of at least 1; got 0"),
         ({"repeat": 1.5}, "repeat must be a whole number of at least 1; got 1.5"),
         ({"seed": None}, "seed must be a whole number of at least 0; got None"),
-        ({"tolerance": -1}, "tolerance must be a number of at least 0; got -1"),
-        ({"tolerance": "5%"}, "tolerance must be a number of at least 0; got '5%'"),
-        ({"tolerance": float("inf")}, "tolerance must be a number of at least 0; got inf"),
+        ({"tolerance": -1}, "tolerance must be a share .*; got -1; call .*tolerance=0.05"),
+        ({"tolerance": "5%"}, "tolerance must be a share .*; got '5%'; call .*tolerance=0.05"),
+        ({"tolerance": 5}, "tolerance must be a share .*; got 5; call .*tolerance=0.05"),
+        ({"tolerance": float("nan")}, "tolerance must be a share .*; got nan"),
         ({"timeout": 0}, "timeout must be seconds above 0, or None for no limit; got 0"),
         ({"resume": "nowhere"}, "must name the folder of a sweep"),
     ],
