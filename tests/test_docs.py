@@ -86,6 +86,20 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named_files(text_of(page)) if not (ROOT / name).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return how GitHub names the headings of a page; the site takes these names, and others."""
+    outside = re.sub(r"^```.*?^```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_there_on_github_too(page: Path) -> None:
+    links = re.findall(r"\]\(([\w./-]*)#([^)\s]+)\)", text_of(page))
+    lost = [link for link in links if link[1] not in anchors(page.parent / (link[0] or page.name))]
+    assert lost == []
+
+
 @pytest.mark.parametrize("name", command_line.COMMANDS)
 def test_the_page_of_a_command_has_a_row_for_each_option(name: str) -> None:
     page = text_of(DOCS / f"{ {'run': 'apex', 'disable': 'enable'}.get(name, name) }.md")
