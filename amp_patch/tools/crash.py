@@ -17,7 +17,8 @@ _PLACE = re.compile(_RANK + r'File "(.+)", line (\d+)')
 #: Errors whose own text does not say where they are.
 _OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
 _TRACEBACK = "Traceback (most recent call last):"
-_PREFIX = re.compile(r"^\[[^\]]*\]:? ?")
+#: The rank, and what Python puts before the lines of an ExceptionGroup: "  | ValueError: ..."
+_PREFIX = re.compile(r"^(?:\[[^\]]*\]:? ?)?(?: *\| )?")
 #: What Python ends with for an exception that nobody caught, and argparse and click for arguments.
 _OF_EXCEPTIONS, _OF_ARGUMENTS = 1, 2
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")

@@ -77,7 +77,8 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         passes = f", in {overflows} backward passes" if overflows != overflowed else ""
         lines = [f"{overflowed} of {steps} steps overflowed{passes}."]
     else:
-        lines = [f"{'No gradient' if hidden else 'Nothing'} overflowed in {steps} steps."]
+        many = "1 step" if steps == 1 else f"{steps} steps"
+        lines = [f"{'No gradient' if hidden else 'Nothing'} overflowed in {many}."]
     for cause in found["causes"]:
         lines += ["", f"{cause['count']} of {overflows}: {cause['text']}"]
     if hidden:

@@ -250,6 +250,10 @@ def test_many_modules_near_the_limits_are_counted() -> None:
     assert "comes up in float32, too" in text
 
 
+def test_one_step_is_one_step() -> None:
+    assert diagnose.report(a_report(steps=1), ["x"]) == "Nothing overflowed in 1 step."
+
+
 def test_inf_that_no_gradient_shows_is_told_with_its_operator_and_the_rule() -> None:
     hidden = {"text": "Net: `a.b`: `mul` returned inf", "rule": {"a.b": "float"}}
     text = diagnose.report(a_report(hidden=[hidden]), ["x"])

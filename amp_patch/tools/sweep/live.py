@@ -168,7 +168,7 @@ def progress(steps: Sequence[Step], loss: float | None) -> str:
         return "no step yet"
     skipped = sum(step.skipped for step in steps)
     parts = [
-        f"{len(steps)} steps",
+        f"{len(steps)} step{'s' * (len(steps) != 1)}",
         f"loss {wording.loss(loss)}",
         f"{wording.rate(recent_seconds(steps))} steps/s",
         f"scale {wording.scale(steps[-1].scale)}",

@@ -104,7 +104,8 @@ def remarks(comparison: Comparison) -> list[str]:
     if comparison.reference is None:
         lines.append(f"{REFERENCE} was not swept: there is nothing to compare speed or loss with.")
     if comparison.warm_up:
-        lines.append(f"Times leave out the first {comparison.warm_up} steps of each run (warm-up).")
+        first = "step" if comparison.warm_up == 1 else f"{comparison.warm_up} steps"
+        lines.append(f"Times leave out the first {first} of each run (warm-up).")
     return lines
 
 

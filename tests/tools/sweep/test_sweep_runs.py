@@ -294,6 +294,9 @@ def test_a_sweep_that_goes_on_keeps_what_has_finished(given, expected: list[str]
         (b'[rank1]: Traceback (most recent call last):\n[rank1]:   File "t.py", line 3\n'
          b'[rank1]:   File "m.py", line 9\n[rank1]:     x\n[rank1]: IndentationError: dedent\n', 1,
          "IndentationError: dedent (m.py, line 9)"),
+        (b"  + Exception Group Traceback (most recent call last):\n  |   File 'x'\n"
+         b"  | ExceptionGroup: all of it (1 sub-exception)\n  +-+------- 1 -------\n"
+         b"    | KeyError: 'b'\n    +-------\n", 1, "ExceptionGroup: all of it (1 sub-exception)"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
         (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
