@@ -5,6 +5,7 @@ committed: docs/sweep.json and some of tests/benchmarks/results/.
 """
 
 import dataclasses
+import gc
 import json
 import re
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from benchmarks import memory, norms
 from benchmarks.kernel_report import Measured
 from benchmarks.whole_step.candidates import BASELINE, CANDIDATES, FUSED_BASELINE
@@ -29,12 +31,14 @@ from pages import (
     text_of,
     write_between_markers,
 )
+from torch import nn
 
 from amp_patch import amp, levels
 from amp_patch.casting import rules
 from amp_patch.tools import command_line
 from amp_patch.tools.sweep import tables
 from amp_patch.tools.sweep.comparison import Comparison, Row, Spread
+from amp_patch.tools.sweep.memory import _tensors_of_this_process
 from amp_patch.tools.sweep.verdicts import Verdict
 
 ARCHITECTURE = text_of(DOCS / "architecture.md")
@@ -122,6 +126,38 @@ def test_a_file_that_does_not_exist_is_seen() -> None:
 
 
 # --- tables ---
+
+
+def living_bytes() -> int:
+    """Return the bytes of all tensors that live, each storage once."""
+    storages = [one.untyped_storage() for one in _tensors_of_this_process()]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def bytes_of_a_parameter(level: str, **options: bool) -> list[int]:
+    """Return those between steps, and those from the backward to the step, with AdamW."""
+    gc.collect()
+    before = living_bytes()
+    model = nn.Linear(768, 768, bias=False)  # so large that little else counts
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    for is_last in (False, True):
+        with amp.scale_loss(model(torch.ones(1, 768)).mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        from_backward = living_bytes() - before if is_last else 0
+        optimizer.step()
+        optimizer.zero_grad()
+    return [round(one / 768**2) for one in (living_bytes() - before, from_backward)]
+
+
+@pytest.mark.usefixtures("amp")
+def test_the_bytes_of_a_parameter_are_those_of_the_tensors_that_live() -> None:
+    for row in between_markers(DOCS / "pick-a-level.md", "bytes").splitlines()[3:]:
+        names, *told = [cell.strip() for cell in row.strip("|").split("|")]
+        for level in re.findall(r"O\d", names):
+            found = bytes_of_a_parameter(level, fused_step="fused_step" in names)
+            amp.deactivate()
+            assert (level, found) == (level, [int(one) for one in told])
 
 
 def test_every_call_is_in_the_reference() -> None:
