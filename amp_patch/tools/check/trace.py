@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from . import names
-from .guards import Guards, contradict
+from .guards import NO_GUARDS, Guards, contradict
+from .truth import truth_of
 from .values import Arguments, Const, Instance, Made, Params, Value, flat, root
 
 
@@ -106,7 +107,9 @@ class Trace:
         return [
             one
             for one in map(Initialization, found)
-            if one.is_enabled and not any(one.call.order < end < call.order for end in ends)
+            if one.is_enabled
+            and not contradict(one.guards, call.guards)
+            and not any(one.call.order < end < call.order for end in ends)
         ]
 
     def uses_amp(self, call: Call) -> bool:
@@ -129,7 +132,13 @@ class Trace:
 
 
 class Initialization:
-    """A call of ``amp.initialize``."""
+    """A call of ``amp.initialize``.
+
+    Attributes:
+        models, optimizers: what it may get.
+        is_enabled: whether it does anything in some run.
+        guards: those under which it does.
+    """
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -140,7 +149,10 @@ class Initialization:
             for one in flat(given.get("optimizers", 1), call.guards)
             if not (isinstance(one, Const) and one.value is None)
         ]
-        self.is_enabled = not is_constant(given.get("enabled", 2), False)
+        enabled = given.get("enabled", 2)
+        when_enabled = truth_of(enabled, call.guards)[0] if enabled is not None else NO_GUARDS
+        self.is_enabled = when_enabled is not None
+        self.guards = call.guards | (when_enabled or NO_GUARDS)
 
     @property
     def levels(self) -> list[Const]:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import Guards
-from amp_patch.tools.check.trace import Call, Trace, is_constant
+from amp_patch.tools.check.trace import Call, Initialization, Trace, is_constant
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Made, Value, root
 
@@ -118,8 +118,8 @@ def _is_beside_amp(trace: Trace, call: Call) -> bool:
         if when_true is None:
             return False
         guards |= when_true
-    uses = [one.call for one in trace.initializations(call)]
-    uses = uses or trace.with_call(call, (block.call for block in trace.blocks))
+    inits: list[Initialization | Call] = [*trace.initializations(call)]
+    uses = inits or trace.with_call(call, (block.call for block in trace.blocks))
     return any(_are_nested(guards, use.guards) for use in uses) and not is_constant(enabled, False)
 
 
