@@ -151,7 +151,14 @@ def resumed(
     lock = FolderLock(folder)
     settings, started, runs = files.load(folder)
     settings = settings.resumed(options, [(run.round, run.level) for run in runs])
-    command = command_of(settings.command)
+    try:
+        command = command_of(settings.command)
+    except BadArguments as error:
+        raise BadArguments(
+            f"a sweep must go on in the folder in which it began; got {Path.cwd()}, where its "
+            f"command, {' '.join(settings.command)}, is not found; go to that folder, and call "
+            f"amp-patch sweep --resume {folder.resolve()}"
+        ) from error
     return Sweep(settings, writable_folder(folder), command, started, runs, lock)
 
 

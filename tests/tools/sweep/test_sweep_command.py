@@ -176,6 +176,13 @@ def test_a_folder_is_kept_until_its_sweep_has_ended(tmp_path: Path, monkeypatch)
     assert sweep.resumed(tmp_path, {}, list).run() is not None
 
 
+def test_a_sweep_that_goes_on_elsewhere_is_told_where_to(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sweep.files, "load", lambda folder: (Settings(["train.py"]), "", []))
+    code, output = called("--resume", tmp_path)
+    assert (code, output.count("\n")) == (2, 1)
+    assert "where its command, train.py, is not found; go to that folder" in output
+
+
 @pytest.mark.parametrize("package", ["rich", "matplotlib", "plotly"])
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch, package: str) -> None:
     real = importlib.util.find_spec
