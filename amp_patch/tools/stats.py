@@ -76,5 +76,5 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _rich() -> tuple[Any, Any]:
-    console = importlib.import_module("rich.console").Console()
+    console = importlib.import_module("rich.console").Console(markup=False, emoji=False)
     return console, importlib.import_module("rich.table").Table

@@ -54,7 +54,8 @@ class Sweep:
             console: where to print; the standard output if None.
         """
         try:
-            return self._run(console or Console())
+            # what a script prints, and folders, may have brackets in them
+            return self._run(console or Console(markup=False, emoji=False))
         finally:
             self.lock = None
 

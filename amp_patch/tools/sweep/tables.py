@@ -47,7 +47,7 @@ def show(console: Console, comparison: Comparison, recommendation: Recommendatio
     for table in fitting(console, comparison):
         console.print(table)
     for line in remarks(comparison):
-        console.print(line, highlight=False, soft_wrap=False)
+        console.print(line, highlight=False, soft_wrap=False, markup=False, emoji=False)
     level = recommendation.level or "none"
     console.print(Text.assemble((f"Recommended: {level}. ", "bold"), recommendation.reason))
 

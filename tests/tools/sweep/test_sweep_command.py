@@ -237,6 +237,17 @@ def test_a_script_that_trains_without_amp_is_told_of_with_the_mend(tmp_path, mon
     assert "No other level was run. To mend: call model, optimizer = amp.initialize(" in words
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_brackets_in_what_a_script_printed_are_shown_as_they_are(tmp_path, monkeypatch) -> None:
+    reason = "RuntimeError: [/gloo/pair.cc:553] closed by [bold]peer[/bold] :fire:"
+    found = [made_run("O0", [], outcome="crashed", reason=reason)]
+    monkeypatch.setattr(runs.Runner, "run", lambda self, kept: found)
+    code, output = called("--out", tmp_path / "[red]", "--", __file__)
+    assert code == 1
+    assert f"O0: crashed: {reason}." in " ".join(output.split())
+    assert "[red]/report.html" in output
+
+
 def train() -> None:
     """Stand for a training that takes no level."""
 
