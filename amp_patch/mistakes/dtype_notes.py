@@ -166,7 +166,10 @@ def _mend(place: _Place, error: BaseException) -> str:
         mend = _mend_of_float64(place)
     if mend is None and place.level.casts_functions:
         mend = _MEND_WHERE_FUNCTIONS_CAST
-    return mend or _mend_of_weights(place, _strays(place)) or _mend_of_inputs(place)
+    if mend is None:
+        strays = _strays(place)
+        mend = _mend_of_weights(place, strays) or _other_strays(strays) + _mend_of_inputs(place)
+    return mend
 
 
 def _mend_of_half(message: str, place: _Place) -> str | None:
@@ -233,6 +236,18 @@ def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
             "put it into the model before, or call amp.deactivate(), then amp.initialize() anew."
         )
     return None
+
+
+def _other_strays(strays: Mapping[str, str]) -> str:
+    """Return what is said of another module's weights, of which an operand may come; or nothing."""
+    if not strays:
+        return ""
+    path, stored = next(iter(strays.items()))
+    return (
+        f"{path!r} holds {stored} weights, as `weight.data = tensor` or a new layer leaves them, "
+        "and returns that dtype: write weight.data.copy_(tensor), and put layers into the model "
+        "before amp.initialize(). If that is as it should be: "
+    )
 
 
 def _mend_of_inputs(place: _Place) -> str:
@@ -321,7 +336,8 @@ def _mend_of_a_cast(stored: set[str]) -> str:
     mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
     return (
         f"All its weights are {min(stored)}, as model.{call}() leaves them: leave that call out"
-        f"{mend if call == 'float' else ''}."
+        f"{mend if call == 'float' else ''}. (So does `param.data = tensor`; write "
+        "param.data.copy_(tensor).)"
     )
 
 

@@ -101,7 +101,7 @@ class UnpreparedParams:
         """
         self._losses_to_look_at -= 1
         pairs = [step.backward.pairs() for step in list(optimizers.steps.values())]
-        known = {id(param) for both in pairs for column in both for param in column}
+        known = _stepped_by(optimizers) | {id(param) for both in pairs for param in both.master}
         known |= {id(param) for reference in self._params if (param := reference()) is not None}
         new = [leaf for leaf in leaves if id(leaf) not in known]
         self._params += map(TensorWeakRef, new)

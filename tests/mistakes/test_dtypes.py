@@ -200,6 +200,19 @@ def test_a_layer_replaced_later(amp: ModuleType, level: str) -> None:
     assert "'last.0' holds float32 weights" in fail(lambda: model(X))
 
 
+def test_a_layer_whose_weights_were_replaced_by_float32_ones(amp: ModuleType) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    model = amp.initialize(model, opt_level="O2", verbosity=0)
+    model[0].weight.data = torch.ones(5, 4)
+    note = fail(lambda: model(torch.tensor([1, 2])))
+    assert "this came from module '1' (Linear)" in note
+    assert "'0' holds float32 weights, as `weight.data = tensor`" in note
+    assert "write weight.data.copy_(tensor)" in note
+    model[1].weight.data, model[1].bias.data = torch.ones(4, 4), torch.ones(4)
+    model.append(nn.Linear(4, 4).half())
+    assert "'0' holds float32 weights" in fail(lambda: model(torch.tensor([1, 2])))
+
+
 class Listed(nn.Module):
     """Keeps a layer where the model does not know it."""
 
