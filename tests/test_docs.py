@@ -38,7 +38,7 @@ from amp_patch.casting import rules
 from amp_patch.tools import command_line
 from amp_patch.tools.sweep import tables
 from amp_patch.tools.sweep.comparison import Comparison, Row, Spread
-from amp_patch.tools.sweep.memory import _tensors_of_this_process
+from amp_patch.tools.sweep.memory import LivingTensors
 from amp_patch.tools.sweep.verdicts import Verdict
 
 ARCHITECTURE = text_of(DOCS / "architecture.md")
@@ -130,8 +130,8 @@ def test_a_file_that_does_not_exist_is_seen() -> None:
 
 def living_bytes() -> int:
     """Return the bytes of all tensors that live, each storage once."""
-    storages = [one.untyped_storage() for one in _tensors_of_this_process()]
-    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    with LivingTensors() as living:
+        return living.peak
 
 
 def bytes_of_a_parameter(level: str, **options: bool) -> list[int]:
