@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from amp_patch.distributed.shards import any_spread
 from amp_patch.kernels.cuda_optimizers import Column, GroupRows, OptimizerKernels
 from amp_patch.kernels.strips import Strips
 from amp_patch.kernels.torch_kernels import clip_factor, combined
+from amp_patch.weights.lazy_gradients import are_complete
 
 #: What an optimizer keeps for one parameter, ``optimizer.state[param]``.
 ParamState = dict[str, Any]
@@ -329,7 +330,7 @@ _STEP = operator.itemgetter("step")
 
 
 def _with_grads(params: list[Tensor], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-    if all(map(operator.is_not, grads, repeat(None))):
+    if are_complete(grads):
         return params, grads
     has_grad = [grad is not None for grad in grads]
     return list(compress(params, has_grad)), list(compress(grads, has_grad))

@@ -24,6 +24,7 @@ from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     LazyGradParameter,
+    listed,
     stored_grad,
     stored_grads,
 )
@@ -237,7 +238,7 @@ class ReferenceStep:
                 places = [begin + row for row in rows]
                 are_large = _is_large(members[rows[0]])
                 cached = CachedGroup(self._groups, self._update_type())
-                own = [members[row] for row in rows]
+                own = listed([members[row] for row in rows])
                 saves_memory = are_large or makes_copies
                 strip = _length_of_strips(own, at_once) if saves_memory else None
                 self._parts.append(_Part(group, own, places, are_large, strip, cached))

@@ -23,7 +23,7 @@ from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.lazy_gradients import all_are, look_up
+from amp_patch.weights.lazy_gradients import all_are, listed, look_up
 
 from .param_pairs import ParamPairs, Params, same
 
@@ -59,7 +59,7 @@ class GradientBuffers:
         self._has_master = list(map(operator.is_not, *pairs))
         self._without_master = [not has for has in self._has_master]
         self.are_all_masters = all(self._has_master)
-        self.masters = self.of_masters(pairs.master)
+        self.masters = listed(self.of_masters(pairs.master))
         self.rows_of_masters = rows = list(compress(range(len(pairs.model)), self._has_master))
         self._kinds = _by_kind({row: [column[row] for column in self._parts] for row in rows})
         self._checker: kernels.Checker | None = None

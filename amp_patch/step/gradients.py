@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
     Source,
+    are_complete,
     clear_grads,
     have_none,
     look_up,
@@ -158,6 +159,11 @@ class Gradients:
             if param is not master and id(param) in cleared
         )
 
+    def clear_elsewhere(self) -> None:
+        """Clear those of parameters whose masters other ranks step."""
+        if self.elsewhere:
+            clear_grads(self.elsewhere)
+
     def _clear_masters(self, masters: Iterable[Tensor]) -> None:
         masters = [*masters]
         if masters and self._lazy is not None and self._lazy.are_waiting:
@@ -180,8 +186,7 @@ class Gradients:
             elsewhere = self.elsewhere
             self.scaled.bring_to(scale, [*pairs.model, *elsewhere] if elsewhere else pairs.model)
             return
-        if self.elsewhere:
-            clear_grads(self.elsewhere)
+        self.clear_elsewhere()
         self._aside.clear()
         if have_none(pairs.model):
             return
@@ -231,7 +236,7 @@ class Gradients:
             What the check found, and the parameters that got a gradient, in the same order.
         """
         grads: list[Any] = look_up(_GRAD, pairs.model)
-        if not all(map(operator.is_not, grads, repeat(None))):
+        if not are_complete(grads):
             pairs = pairs.select([grad is not None for grad in grads])
             grads = [grad for grad in grads if grad is not None]
         if not self._buffers.fits(pairs):

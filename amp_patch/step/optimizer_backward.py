@@ -27,7 +27,7 @@ from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.lazy_gradients import listed, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
@@ -121,14 +121,14 @@ class OptimizerBackward:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
         known = self._pairs.master
         if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
-            stepped = list(stepped)
+            stepped = listed(stepped)
             masters = self.masters
             if masters is not None and masters.has_master_of_any(stepped):
                 # The script has put the model's own parameters into the groups.
                 for group in groups:
                     group["params"] = masters.replace(group["params"])
-                stepped = list(chain.from_iterable(group["params"] for group in groups))
-            params = stepped if masters is None else [masters.param_of(p) for p in stepped]
+                stepped = listed(chain.from_iterable(group["params"] for group in groups))
+            params = stepped if masters is None else listed(map(masters.param_of, stepped))
             self._pairs = ParamPairs(params, stepped)
             if masters is not None or not self._steps_halves:
                 self._frozen = [one for one in stepped if one.dtype in HALVES]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -379,7 +378,8 @@ class OptimizerStep:
             pairs = self.backward.pairs()
             clear_grads(pairs.master)
             if self.masters is not None:
-                clear_grads(chain(pairs.model, self.backward.gradients.elsewhere))
+                clear_grads(pairs.model)
+                self.backward.gradients.clear_elsewhere()
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
@@ -387,6 +387,6 @@ class OptimizerStep:
                 original(*args, **kwargs)
             if self.masters is not None:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
-                clear_grads(self.backward.gradients.elsewhere)
+                self.backward.gradients.clear_elsewhere()
         self.backward.forget_gradients()
         self.skip.forget()  # what overflowed is gone

@@ -8,7 +8,7 @@ times as many calls.
 from __future__ import annotations
 
 import operator
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from amp_patch.kernels import GradCheck
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     Made,
+    are_complete,
     have_none,
     look_up,
     store_grads,
@@ -67,7 +68,7 @@ class UsualPass:
         if not buffers.are_taken_at_once:
             return None
         grads: list[Any] = look_up(_GRAD, pairs.model)
-        if not (all(map(operator.is_not, grads, repeat(None))) and buffers.fits(pairs)):
+        if not (are_complete(grads) and buffers.fits(pairs)):
             return None
         is_first = not (self._earlier or self._received)
         if buffers.is_in_place:

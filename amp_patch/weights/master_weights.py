@@ -26,7 +26,7 @@ from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values, Versions
-from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, look_up
+from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, listed, look_up
 
 _VERSION = operator.attrgetter("_version")
 
@@ -129,6 +129,7 @@ class MasterWeights:
                 known[id(param)] = self._make(param)
             stepped = known.get(id(param), param)
             replaced.append((*names, stepped) if param is not given else stepped)
+        self._params, self._masters = listed(self._params), listed(self._masters)
         return replaced
 
     def drop_after(self, count: int) -> None:

@@ -16,9 +16,14 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     LazyGradParameter,
     Made,
+    all_are,
     as_plain_tensors,
     clear_grads,
+    have_none,
+    listed,
+    look_up,
     store_grad,
+    store_grads,
     stored_grad,
 )
 
@@ -160,6 +165,25 @@ def test_only_classes_that_have_no_torch_function_are_plain(made: Waiting) -> No
         with as_plain_tensors([*made.params, *others]):
             assert torch._C._is_torch_function_enabled() == asks
         assert torch._C._is_torch_function_enabled()
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_class_of_its_own_among_plain_parameters_is_not_asked(
+    made: Waiting, is_lazy: bool
+) -> None:
+    own = made.params[0] if is_lazy else Asked(torch.ones(2))
+    params = listed([nn.Parameter(torch.ones(2)), own])
+    grads = [torch.zeros(2), torch.ones(2)]
+    Asked.functions.clear()
+    assert have_none(params)
+    store_grads(params, grads)
+    assert look_up(stored_grad, params) == grads
+    assert not have_none(params)
+    assert all_are(torch.Tensor.is_floating_point, params)
+    clear_grads(params)
+    assert have_none(params)
+    assert not Asked.functions
+    assert made.count == 0
 
 
 @pytest.mark.parametrize("fused_step", [False, True])
