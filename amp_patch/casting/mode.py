@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from amp_patch.levels import HALVES as HALVES
 
@@ -131,19 +132,32 @@ class CastMode(threading.local):
         stored: torch.dtype | None = None,
     ) -> None:
         """A model's forward begins: its level decides, unless casts are off around it."""
-        self.models = (*self.models, (key, self.level, self.region_dtype, self.stored))
-        self.level = level
-        self.region_dtype = region_dtype
-        self.stored = stored
-        self.dtype = OFF if self.off else level
+        if is_dynamo_compiling():  # whose guards are on attributes
+            self.models = (*self.models, (key, self.level, self.region_dtype, self.stored))
+            self.level, self.region_dtype, self.stored = level, region_dtype, stored
+            self.dtype = OFF if self.off else level
+            return
+        own = self.__dict__  # of this thread; to look up one attribute takes as long as all here
+        around = key, own["level"], own["region_dtype"], own["stored"]
+        own["models"] = (*own["models"], around)
+        own["level"], own["region_dtype"], own["stored"] = level, region_dtype, stored
+        own["dtype"] = OFF if own["off"] else level
 
     def leave_model(self, key: int) -> None:
         """A model's forward ended or raised; without effect if it never began."""
-        models = self.models
-        if models and models[-1][0] == key:
-            _, level, self.region_dtype, self.stored = models[-1]
+        own = None if is_dynamo_compiling() else self.__dict__
+        models = self.models if own is None else own["models"]
+        if not models or models[-1][0] != key:
+            return
+        _, level, region_dtype, stored = models[-1]
+        if own is None:
             self.models, self.level = models[:-1], level
+            self.region_dtype, self.stored = region_dtype, stored
             self.dtype = OFF if self.off else level
+            return
+        own["models"], own["level"] = models[:-1], level
+        own["region_dtype"], own["stored"] = region_dtype, stored
+        own["dtype"] = OFF if own["off"] else level
 
     def leave_models_but(self, running: Collection[int]) -> None:
         """The forwards of all models but these are over: an interrupt may have ended one."""

@@ -141,6 +141,14 @@ class WeightCache:
 
     def cast_now(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """As `cast`, for a caller who has seen that grad is off, and no mode is on."""
+        entry = self._entries.get(id(param))
+        if (
+            entry is not None
+            and entry.dtype is dtype
+            and entry.pointer == param.data_ptr()  # on a device whose tensors are cast
+            and param.dtype in FLOATS
+        ):
+            return CAST[dtype](param)
         if not _castable(param, dtype):
             return param
         self._drop_if_moved(param)

@@ -207,7 +207,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     a graph or a batch of the user's own, are cast as `foreign_objects.cast_object` says.
     """
     if isinstance(value, Tensor):
-        if value.dtype not in CAST or is_made_later(value):
+        if value.dtype not in CAST or (type(value) is not Tensor and is_made_later(value)):
             return value
         cast = CAST.get(dtype)
         return value.to(dtype) if cast is None else cast(value)

@@ -120,6 +120,24 @@ def test_a_model_that_never_began_ends_without_effect() -> None:
     check(mode, Around(torch.float16, region_dtype=torch.float16, depth=1))
 
 
+def test_a_model_may_be_the_first_that_a_thread_does() -> None:
+    mode = CastMode()
+    depths: list[int] = []
+
+    def enter() -> None:
+        mode.enter_model(1, torch.float16, torch.float16)
+        depths.append(len(mode.models))
+        mode.leave_model(1)
+        depths.append(len(mode.models))
+
+    mode.enter_model(2, torch.bfloat16, torch.bfloat16)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert depths == [1, 0]
+    assert mode.models[0][0] == 2
+
+
 def test_each_thread_has_its_own_mode() -> None:
     mode = CastMode()
     mode.enter_model(1, torch.float16, torch.float16)

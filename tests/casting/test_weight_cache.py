@@ -473,6 +473,20 @@ def test_weights_are_read_as_they_are_now_without_grad(
         assert not found.requires_grad
 
 
+def test_without_grad_a_weight_in_the_place_of_a_cast_one_is_looked_at_again(
+    cache: WeightCache,
+) -> None:
+    model = nn.Linear(4, 4)
+    cache.add_model(model)
+    cache.cast(model.weight, HALF)
+    with torch.no_grad():
+        assert cache.cast_now(model.weight, HALF).dtype is HALF
+        address = model.weight.data_ptr()
+        model.weight.data = model.weight.data.view(torch.float64)  # is never cast
+        assert model.weight.data_ptr() == address
+        assert cache.cast_now(model.weight, HALF) is model.weight
+
+
 def test_a_checkpoints_own_forward_shares_the_cast(cache: WeightCache, model: nn.Linear) -> None:
     with torch.no_grad():
         mode.in_checkpoint = True
