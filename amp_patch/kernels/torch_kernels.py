@@ -47,6 +47,7 @@ __all__ = [
     "values",
 ]
 
+_IS_CPU = operator.attrgetter("is_cpu")
 _IS_SPARSE = operator.attrgetter("is_sparse")
 
 
@@ -289,7 +290,13 @@ class Check:
 
 @without_grad
 def accumulate(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add ``others[i]`` to ``targets[i]`` in place, one multi-tensor call per dtype and device."""
+    """Add ``others[i]`` to ``targets[i]`` in place, one multi-tensor call per dtype and device.
+
+    One for all on a CPU, where torch adds one after the other.
+    """
+    if targets and all(map(_IS_CPU, targets)):
+        torch._foreach_add_(list(targets), list(others))
+        return
     for ours, theirs in alike(targets, others):
         torch._foreach_add_(ours, theirs)
 

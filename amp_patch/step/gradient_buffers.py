@@ -77,6 +77,7 @@ class GradientBuffers:
         self._storage = self._places()
         self._pool = self._only_pool()
         self.are_taken_at_once = bool(self._pool) or (self.is_in_place and not self.is_spread)
+        self._is_one_call = self._is_plain() and self.is_in_place and _are_of_one_kind(pairs.model)
         # A scale and its inverse, in one field: an interrupt may come between two.
         self._factor = 1.0, torch_kernels.inverse_of(1.0)
         # The buffers of all others, with whether a row is theirs; None until somebody asks.
@@ -204,6 +205,10 @@ class GradientBuffers:
         Returns:
             What was found, with ``grads`` where the numbers that this rank holds of them went.
         """
+        if self._is_one_call and is_checked:
+            check = self._check_in_place(grads, scale)
+            if check is not None:
+                return check
         grads = self._local(grads)
         if self.is_in_place:
             targets, are_dense = grads, False
@@ -220,33 +225,48 @@ class GradientBuffers:
         return self._unscale.run(grads, targets, scale, storage)
 
     @without_grad
+    def _check_in_place(self, grads: list[Tensor], scale: float | Tensor) -> GradCheck | None:
+        """Do `unscale` by one call; return None, with nothing done, where it takes more."""
+        if isinstance(scale, Tensor) or scale < 1.0 or any(map(_IS_SPARSE, grads)):
+            return None
+        return self._check(grads, grads, scale) if self._reusable.are_free() else None
+
+    def _check(self, memory: list[Tensor], grads: list[Tensor], scale: float) -> GradCheck:
+        """Unscale the memory of gradients in place, and check it."""
+        if scale != self._factor[0]:
+            self._factor = scale, torch_kernels.inverse_of(scale)
+        found_inf = self._flag.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(memory, found_inf, self._factor[1])
+        return GradCheck(grads, [found_inf])
+
+    @without_grad
     def take(
         self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
     ) -> GradCheck | None:
         """Do `unscale` and `copy_back`: copy all, unscale the one memory of all targets, copy back.
 
         Args:
-            grads: of all parameters, dense.
+            grads: of all parameters.
             scale, is_checked: see `unscale`.
             shows: whether to do `copy_back`.
 
         Returns:
             As `unscale`. None, with nothing done, where not all of these are small half parameters
-            on the CPU, or somebody holds a target.
+            on the CPU, somebody holds a target, or a gradient is sparse, which torch does not copy.
         """
         pool, targets = self._pool, self._targets
         if not pool or isinstance(scale, Tensor) or scale < 1.0 or not self._reusable.are_free():
             return None
-        torch._foreach_copy_(targets, grads)
+        try:
+            torch._foreach_copy_(targets, grads)
+        except RuntimeError:
+            return None
         if not is_checked:
             return GradCheck(targets, [])
-        if scale != self._factor[0]:
-            self._factor = scale, torch_kernels.inverse_of(scale)
-        found_inf = self._flag.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(pool, found_inf, self._factor[1])
+        check = self._check(pool, targets, scale)
         if shows and scale != 1.0:
             torch._foreach_copy_(grads, targets)
-        return GradCheck(targets, [found_inf])
+        return check
 
     def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether these are what `take` has unscaled into."""
@@ -276,10 +296,13 @@ class GradientBuffers:
 
     def _only_pool(self) -> list[Tensor]:
         """Return the memory of all targets, if all are small masters on the CPU; else nothing."""
-        is_reference = isinstance(self._unscale, torch_kernels.Unscale)  # no kernel does it
-        is_plain = is_reference and not self._devices and not self.is_spread
         is_one = len(self._pools) == 1 and len(self._kinds) == 1  # pairs of a half dtype and fp32
-        return self._pools if is_plain and self._have_all_buffers and is_one else []
+        return self._pools if self._is_plain() and self._have_all_buffers and is_one else []
+
+    def _is_plain(self) -> bool:
+        """Return whether all are plain tensors on the CPU, and no kernel unscales them."""
+        is_reference = isinstance(self._unscale, torch_kernels.Unscale)
+        return is_reference and not self._devices and not self.is_spread
 
     def _places(self) -> list[tuple[list[Tensor], list[int]]]:
         """Return for each kind where the numbers of targets are: in which pools and rows."""
@@ -330,6 +353,12 @@ def _in_shares(sizes: Sequence[int], at_once: int) -> list[list[int]]:
 
 #: A share has one of so many parts of all elements, or so many elements where that is more.
 _SHARES, _LEAST_SHARE = 16, 1 << 17
+
+
+def _are_of_one_kind(params: Sequence[Tensor]) -> bool:
+    """Return whether all are real, and of one device and dtype; False where there are none."""
+    kinds = set(map(kind_of, zip(params)))
+    return len(kinds) == 1 and not params[0].is_complex()
 
 
 def _by_kind(tensors: dict[int, list[Tensor]]) -> list[list[int]]:

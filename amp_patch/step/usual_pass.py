@@ -75,8 +75,6 @@ class UsualPass:
             if is_first:
                 return buffers.unscale(grads, scale, is_checked)
             return self._add_in_place(buffers, grads, scale, is_checked)
-        if any(map(_IS_SPARSE, grads)):
-            return None
         give = self._give if is_first else self._give_more
         check = give(buffers, grads, scale, is_checked)
         if check is not None:

@@ -11,7 +11,6 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -301,10 +300,11 @@ class MasterWeights:
         self.catch_up()
         if not are_written:
             # Masters whose gradients never wait are of torch's own class, at which it asks nothing.
-            is_asked = self._lazy is not None
-            params = chain(self._params, self._masters)
-            with as_plain_tensors(params) if is_asked else nullcontext():
+            if self._lazy is None:
                 self._cast.run()
+            else:
+                with as_plain_tensors(chain(self._params, self._masters)):
+                    self._cast.run()
         self._comparison.note_equal()
         self._note_equal()
         if self._exposed is not None:

@@ -83,6 +83,27 @@ def test_small_buffers_are_used_again_when_nobody_holds_them() -> None:
     assert third[0].data_ptr() == places[0]
 
 
+@pytest.mark.parametrize("odd", ["", "sparse", "small scale", "held", "mixed"])
+def test_gradients_in_place_take_one_call_where_all_are_alike(
+    monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    params = [torch.zeros(2, dtype=F16 if odd == "mixed" else F32), torch.zeros(3)]
+    buffers, scale = GradientBuffers(ParamPairs(params, params)), 0.5 if odd == "small scale" else 8
+    held = buffers.unscale([torch.full_like(one, torch.inf) for one in params], scale)
+    if odd != "held":
+        del held
+    long: list[bool] = []
+    run = buffers._unscale.run
+    monkeypatch.setattr(buffers._unscale, "run", lambda *args: long.append(True) or run(*args))
+    grads = [torch.full_like(one, 3.0) for one in params]
+    grads = [grads[0].to_sparse(), grads[1]] if odd == "sparse" else grads
+    check = buffers.unscale(grads, scale)
+    assert bool(long) == bool(odd)
+    assert not check.overflow
+    assert [grad.to_dense().tolist() for grad in grads] == [[3 / scale] * n for n in (2, 3)]
+    assert odd != "held" or held.overflow  # whoever keeps a check keeps what it found
+
+
 def test_sparse_gradients_are_not_coalesced() -> None:
     pairs = ParamPairs([torch.zeros(2, 1, dtype=F16)], [torch.zeros(2, 1)])
     values = torch.tensor([[1.0], [2.0**-12]], dtype=F16)  # their sum rounds in half
