@@ -331,10 +331,9 @@ class Session:
             TypeError: not an optimizer or a list or tuple of them.
             RuntimeError: `amp.initialize` was not called, or not with this optimizer.
         """
-        if isinstance(optimizers, Optimizer):  # most often, and every iteration comes here
-            step = self.optimizers.steps.get(optimizers)
-            if step is not None:
-                return [step]
+        found = self.optimizers.steps_of(optimizers)
+        if found:  # most often, and every iteration comes here
+            return found
         if self._is_disabled(optimizers):
             return None
         call = caller.removeprefix("with ")

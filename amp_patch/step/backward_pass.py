@@ -24,7 +24,7 @@ from . import reached_masters
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
-from .param_pairs import ParamPairs
+from .param_pairs import ParamPairs, same
 from .skip import Skip
 
 
@@ -90,6 +90,7 @@ class BackwardPass:
             for one in optimizers:
                 if one.unshared_scale is not None:
                     self._scale = one.unshared_scale
+        self._are_apart = False
         self._open: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._pending: PendingCheck | None = None
@@ -210,8 +211,9 @@ class BackwardPass:
         return found
 
     def _share_nothing(self) -> bool:
-        """Return whether no optimizer has a parameter or a master of another."""
-        return all(pairs is one.pairs() for one, pairs in chain(self._open, self._received))
+        """Return whether no optimizer has, or had when the pass began, a parameter of another."""
+        begun, received = ([pairs for _, pairs in rows] for rows in (self._open, self._received))
+        return self._are_apart and same(begun, received)
 
     def _skips(self) -> list[Skip]:
         return list(map(_SKIP, self._optimizers))
@@ -352,8 +354,14 @@ class BackwardPass:
         if len(self._optimizers) == 1:
             (one,) = self._optimizers
             return [(one, one.pairs())]
+        every = [one.pairs() for one in self._optimizers]
+        apart = self._optimizers[0].apart
+        if not apart.are(every):
+            apart.note(every)
+        self._are_apart = apart.are(every)
         taken: set[int] = set()
-        return [(one, one.pairs().share(taken, by)) for one in self._optimizers]
+        shares = every if self._are_apart else [pairs.share(taken, by) for pairs in every]
+        return list(zip(self._optimizers, shares, strict=True))
 
 
 class _WatchedBackward:

@@ -6,12 +6,12 @@ Say that a generator's loss runs through the discriminator, whose optimizer was 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from amp_patch import kernels
 from amp_patch.weights.lazy_gradients import stored_grad, stored_grads
@@ -58,7 +58,7 @@ class ForeignGradients:
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[Tensor, TensorWeakRef | None]] = []
+        self.found: list[tuple[Tensor, weakref.ref[Tensor] | None]] = []
         self.own_passes = 0
 
     def watch(self, params: Sequence[Tensor]) -> Watch:
@@ -76,7 +76,7 @@ class ForeignGradients:
         if written:
             known = set(map(id, chain.from_iterable(unscaled)))
             self.found += [
-                (param, TensorWeakRef(now)) for param, now in written if id(param) not in known
+                (param, weakref.ref(now)) for param, now in written if id(param) not in known
             ]
 
     def add_to(self) -> None:

@@ -98,7 +98,10 @@ class Observers(list[StepObserver]):
     @property
     def wait_for_overflows(self) -> bool:
         """Whether somebody must hear of an overflow at once."""
-        return any(observer.waits_for_overflows for observer in self)
+        for observer in self:  # noqa: SIM110  # asked in each pass: no generator
+            if observer.waits_for_overflows:
+                return True
+        return False
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver.prepared`."""

@@ -27,12 +27,12 @@ from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.lazy_gradients import listed, stored_grad
+from amp_patch.weights.lazy_gradients import have_none, listed, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
-from .param_pairs import ParamPairs, Params, same
+from .param_pairs import Apart, ParamPairs, Params, same
 from .reached_masters import ReachedMasters
 from .skip import Skip
 from .zeroing import Zeroing
@@ -74,6 +74,7 @@ class OptimizerBackward:
             a later one to share, which takes the same; None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
         reached: divides what comes to masters past the half parameters.
+        apart: tells whether it shares parameters with others of its losses, as the first of these.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class OptimizerBackward:
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self.reached = ReachedMasters()
-        self._pairs = ParamPairs([], [])
+        self._pairs = ParamPairs(listed(()), listed(()))
+        self.apart = Apart()
         self._steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
@@ -305,7 +307,7 @@ class OptimizerBackward:
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # A half gradient that a master has is not read again. Another thread trains its own models.
         params, masters = self.pairs() if is_scaled and is_here else ((), ())
-        if not same(params, masters):
+        if not same(params, masters) and (waiting or not have_none(masters)):
             params = [
                 param
                 for param, master in zip(params, masters, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, Literal, NamedTuple
@@ -57,6 +58,26 @@ class ParamPairs(NamedTuple):
     def select(self, chosen: list[bool]) -> ParamPairs:
         """Return the pairs that are chosen."""
         return ParamPairs(*(list(compress(column, chosen)) for column in self))
+
+
+class Apart:
+    """Remembers the pairs of several optimizers that share nothing: to find that out takes long.
+
+    Lists that `listed` made stand for them, held weakly; nobody changes one.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[list[Tensor]]] = []
+
+    def are(self, every: Sequence[ParamPairs]) -> bool:
+        """Return whether these were noted last."""
+        return same([known() for known in self._known], [pairs.master for pairs in every])
+
+    def note(self, every: Sequence[ParamPairs]) -> None:
+        """Note pairs, unless two of them have a parameter, or a master, together."""
+        taken: dict[Literal["model", "master"], set[int]] = {"model": set(), "master": set()}
+        if all(pairs.share(ids, by) is pairs for by, ids in taken.items() for pairs in every):
+            self._known = [weakref.ref(pairs.master) for pairs in every]
 
 
 def same(ones: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,7 @@ class PreparedOptimizers:
         self.running: list[OptimizerStep] = []
         # Each forward asks for them: a list is read in a quarter of the time of a weak dict.
         self._masters: list[weakref.ref[MasterWeights]] = []
+        self._steps: list[weakref.ref[OptimizerStep]] = []  # likewise, for each pass
 
     def set_up(
         self,
@@ -105,6 +107,9 @@ class PreparedOptimizers:
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)
+            reference = weakref.ref(step, self._steps.remove)
+            self._steps.append(reference)
+            on_error.callback(self._steps.remove, reference)
             if step.masters is not None:
                 self._masters.append(weakref.ref(step.masters, self._masters.remove))
             if optimizer is not given:
@@ -123,6 +128,17 @@ class PreparedOptimizers:
             step.fuse_by_default(given)
         if together is not None and together.have_parts:
             step.state.save_masters(given)
+
+    def steps_of(self, optimizers: Any) -> list[OptimizerStep]:
+        """Return what was set up for one, or each of a list or tuple; nothing if not for all."""
+        if isinstance(optimizers, Optimizer):
+            step = self.steps.get(optimizers)
+            return [] if step is None else [step]
+        given = optimizers if isinstance(optimizers, (list, tuple)) else ()
+        if not all(map(isinstance, given, repeat(Optimizer))):
+            return []
+        found = dict.fromkeys(map(self.steps.get, given))
+        return [] if None in found else [step for step in found if step is not None]
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
@@ -194,9 +210,10 @@ class PreparedOptimizers:
 
     def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerBackward]:
         """Return what all but these do around a backward."""
-        if len(self.steps) == len(steps):
+        if len(self._steps) == len(steps):
             return []
-        return [step.backward for step in list(self.steps.values()) if step not in steps]
+        every = [reference() for reference in self._steps]
+        return [step.backward for step in every if step is not None and step not in steps]
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""

@@ -10,7 +10,8 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from amp_patch.step.param_pairs import ParamPairs, Params, same
+from amp_patch.step.param_pairs import Apart, ParamPairs, Params, same
+from amp_patch.weights.lazy_gradients import listed
 
 
 @pytest.fixture
@@ -39,6 +40,27 @@ def test_of_two_optimizers_the_first_handles_what_both_hold(tensors: list[Tensor
     by_master: set[int] = set()
     assert ones.share(by_master, "master") is ones
     assert others.share(by_master, "master") is others
+
+
+@pytest.mark.parametrize("shared", ["", "model", "master"])
+def test_pairs_are_apart_until_a_list_is_another(tensors: list[Tensor], shared: str) -> None:
+    half, other, first, second = tensors
+    ones = ParamPairs(listed([half]), listed([first]))
+    others = ParamPairs(
+        listed([half if shared == "model" else other]),
+        listed([first if shared == "master" else second]),
+    )
+    apart = Apart()
+    assert not apart.are([ones, others])
+    apart.note([ones, others])
+    assert apart.are([ones, others]) == (not shared)
+    assert not apart.are([others, ones])
+    assert not apart.are([ones])
+    again = ParamPairs(ones.model, listed(ones.master))
+    assert not apart.are([again, others])
+    list_of_others = weakref.ref(others.master)
+    del others
+    assert list_of_others() is None
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])

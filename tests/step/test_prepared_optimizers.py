@@ -9,6 +9,9 @@ from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from amp_patch.session import session
+from amp_patch.step import prepared_optimizers
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WITH_MASTERS = ("O2", "O5")
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
@@ -84,3 +87,45 @@ def test_a_wrapper_without_an_optimizers_hooks_trains(amp: ModuleType, level: st
     for name in expected:
         torch.testing.assert_close(got[name].float(), expected[name], rtol=2e-2, atol=2e-2)
     amp.deactivate()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_optimizers_are_found_alone_and_in_lists_where_all_are_set_up(
+    amp: ModuleType, level: str
+) -> None:
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    one, other = optimizers = [SGD(model.parameters(), lr=0.5) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    prepared = session.optimizers
+    steps = [prepared.steps[optimizer] for optimizer in optimizers]
+    assert prepared.steps_of(one) == steps[:1]
+    assert prepared.steps_of((one, other, one)) == steps
+    unknown = SGD(nn.Linear(3, 2).parameters(), lr=0.5)
+    for given in (unknown, [], [one, unknown], [one, None], None, {one}):
+        assert prepared.steps_of(given) == []
+    assert prepared.others(steps) == []
+    assert prepared.others(steps[:1]) == [steps[1].backward]
+
+
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_what_was_set_up_goes_where_a_later_optimizer_cannot_be(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    known, one, other = (SGD(model.parameters(), lr=0.5) for model in models)
+    amp.initialize(models[0], known, opt_level=level, verbosity=0)
+    monkeypatch.setattr(prepared_optimizers, "local_optimizer", {one: one}.__getitem__)
+    with pytest.raises(KeyError) as caught:
+        amp.initialize(models[1:], [one, other], opt_level=level, verbosity=0)
+    assert session.optimizers.others(session.optimizers.steps_of(known)) == []
+    assert caught.tb  # whose frames hold what was set up for one
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_was_dropped_is_none_of_the_others(amp: ModuleType, level: str) -> None:
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimizers = [SGD(model.parameters(), lr=0.5) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    kept = session.optimizers.steps[optimizers[0]]
+    del optimizers[1]
+    assert session.optimizers.others([kept]) == []
