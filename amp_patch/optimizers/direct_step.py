@@ -56,7 +56,8 @@ class DirectStep:
         for group in groups:
             if not group["params"] or not (group["fused"] or _is_stepped_together(group)):
                 return False
-        return not captures.are_made(groups[0]["params"][0].device)
+        first = groups[0]["params"][0]
+        return not (first.is_cuda and captures.are_made(first.device))
 
     def forget(self) -> None:
         """See `FusedStep.forget`."""

@@ -128,6 +128,31 @@ def multiply_and_add(pairs: list[Pair]) -> None:
         average.mul_(DECAY).add_(value, alpha=1 - DECAY)
 
 
+def test_a_call_of_lerp_is_as_torch_has_it(amp: ModuleType) -> None:
+    model, optimizer = make()
+    average, out = torch.zeros(2), torch.empty(2)
+    end = torch.tensor([1.0, 3.0])
+    calls = [
+        lambda lerp: lerp(average, end, 0.5),
+        lambda lerp: lerp(average, end, torch.tensor([0.5, 0.25])),
+        lambda lerp: (out.zero_(), lerp(average, end=end, weight=0.5, out=out))[0],
+        lambda lerp: lerp(average, end),  # refused
+        lambda lerp: lerp(average, end, 0.5, 0.5),
+    ]
+    found = [outcome(call) for call in calls]
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert [outcome(call) for call in calls] == found
+    end = end.half()
+    assert [outcome(call) for call in calls] == found
+
+
+def outcome(call: Any) -> Any:
+    try:
+        return call(torch.lerp).tolist()
+    except TypeError:
+        return TypeError
+
+
 READS = [parameters, data, entries]
 UPDATES = [lerp, lerp_by_name, lerp_each, multiply_and_add]
 

@@ -494,6 +494,8 @@ def test_in_a_capture_torch_looks_whether_it_may_step(
     training.train()
     monkeypatch.setattr(type(captures), "are_made", lambda self, device: True)
     direct = DirectStep(AdamW([torch.ones(2, requires_grad=True)], fused=True))
+    assert direct.is_right(training.optimizer)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
     assert not direct.is_right(training.optimizer)
 
 
