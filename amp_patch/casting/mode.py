@@ -102,27 +102,17 @@ class CastMode(threading.local):
 
     def save(self) -> Saved:
         """Return what `restore` needs."""
-        if is_dynamo_compiling():  # whose guards are on attributes
-            return Saved(self.level, self.off, self.region)
-        own = self.__dict__  # of this thread; to look up one attribute takes as long as all here
-        return Saved(own["level"], own["off"], own["region"])
+        return Saved(self.level, self.off, self.region)
 
     def restore(self, saved: Saved) -> None:
         """Set level, off and region, and from them what the wrappers read."""
-        self._set(*saved)
-
-    def _set(self, level: torch.dtype | None, off: bool, region: Any) -> None:
-        dtype = OFF if off else level
-        if is_dynamo_compiling():  # as in `save`
-            self.level, self.off, self.region, self.dtype = level, off, region, dtype
-            return
-        own = self.__dict__
-        own["level"], own["off"], own["region"], own["dtype"] = level, off, region, dtype
+        self.level, self.off, self.region = saved
+        self.dtype = OFF if self.off else self.level
 
     def switch_off(self, region: Any = None) -> Saved:
         """Turn the wrappers' casts off, in favour of ``region`` if one is given."""
-        saved = self.save()
-        self._set(saved.level, True, region)
+        saved = Saved(self.level, self.off, self.region)
+        self.off, self.region, self.dtype = True, region, OFF
         return saved
 
     def enter_autocast(self, key: int) -> None:
@@ -142,12 +132,12 @@ class CastMode(threading.local):
         stored: torch.dtype | None = None,
     ) -> None:
         """A model's forward begins: its level decides, unless casts are off around it."""
-        if is_dynamo_compiling():  # as in `save`
+        if is_dynamo_compiling():  # whose guards are on attributes
             self.models = (*self.models, (key, self.level, self.region_dtype, self.stored))
             self.level, self.region_dtype, self.stored = level, region_dtype, stored
             self.dtype = OFF if self.off else level
             return
-        own = self.__dict__
+        own = self.__dict__  # of this thread; to look up one attribute takes as long as all here
         around = key, own["level"], own["region_dtype"], own["stored"]
         own["models"] = (*own["models"], around)
         own["level"], own["region_dtype"], own["stored"] = level, region_dtype, stored
