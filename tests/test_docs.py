@@ -52,7 +52,7 @@ TESTED_BY = {
 # docs/graphs.md
 pytestmark = pytest.mark.usefixtures("graph_libraries_imported")
 #: pages whose snippets go on from each other, from the first to the last
-IN_ONE_GO = {"diagnose.md", "mistakes.md"}
+IN_ONE_GO = ("diagnose.md", "mistakes.md")  # in this order in each process of pytest
 SNIPPETS = [
     pytest.param(page, heading, id=f"{page.name}-{heading}")
     for page in PAGES
