@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_patch.kernels.strips import lie_alike
 from amp_patch.patching import Patches
 
 #: Returns whether a tensor is on a GPU for which torch has fused kernels.
@@ -25,7 +26,7 @@ class FusedByDefault:
     """Enters ``fused=True`` in the groups of an optimizer, until it is removed.
 
     What ``state_dict()`` returns is as torch's without it: ``fused`` is None there, and the
-    counters of steps are on the CPU.
+    counters of steps are on the CPU, unless the group is capturable.
 
     Args:
         optimizer: of these very types, held weakly.
@@ -48,7 +49,10 @@ class FusedByDefault:
             return
         groups = optimizer.param_groups
         self._entered = [group for group in groups if self._is_entered(group)]
-        if not all(group["fused"] or _is_left_to_torch(group) for group in groups):
+        if not all(
+            group["fused"] or (_is_left_to_torch(group) and _lie_as_fused_takes(optimizer, group))
+            for group in groups
+        ):
             return
         for group in groups:
             if not group["fused"]:
@@ -68,9 +72,9 @@ class FusedByDefault:
         if optimizer is None:
             return
         for group in filter(self._is_entered, optimizer.param_groups):
-            group["fused"] = None
             for _, state in _states(optimizer, group):
-                state["step"] = state["step"].cpu()
+                state["step"] = _as_torch_has_it(state["step"], group)
+            group["fused"] = None
 
     def _is_entered(self, group: Mapping[str, Any]) -> bool:
         return bool(group["fused"]) and any(group is one for one in self._entered)
@@ -85,7 +89,8 @@ class FusedByDefault:
             kept["fused"] = None
             for place in kept["params"]:
                 if "step" in states.get(place, ()):
-                    states[place] = {**states[place], "step": states[place]["step"].cpu()}
+                    counter = _as_torch_has_it(states[place]["step"], group)
+                    states[place] = {**states[place], "step": counter}
         return {**state_dict, "state": states, "param_groups": saved}
 
 
@@ -99,6 +104,28 @@ def _is_left_to_torch(group: Mapping[str, Any]) -> bool:
         type(param) in (Tensor, nn.Parameter) and param.dtype is torch.float32 and ON_GPU(param)
         for param in group["params"]
     )
+
+
+def _lie_as_fused_takes(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether parameters and averages fill their memory in one order.
+
+    torch's fused kernel refuses others, its functions for many tensors do not: a parameter that is
+    columns of a matrix, or averages from before a model became ``channels_last``.
+    """
+    for param in group["params"]:
+        state = optimizer.state.get(param, {})
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        averages = [
+            one for one in tensors if one.shape == param.shape and one is not state.get("step")
+        ]
+        if not lie_alike([param, *averages]):
+            return False
+    return True
+
+
+def _as_torch_has_it(counter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Return a counter of steps where torch has it, in a group that is not fused."""
+    return counter if group["capturable"] else counter.cpu()
 
 
 def _states(

@@ -215,6 +215,46 @@ def test_goes_on_from_steps_before(amp: ModuleType) -> None:
     assert [(one.dtype, float(one)) for one in counters] == [(torch.float32, 2.0)] * 2
 
 
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("kind", ["parameter", "averages"])
+def test_what_the_kernel_refuses_is_stepped_as_torch_does(amp: ModuleType, kind: str) -> None:
+    """On a GPU it raises: "must have same dtype, device, and layout"; on a CPU it is wrong."""
+    outcomes = []
+    for is_initialized in (True, False):
+        model = nn.Linear(4, 3, bias=False)
+        weight = torch.linspace(-1, 1, 24).reshape(3, 8)
+        weight = weight[:, ::2] if kind == "parameter" else weight[:, :4].contiguous()
+        model.weight = nn.Parameter(weight)
+        optimizer = AdamW(model.parameters(), lr=0.125)
+        for count in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            state = optimizer.state[model.weight]
+            if kind == "averages" and count == 0:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = state[name].t().contiguous().t()
+            if is_initialized and count == 0:
+                amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
+                assert fused_of(optimizer) == [None]
+                amp.deactivate()
+        outcomes.append(model.weight.detach().clone())
+    torch.testing.assert_close(*outcomes, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_counters_of_a_capturable_group_stay_on_its_device() -> None:
+    param = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = AdamW([param], capturable=True)
+    optimizer.state[param] = {"step": torch.ones((), device="meta")}
+    by_default = fused_by_default.FusedByDefault(optimizer)
+    assert fused_of(optimizer) == [True]
+    assert optimizer.state_dict()["state"][0]["step"].is_meta
+    by_default.remove()
+    assert fused_of(optimizer) == [None]
+    assert optimizer.state[param]["step"].is_meta
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_a_gpu(amp: ModuleType, level: str) -> None:
