@@ -107,9 +107,9 @@ class PreparedOptimizers:
             on_error.callback(step.release)
             self.steps[optimizer] = step
             on_error.callback(self.steps.pop, optimizer, None)
-            reference = weakref.ref(step, self._steps.remove)
+            reference = weakref.ref(step, self._forget_step)
             self._steps.append(reference)
-            on_error.callback(self._steps.remove, reference)
+            on_error.callback(self._forget_step, reference)
             if step.masters is not None:
                 self._masters.append(weakref.ref(step.masters, self._masters.remove))
             if optimizer is not given:
@@ -128,6 +128,11 @@ class PreparedOptimizers:
             step.fuse_by_default(given)
         if together is not None and together.have_parts:
             step.state.save_masters(given)
+
+    def _forget_step(self, reference: weakref.ref[OptimizerStep]) -> None:
+        """One is gone, or is not set up after all; then it is gone later, too."""
+        if reference in self._steps:
+            self._steps.remove(reference)
 
     def steps_of(self, optimizers: Any) -> list[OptimizerStep]:
         """Return what was set up for one, or each of a list or tuple; nothing if not for all."""

@@ -1,5 +1,6 @@
 """Optimizers that amp.initialize() was not given, or that are hardly optimizers."""
 
+import gc
 from types import ModuleType
 from typing import Any
 
@@ -119,6 +120,11 @@ def test_what_was_set_up_goes_where_a_later_optimizer_cannot_be(
         amp.initialize(models[1:], [one, other], opt_level=level, verbosity=0)
     assert session.optimizers.others(session.optimizers.steps_of(known)) == []
     assert caught.tb  # whose frames hold what was set up for one
+    unraisable: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
+    del caught
+    gc.collect()
+    assert unraisable == []
 
 
 @pytest.mark.parametrize("level", LEVELS)
