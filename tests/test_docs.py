@@ -356,6 +356,10 @@ GENERATED = {
         DOCS / "benchmarks.md",
         partial(host_rows_table, "host_rows_compiled.json"),
     ),
+    "host-rows-architectures": (
+        DOCS / "benchmarks.md",
+        partial(host_rows_table, "host_rows_architectures.json"),
+    ),
     "host-rows-sgd": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows_sgd.json")),
     "host-rows-adamw": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows_adamw.json")),
     "host-in-turn": (DOCS / "benchmarks.md", partial(host_rows_table, "host_in_turn.json")),
