@@ -1,4 +1,4 @@
-"""What tests share: how often a property is drawn, which cases are nightly, a backward."""
+"""What tests share: how often a property is drawn, which cases are nightly, a backward, waits."""
 
 import os
 import zlib
@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 #: How often properties are drawn, see `conftest`.
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ordinary")
@@ -106,3 +107,15 @@ def profiled() -> torch.profiler.profile:
     """Profile the CPU; torch before 2.13 warns where events of earlier cycles are not kept."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     return torch.profiler.profile(activities=activities, acc_events=True)
+
+
+class CountItems(TorchDispatchMode):
+    """Counts what would wait for a device: ``.item()`` and whatever needs a number of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

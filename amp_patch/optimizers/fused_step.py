@@ -23,7 +23,7 @@ from amp_patch.weights.lazy_gradients import LazyGradients, as_plain_tensors
 from amp_patch.weights.master_weights import MasterWeights
 
 from .cuda_step import CudaStep
-from .device_flag import skips_by_flag, step_by_flag
+from .device_flag import step_by_flag
 from .reference_step import ReferenceStep
 from .registry import refuse_unknown, update_of
 
@@ -142,10 +142,10 @@ class FusedStep:
                 is_over = self._step_or_skip(optimizer, self._found_inf)
         if not is_over:
             self.lazy.materialize()
-            if self._found_inf is None or not skips_by_flag(optimizer):
-                self._plain(optimizer)
-            else:
+            if self._found_inf is not None and self._reference.takes_flag(optimizer):
                 step_by_flag(optimizer, self._found_inf, lambda: self._plain(optimizer))
+            else:  # it is 0, or was waited for
+                self._plain(optimizer)
 
     def _step_or_skip(self, optimizer: Optimizer, found_inf: Tensor | None) -> bool:
         """Step by kernels or the reference, or not where ``found_inf`` says so; False: neither."""

@@ -49,6 +49,19 @@ def test_a_step_without_torchs_python_takes_the_flag_to_the_bit(name: str) -> No
     assert not {"found_inf", "grad_scale"} & set(vars(theirs))
 
 
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_where_torchs_own_step_is_needed_it_gets_the_flag(flag: float) -> None:
+    optimizer = made("adamw")
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5)  # which only torch's own step takes
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    before = [group["params"][0].detach().clone() for group in optimizer.param_groups]
+    DirectStep(optimizer).run(optimizer, torch.tensor(flag))
+    after = [group["params"][0] for group in optimizer.param_groups]
+    assert all(map(torch.equal, before, after)) == (flag == 1.0)
+    assert not {"found_inf", "grad_scale"} & set(vars(optimizer))
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_a_flag_is_for_optimizers_of_which_each_group_is_fused(name: str) -> None:
     optimizer = made(name)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import scaled_backward, trains
+from support import CountItems, scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.optimizers import fused_by_default
 from amp_patch.step import loss_scaling
@@ -50,16 +49,6 @@ def step(amp: ModuleType, model: nn.Module, optimizer: Optimizer, factor: float 
 
 def fused_of(optimizer: Optimizer) -> list[Any]:
     return [group["fused"] for group in optimizer.param_groups]
-
-
-class CountItems(TorchDispatchMode):
-    """Counts what would wait for a device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -14,10 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import scaled_backward, trains
+from support import CountItems, scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.scaling import device_scaler
@@ -71,18 +70,6 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setattr(device_scaler, "HostCopy", Late)
     yield
     Late.made.clear()
-
-
-class CountItems(TorchDispatchMode):
-    """Counts what would wait for a device: ``.item()`` and whatever needs a number of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def start(amp: ModuleType, level: str, maker: str, **options: Any) -> tuple[nn.Module, Optimizer]:
