@@ -15,7 +15,7 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter, functional
 
-from .argument_casts import to_dtype
+from .argument_casts import to_dtype, to_float
 from .mode import OFF, mode, process
 from .shared_casts import last_cast, new_cast
 
@@ -214,20 +214,25 @@ def cell(
 
 
 def norm(original: Function, general: Function) -> Function:
-    """Wrap one of `NORMS`, which compute in float32: most often all is in it already."""
+    """Wrap one of `NORMS`, which compute in float32: most often weights are in it already."""
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (
-            not kwargs
-            and len(args) > 3
-            and type(args[0]) is Tensor
-            and args[0].dtype is _FLOAT
+            kwargs
+            or len(args) < 4
+            or type(args[0]) is not Tensor
             # of which the last may be a number
-            and getattr(args[2], "dtype", _FLOAT) is getattr(args[3], "dtype", _FLOAT) is _FLOAT
+            or getattr(args[2], "dtype", _FLOAT) is not _FLOAT
+            or getattr(args[3], "dtype", _FLOAT) is not _FLOAT
         ):
+            return general(*args, **kwargs)
+        if args[0].dtype is _FLOAT:
             return original(*args)
-        return general(*args, **kwargs)
+        if is_dynamo_compiling() or below_autograd(AUTOGRAD):  # as it is in inference mode
+            return general(*args)
+        level = mode.dtype or process.dtype
+        return original(*args) if level is OFF else original(to_float(args[0]), *args[1:])
 
     return wrapper
 

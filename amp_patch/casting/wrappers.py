@@ -270,8 +270,11 @@ def _setting_dtype(original: Function) -> Function:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # The usual questions first: torch's softmax of torch.nn calls another with a dtype. Types
-        # are looked for in a list, for torch 2.6 traces no "in" of a map.
+        # The usual questions first: no such function takes another tensor to be cast, and torch's
+        # softmax of torch.nn calls another with a dtype. Types are looked for in a list, for torch
+        # 2.6 traces no "in" of a map.
+        if args and type(args[0]) is Tensor and args[0].dtype is torch.float32:
+            return original(*args, **kwargs)
         if (kwargs and kwargs.get("dtype")) or (mode.dtype or process.dtype) is OFF:
             return original(*args, **kwargs)
         if _stay(args, kwargs, HALVES) or torch.dtype in list(map(type, args)):

@@ -255,6 +255,29 @@ def test_an_operators_own_code_is_left_alone(o1: Any, kind: Any) -> None:
     assert seen == [torch.float32]
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_half_is_left_alone_where_casts_are_off(o1: Any, name: str) -> None:
+    half, weight = torch.ones(2, 4, dtype=HALF), torch.ones(4)
+    seen: list[torch.dtype] = []
+
+    def norm(weight: Tensor | None) -> torch.dtype:
+        return NORMS[name](half, weight, weight).dtype
+
+    @torch.library.custom_op("amp_patch_tests::own_norm", mutates_args=())
+    def own_norm(x: Tensor) -> Tensor:
+        seen.append(NORMS[name](x, None, None).dtype)
+        return x.clone()
+
+    own_norm(half)
+    assert norm(weight) is norm(None) is torch.float32
+    with o1.disable_casts():
+        assert norm(None) is HALF
+    with torch.inference_mode():
+        assert norm(weight) is torch.float32
+    assert seen == [HALF]
+    assert NORMS[name](half.to("meta"), None, None).dtype is HALF  # the model is on the CPU
+
+
 @pytest.mark.parametrize("kind", [lambda tensor: tensor, nn.Parameter])
 @pytest.mark.parametrize("block", [torch.inference_mode, torch.no_grad])
 def test_products_without_grad_are_cast_too(o1: Any, block: Any, kind: Any) -> None:
