@@ -142,9 +142,11 @@ class MasterWeights:
 
     def _make(self, param: Tensor) -> Tensor:
         value = self._values.take(param)
-        attached = param.requires_grad
-        lazy = self._lazy
+        lazy, own, attached = self._lazy, type(param), param.requires_grad
         master = nn.Parameter(value, attached) if lazy is None else lazy.parameter(value, attached)
+        if lazy is None and nn.Parameter in own.__mro__:
+            # Optimizers look at a user's own class, too: Riemannian ones find manifolds by it.
+            master = Tensor._make_subclass(own, master, attached)  # type: ignore[assignment]
         grad = param.grad if value.grad is None else value.grad
         master.grad = None if grad is None else grad.to(torch.float32, copy=True)
         # Optimizers look at attributes that users set on parameters.

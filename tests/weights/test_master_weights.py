@@ -85,6 +85,32 @@ def test_an_attribute_can_steer_the_optimizer(amp: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_finds_parameters_by_their_own_class(amp: ModuleType, level: str) -> None:
+    class OnSphere(nn.Parameter):
+        def __new__(cls, data: Tensor, radius: float) -> Any:
+            return Tensor._make_subclass(cls, data, True)
+
+        def __init__(self, data: Tensor, radius: float) -> None:
+            self.radius = radius
+
+    class RiemannianSGD(SGD):
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            super().step()
+            for param in self.param_groups[0]["params"]:
+                if isinstance(param, OnSphere):
+                    param.mul_(param.radius / param.norm())
+
+    model = fine_linear()
+    model.weight = OnSphere(model.weight.detach(), radius=2.0)
+    model, optimizer = prepared(amp, level, model, RiemannianSGD)
+    train_step(amp, model, optimizer)
+    torch.testing.assert_close(model.state_dict()["weight"].norm(), torch.tensor(2.0))
+    amp.deactivate()
+    assert type(model.weight) is OnSphere
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("make", [SGD, Adam, AdamW])
 def test_state_from_before_initialize_goes_on(
     amp: ModuleType, level: str, make: type[Optimizer]
