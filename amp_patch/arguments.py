@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,11 +34,12 @@ def models_of(
         stored: ids of the parameters and buffers that `initialize` has cast to half.
 
     Raises:
-        TypeError: anything else.
+        TypeError: anything else, or a model that ``==`` does not find.
         RuntimeError: a model that `initialize` has stored in half, or that trains half parameters.
     """
     found = _as_list(models, nn.Module, "models must be a torch.nn.Module or a list or tuple of")
     for model in found:
+        _refuse_unequal(model)
         if not allow_half:
             _refuse_half(model, stored)
     return found
@@ -108,6 +110,18 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
         if not isinstance(item, kind):
             raise TypeError(f"{rule} them; got {type(item).__name__}; {_MEND}.")
     return list(items)
+
+
+def _refuse_unequal(model: nn.Module) -> None:
+    """Raise for a model that no dictionary finds again, as a tensordict, which compares numbers."""
+    with contextlib.suppress(Exception):
+        if type(model).__eq__ is object.__eq__ or model == model:
+            return
+    raise TypeError(
+        "models must be equal to themselves, for amp.initialize() looks them up by ==; got a "
+        f"{type(model).__name__}, whose == says something else. Make it an attribute of a "
+        "torch.nn.Module of your own, and pass that."
+    )
 
 
 def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:
