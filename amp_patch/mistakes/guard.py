@@ -77,6 +77,7 @@ class Guard:
             optimizers, scaler, make_scaling, make_pass, self.unprepared.forget
         )
         self._half_steps = HalfSteps()
+        self._copies = ExactCopies(store, models.in_half)
         self.plain_averages = PlainAverages()
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
@@ -97,7 +98,7 @@ class Guard:
             **hooks.replacements(self._scaled_models, self._optimizers.param_of),
             **split_backward.replacements(),
             **self.backwards.replacements(),
-            **ExactCopies(self._store, self._models.in_half).replacements(),
+            **self._copies.replacements(),
             **collective_writes.replacements(self._store),
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
             "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self._noting_init,
@@ -165,7 +166,8 @@ class Guard:
         self.plain_averages.follow(models)
         hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
-        halves = any(self._models.levels[model].stores_half for model in models)
+        halves = [model for model in models if self._models.levels[model].stores_half]
+        self._copies.follow(halves, patches)
         if halves and not self._follows_halves:
             self._follows_halves = True
             torch_sites.replace(patches, averages.OF_HALVES)

@@ -7,8 +7,9 @@ Knows models in half and their fp32 values; no optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import set_data
+from amp_patch.patching import Patches
 
 from .fp32_values import FP32Values
 
@@ -40,6 +42,19 @@ class ExactCopies:
             "torch.nn.parameter.Parameter.__deepcopy__": self._exact,
             "torch.Tensor.__deepcopy__": self._exact,
         }
+
+    def follow(self, models: Iterable[nn.Module], patches: Patches) -> None:
+        """Copy parameters of a user's own class exactly, whose ``__deepcopy__`` is its own, too.
+
+        Args:
+            models: those that are stored in half now.
+            patches: undoes what is replaced.
+        """
+        for own in {type(one) for model in models for one in _tensors_of(model)}:
+            owner = next(base for base in own.__mro__ if "__deepcopy__" in vars(base))
+            found = vars(owner)["__deepcopy__"]
+            if isinstance(found, FunctionType) and found.__globals__ is not globals():
+                patches.replace(owner, "__deepcopy__", self._exact(found))
 
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -97,9 +112,13 @@ class ExactCopies:
         owners: dict[int, list[nn.Module]] = {}
         for model in self._models():
             for module in model.modules():
-                for tensor in chain(module.parameters(), module.buffers()):
+                for tensor in _tensors_of(module):
                     owners.setdefault(id(tensor), []).append(module)
         return owners
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
 
 
 class _Copying:

@@ -95,6 +95,34 @@ def test_a_copy_is_float32_and_exact(amp: ModuleType, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", HALF_OF)
+def test_a_parameter_of_a_class_that_copies_itself_is_float32_and_exact(
+    amp: ModuleType, level: str
+) -> None:
+    class Named(nn.Parameter):
+        def __new__(cls, data: Tensor, label: str) -> Named:
+            return Tensor._make_subclass(cls, data, True)
+
+        def __init__(self, data: Tensor, label: str) -> None:
+            self.label = label
+
+        def __deepcopy__(self, memo: dict[int, object]) -> Named:
+            return memo.setdefault(id(self), Named(self.detach().clone(), self.label))
+
+    own = Named.__deepcopy__
+    model, optimizer = made()
+    model.shift = Named(model._buffers.pop("shift"), "shift")
+    for _ in range(2):
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        twin = copy.deepcopy(model)
+        assert (type(twin.shift), twin.shift.label) == (Named, "shift")
+        assert twin.shift.dtype is torch.float32
+        assert torch.equal(twin.shift, model.state_dict()["shift"])
+        assert twin(batch(9)).dtype is torch.float32
+        amp.deactivate()
+    assert Named.__deepcopy__ is own
+
+
+@pytest.mark.parametrize("level", HALF_OF)
 def test_a_copy_goes_its_own_way(amp: ModuleType, level: str) -> None:
     model, optimizer = trained(amp, level)
     twin = copy.deepcopy(model)
