@@ -26,6 +26,7 @@ from .step.observers import Observers
 from .step.optimizer_step import OptimizerStep
 from .step.overflow_log import OverflowLog
 from .step.prepared_optimizers import PreparedOptimizers
+from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
 from .weights.prepared_models import PreparedModels
 
@@ -179,6 +180,15 @@ class BackwardPasses:
     ) -> None:
         self.overflows.note(scaler_id, scale, step, found, self._models.places())
         self._observers.overflowed(scaler_id, found)
+        is_low = scale <= 1.0 and self._scalers[scaler_id].rule.dynamic
+        if is_low and self._optimizers.calls_with(scaler_id) > 1:
+            warn_once(
+                "trainings that share a loss scale must find one that suits all of them; got "
+                "overflows down to a scale of 1 in one of several that share loss scaler "
+                f"{scaler_id}, and below it the gradients of the others become 0. Give each a "
+                "rule, and so a scale, of its own: amp.initialize(..., growth_interval=2001). Or "
+                "call amp.initialize(..., opt_level='O4'), which needs no scale."
+            )
 
 
 def _params_of(steps: Sequence[OptimizerStep]) -> Iterable[Tensor]:

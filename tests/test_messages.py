@@ -25,6 +25,7 @@ PAGES = {
     "apex/environment.py": "enable.md#when-it-is-refused",
     "apex/packages/": "apex.md#what-is-supplied",
     "arguments.py": "api.md",
+    "backward_passes.py": "gradients.md#train-several-models-losses-and-optimizers",
     "call_site.py": "limits.md#in-the-step",
     "casting/": "rules.md",
     "casting/half_saving.py": "graphs.md#what-is-cast",

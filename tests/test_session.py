@@ -489,6 +489,33 @@ def test_scalers_of_dead_optimizers_are_replaced_and_the_list_shrinks(amp: Modul
     assert scales() == [2.0**16, 2.0**16]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_training_that_diverged_and_lives_on_leaves_the_next_one_no_scale(
+    amp: ModuleType, level: str
+) -> None:
+    first = amp.initialize(*make(), opt_level=level, verbosity=0)
+    for _ in range(41):
+        overflow(amp, first)
+    with pytest.raises(FloatingPointError):
+        overflow(amp, first)
+    assert amp.loss_scale() == 2.0**-24
+    amp.initialize(*make(), opt_level=level, verbosity=0)
+    assert scales() == [2.0**16]
+
+
+def test_a_training_that_diverges_beside_another_of_its_scale_warns(amp: ModuleType) -> None:
+    runs = [
+        amp.initialize(*make(), opt_level="O1", init_scale=2.0, growth_interval=n, verbosity=0)
+        for n in (1000, 1000, 2000)
+    ]
+    for _ in range(4):
+        overflow(amp, runs[2])  # whose scale is its own
+    overflow(amp, runs[0])
+    with pytest.warns(UserWarning, match="overflows down to a scale of 1 in one of several that"):
+        overflow(amp, runs[0])
+    overflow(amp, runs[0])  # warnings are errors here: it comes once
+
+
 Call = tuple[int, float, bool]  # num_losses, loss_scale, whether the optimizer lives on
 
 

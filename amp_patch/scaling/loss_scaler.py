@@ -105,6 +105,14 @@ class LossScaler:
             self.device_scaler.settle()
         return self.scale
 
+    def is_lost(self) -> bool:
+        """Return whether a training that diverged drove the scale to where others stand still.
+
+        Below 1 it makes the gradients smaller than they are: in float16 they become 0.
+        """
+        self.settle()
+        return self.rule.dynamic and (self.scale < 1.0 or self.exhausted)
+
     def settle(self) -> None:
         """Wait for what happens on a device; the attributes are right then."""
         if self.device_scaler is not None:

@@ -179,6 +179,11 @@ class PreparedOptimizers:
         """True where a loss may be multiplied by another number than 1."""
         return any(one.rule.dynamic or one.scale != 1.0 for one in self._scalers)
 
+    def calls_with(self, scaler_id: int) -> int:
+        """Return how many calls of `initialize` have living optimizers that use a scaler."""
+        mappings = {id(step.scalers): step.scalers for step in list(self.steps.values())}
+        return sum(scaler_id in mapping.values() for mapping in mappings.values())
+
     @property
     def have_shares(self) -> bool:
         """True where an optimizer has masters of this rank's share alone."""
@@ -308,8 +313,10 @@ class PreparedOptimizers:
     def _assign_scalers(self, rule: ScaleRule, num_losses: int) -> dict[int, int]:
         """Return loss_id -> index in the list of scalers for the optimizers of one call.
 
-        A scaler in use by a living optimizer is shared where its rule is the same and never
-        reset; where the rule differs the call gets one of its own at the end of the list.
+        A scaler in use by a living optimizer is shared where its rule is the same and not reset;
+        where the rule differs the call gets one of its own at the end of the list. A scale that is
+        lost begins anew: what diverged before, and lives on in a traceback or a scheduler, would
+        leave it to this call.
         """
         scalers = self._scalers
         in_use = {index for step in self.steps.values() for index in step.scalers.values()}
@@ -322,7 +329,7 @@ class PreparedOptimizers:
             if index >= len(scalers) or (taken and not shared):
                 index = len(scalers)
                 scalers.append(LossScaler(rule))
-            elif not shared:
+            elif not shared or scalers[index].is_lost():
                 scalers[index] = LossScaler(rule)
             assigned[loss_id] = index
         return assigned

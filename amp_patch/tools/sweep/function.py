@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,7 +60,9 @@ def run(
         else:
             raise BadArguments("resume writes to its own folder; got out too; leave that out")
     except BadArguments as error:
-        raise ValueError(error.message) from error
+        # what the command line calls --resume is an argument here
+        raise ValueError(re.sub(r"(?<!\S)--(?=(out|resume)\b)", "", error.message)) from error
+    prepared.goes_on_by = f"amp_patch.sweep({_name_of(train_fn)}, resume='{{}}')"
     file = prepared.folder.resolve() / _FILE
     file.write_bytes(sent)
     prepared.command = [sys.executable, "-m", __name__, str(file)]

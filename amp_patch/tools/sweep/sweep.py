@@ -38,6 +38,7 @@ class Sweep:
         started: when it first began, as ISO 8601 has it.
         kept: finished runs that need not be made again.
         lock: keeps other sweeps out of the folder.
+        goes_on_by: the call that goes on with it when it was interrupted, but for the folder.
     """
 
     settings: Settings
@@ -46,6 +47,7 @@ class Sweep:
     started: str = field(default_factory=lambda: _now())
     kept: Sequence[Run] = ()
     lock: FolderLock | None = None
+    goes_on_by: str = "amp-patch sweep --resume {}"
 
     def run(self, console: Console | None = None) -> Result:
         """Make the runs, write the files, and print the comparison; then let go of the folder.
@@ -76,7 +78,7 @@ class Sweep:
         if runner.is_futile:
             console.print(f"No other level was run. To mend: {MEND}.", highlight=False)
         if runner.interrupted:
-            resume = f"amp-patch sweep --resume {self.folder}"
+            resume = self.goes_on_by.format(self.folder)
             console.print(f"Interrupted. To go on: {resume}", soft_wrap=True, highlight=False)
         return Result(comparison, recommendation, self.folder, runs, runner.interrupted)
 

@@ -313,7 +313,7 @@ def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, 
         ({"tolerance": 5}, "tolerance must be a share .*; got 5; call .*tolerance=0.05"),
         ({"tolerance": float("nan")}, "tolerance must be a share .*; got nan"),
         ({"timeout": 0}, "timeout must be seconds above 0, or None for no limit; got 0"),
-        ({"resume": "nowhere"}, "must name the folder of a sweep"),
+        ({"resume": "nowhere"}, "^resume must name the folder of a sweep"),
     ],
 )
 def test_bad_options_of_the_call_are_value_errors(options, words: str) -> None:
@@ -352,7 +352,7 @@ def test_the_function_is_called_in_its_process(tmp_path: Path, monkeypatch) -> N
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch) -> None:
+def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch, capsys) -> None:
     def run(self, kept):
         self.interrupted = 130
         return eventful()
@@ -361,6 +361,11 @@ def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch) -> N
     with pytest.raises(KeyboardInterrupt):
         amp_patch.sweep(train, out=tmp_path / "out")
     assert (tmp_path / "out" / "levels.csv").exists()
+    assert (
+        f"To go on: amp_patch.sweep(train, resume='{tmp_path / 'out'}')" in capsys.readouterr().out
+    )
+    with pytest.raises(ValueError, match=f"^out must not hold a sweep; .* by resume {tmp_path}"):
+        amp_patch.sweep(train, out=tmp_path / "out")
 
 
 def test_the_snippet_on_the_page_trains(amp) -> None:

@@ -1,0 +1,88 @@
+"""Half weights written to behind their masters: what is lost is told of, the rest is kept."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from support import scaled_backward
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+@pytest.fixture(params=["O2", "O5"])
+def run(amp: ModuleType, request: pytest.FixtureRequest) -> tuple[nn.Linear, Optimizer]:
+    """Return a model after a step, and its optimizer."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=request.param, verbosity=0)
+    scaled_backward(amp, model(X).square().mean(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def decay_what_is_given(amp: ModuleType, optimizer: Optimizer) -> None:
+    for master in amp.master_params(optimizer):
+        master.mul_(0.5)
+
+
+def decay_groups(amp: ModuleType, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            master.mul_(0.5)
+
+
+@pytest.mark.parametrize("decay", [decay_what_is_given, decay_groups])
+@torch.no_grad()
+def test_a_write_behind_one_to_the_master_warns(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer], decay: Callable[..., None]
+) -> None:
+    model, optimizer = run
+    decay(amp, optimizer)
+    model.weight.fill_(3.0)
+    with pytest.warns(UserWarning, match=r"writes to both of a weight of shape \(2, 3\)"):
+        model(X)
+    assert not model.weight.eq(3.0).any()
+
+
+@pytest.mark.parametrize("decay", [decay_what_is_given, decay_groups])
+@torch.no_grad()
+def test_a_write_that_agrees_or_comes_after_a_forward_is_no_loss(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer], decay: Callable[..., None]
+) -> None:
+    model, optimizer = run
+    decay(amp, optimizer)
+    for weight, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
+        weight.copy_(master)  # as fp16_utils does
+    model(X)
+    decay(amp, optimizer)
+    model(X)
+    model.weight.fill_(3.0)
+    model(X)  # warnings are errors here
+    assert model.weight.eq(3.0).all()
+    assert next(amp.master_params(optimizer)).eq(3.0).all()
+
+
+def test_a_write_by_data_counts_where_masters_were_only_read(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer]
+) -> None:
+    model, optimizer = run
+    sum(master.norm().item() for master in amp.master_params(optimizer))  # as for a log
+    for param in model.parameters():
+        param.data.clamp_(-0.01, 0.01)
+    model(X)
+    assert all(param.abs().max() <= 0.011 for param in model.parameters())
+    assert all(value.abs().max() <= 0.011 for value in model.state_dict().values())
+
+
+def test_a_write_by_data_to_a_given_master_still_counts(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer]
+) -> None:
+    model, optimizer = run
+    for master in amp.master_params(optimizer):
+        master.data.fill_(3.0)
+    model(X)
+    assert all(param.eq(3.0).all() for param in model.parameters())
