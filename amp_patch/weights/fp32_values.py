@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.groups import is_on
-from amp_patch.distributed.shards import detached, local, place, same_numbers, version_of
+from amp_patch.distributed.shards import detached, place, same_numbers, version_of
 
 from .handed_out import HandedOut
 
@@ -32,22 +32,18 @@ class Versions:
     Attributes:
         equal: of each value, when it and its parameter were equal.
         given: of each parameter and its value, when the user was given the values, and may have
-            written to them by ``.data``, which moves no version; and `bits_of` the parameter then,
-            or None. None of a pair that was equal since; empty where the user was given none.
+            written to them by ``.data``, which moves no version. None of a pair that was equal
+            since; empty where the user was given none.
     """
 
     def __init__(self, equal: list[int] | None = None) -> None:
         self.equal = equal or []
-        self.given: list[tuple[int, int, Tensor | None] | None] = []
+        self.given: list[tuple[int, int] | None] = []
         self.given_at = 0
 
-    def give(
-        self, params: Sequence[int], values: Sequence[int], bits: Sequence[Tensor] | None = None
-    ) -> None:
+    def give(self, params: Sequence[int], values: Sequence[int]) -> None:
         """The user is given all values."""
-        of_params = [None] * len(params) if bits is None else bits
-        self.given = list(zip(params, values, of_params, strict=True))
-        self.given_at = next(_COUNT)
+        self.given, self.given_at = list(zip(params, values, strict=True)), next(_COUNT)
 
     def end_giving(self) -> None:
         """The user writes to none of them any more, and parameters equal them."""
@@ -84,12 +80,8 @@ class _Value:
         last, index = max(self.noted, key=lambda noted: noted[0].given_at)
         given = last.given[index] if index < len(last.given) else None  # one may have come since
         if given is not None:
-            param_then, value_then, bits_then = given
-            if version != value_then:
-                return True
-            if version_of(param) != param_then:
-                return False
-            return bits_then is None or bool(bits_of(param) == bits_then)
+            param_then, value_then = given
+            return version_of(param) == param_then or version != value_then
         return all(versions.equal[index] != version for versions, index in self.noted)
 
 
@@ -327,15 +319,6 @@ class FP32Values:
             entry.value.copy_(new)
             entry.note_equal()
             self.loads += 1
-
-
-def bits_of(param: Tensor) -> Tensor:
-    """Return a sum of what a half tensor holds; another one tells of a write that no version does.
-
-    It is an integer, which no rounding hides a write in.
-    """
-    bits: Tensor = local(param).detach().view(torch.int16)
-    return bits.sum()
 
 
 def _fits(value: Tensor, param: Tensor) -> bool:

@@ -24,15 +24,8 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 
-from .fp32_values import FP32Values, Versions, bits_of
-from .lazy_gradients import (
-    LazyGradients,
-    as_plain_tensors,
-    clear_grads,
-    have_none,
-    listed,
-    look_up,
-)
+from .fp32_values import FP32Values, Versions
+from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, listed, look_up
 from .lost_writes import tell_of_lost_writes
 
 _VERSION = operator.attrgetter("_version")
@@ -71,7 +64,6 @@ class MasterWeights:
         self._masters: list[Tensor] = []
         self._versions = Versions()
         self._exposed: list[int] | None = None
-        self._weights_at: list[int] = []  # versions of the parameters, when both were equal
         self._is_due = False
         self.lock = threading.RLock()
         self.agreements = 0
@@ -179,10 +171,8 @@ class MasterWeights:
                 master.requires_grad_(param.requires_grad)
 
     def _note_exposed(self) -> None:
-        self._exposed = self._weights_at = self.weight_versions()
-        # Between a backward and its step it is gradients that the user asks for, in each step.
-        bits = list(map(bits_of, self._params)) if have_none(self._masters) else None
-        self._versions.give(self._exposed, self._versions_of(self._masters), bits)
+        self._exposed = self.weight_versions()
+        self._versions.give(self._exposed, self._versions_of(self._masters))
 
     def show_writes(self) -> None:
         """A forward reads the parameters next: what the user wrote to the masters goes there.
@@ -306,7 +296,8 @@ class MasterWeights:
         if versions == self._versions.equal and self._exposed is None:
             return [False] * len(versions)
         wins = list(map(self._values.wins, self._params))
-        tell_of_lost_writes(self.pairs(), wins, self.weight_versions(), self._weights_at)
+        if self._exposed is not None and self._exposed != (now := self.weight_versions()):
+            tell_of_lost_writes(self.pairs(), wins, now, self._exposed)
         return wins
 
     def publish(self, are_written: bool = False) -> None:
@@ -425,7 +416,6 @@ class MasterWeights:
 
     def _note_equal(self) -> None:
         self._versions.equal[:] = self._versions_of(self._masters)
-        self._weights_at = self.weight_versions()
 
     def _versions_of(self, tensors: list[Tensor]) -> list[int]:
         """Return what `version_of` does of parameters or masters."""
