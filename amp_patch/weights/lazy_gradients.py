@@ -185,13 +185,41 @@ class PlainTensors(Tensors):
     """Tensors of torch's own classes: there is no other class to be kept out.
 
     Who asks ten of them for something takes the host a fourth less time without a block.
+
+    Attributes:
+        tell_by_equality: whether each has several numbers: no other tensor is equal to it then.
     """
+
+    tell_by_equality = False
 
 
 def listed(tensors: Iterable[Tensor]) -> Tensors:
     """Return a new list of tensors, which knows whether all of them are of torch's own classes."""
     own = list(tensors)
-    return (PlainTensors if _PLAIN.issuperset(map(type, own)) else Tensors)(own)
+    if not _PLAIN.issuperset(map(type, own)):
+        return Tensors(own)
+    plain = PlainTensors(own)
+    plain.tell_by_equality = all(one.numel() > 1 for one in own)
+    return plain
+
+
+def are_still(known: Tensors, tensors: Any) -> bool:
+    """Return whether a list holds the very tensors that are known, as it nearly always does.
+
+    Python's own comparison of lists tells most often, in a fiftieth of the time: it asks no object
+    whether it equals itself. Two tensors it compares number by number, and raises where these are
+    several.
+
+    Args:
+        known: what `listed` returned.
+        tensors: any list.
+    """
+    if type(known) is PlainTensors and known.tell_by_equality and isinstance(tensors, list):
+        try:
+            return known == tensors
+        except Exception:
+            return False
+    return len(tensors) == len(known) and all(map(operator.is_, tensors, known))
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
