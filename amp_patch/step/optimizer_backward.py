@@ -329,9 +329,17 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
-    def note_clipped(self) -> None:
-        """The gradients that are stepped were clipped: those of half parameters follow."""
-        self.gradients.show_again(self.pairs())
+    def note_clipped(self, clipped: Sequence[Tensor] | None = None) -> None:
+        """Gradients that are stepped were clipped: those of half parameters follow.
+
+        Args:
+            clipped: masters whose gradients these are, perhaps among others; None: all.
+        """
+        pairs = self.pairs()
+        if clipped is not None and not same(clipped, pairs.master):
+            ids = set(map(id, clipped))
+            pairs = pairs.select([id(master) in ids for master in pairs.master])
+        self.gradients.show_again(pairs)
 
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.
