@@ -68,8 +68,8 @@ def _clipping(
             result = _clip_parts(stepped, owners, *args, **kwargs)
         else:
             result = original(stepped, *args, **kwargs)
-        for owner in owners:
-            owner.note_clipped()
+        for owner in owners:  # there are some only where this is a list
+            owner.note_clipped(stepped)
         return result
 
     return clip
@@ -174,7 +174,8 @@ def _stepped(
             continue
         step.backward.refuse_scaled(call)
         owners.append(step.backward)
-        masters.update(zip(map(id, pairs.model), pairs.master, strict=True))
+        if pairs.model is not pairs.master:
+            masters.update(zip(map(id, pairs.model), pairs.master, strict=True))
     if not given:
         return parameters, []  # of an empty generator torch warns
     return [masters.get(id(param), param) for param in given], owners

@@ -49,7 +49,7 @@ class AdamUpdate(GroupUpdate):
         self.make_states(inputs)
         columns = state_columns(states, *_averages(group))
         columns += [[]] * (3 - len(columns))
-        options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
+        options = {name: group[name] for name in _OPTIONS}
         options["decoupled"] = group.get("decoupled_weight_decay", self.decoupled)
         counters, found_inf = self._counters.advance(states), inputs.found_inf
         try:

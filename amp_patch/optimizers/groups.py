@@ -19,7 +19,7 @@ from amp_patch.distributed.shards import any_spread
 from amp_patch.kernels.cuda_optimizers import Column, GroupRows, OptimizerKernels
 from amp_patch.kernels.strips import Strips
 from amp_patch.kernels.torch_kernels import clip_factor, combined
-from amp_patch.weights.lazy_gradients import are_complete
+from amp_patch.weights.lazy_gradients import Tensors, are_complete
 
 #: What an optimizer keeps for one parameter, ``optimizer.state[param]``.
 ParamState = dict[str, Any]
@@ -294,10 +294,12 @@ class CachedGroup:
 
     def _look_up(self, params: list[Tensor], has_state: bool) -> None:
         is_known = self._seen == self._owner.changes and has_state == bool(self._states)
-        if is_known and are_same(params, self._params):
+        if is_known and (params is self._params or are_same(params, self._params)):
             return
         self._seen = self._owner.changes
-        self._params, self._weights = list(params), None
+        # what `listed` has made nobody changes
+        self._params = params if isinstance(params, Tensors) else list(params)
+        self._weights = None
         self._states = self._owner.states_of(params) if has_state else []
         kinds = {(param.dtype, param.device) for param in params}
         is_one = len(kinds) == 1 and not any_spread(params)

@@ -9,7 +9,6 @@ waiting gradients; no hooks, masters or loss scales.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
     LazyGradParameter,
+    are_still,
     listed,
     stored_grad,
     stored_grads,
@@ -97,7 +97,7 @@ class ReferenceStep:
         self._update_type, self._lazy = update_type, lazy
         self._groups = CachedGroups(update_type)
         self._parts: list[_Part] = []
-        self._params: list[Tensor] = []
+        self._params = listed(())
         self._lengths: list[int] = []
         self._at_once: float = _LEAST
         # The parameters whose gradients waited last, and which of these each part has.
@@ -108,7 +108,7 @@ class ReferenceStep:
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
         self._groups = CachedGroups(self._update_type)
-        self._parts, self._params, self._lengths, self._waited = [], [], [], ()
+        self._parts, self._params, self._lengths, self._waited = [], listed(()), [], ()
 
     def takes_flag(self, optimizer: Optimizer) -> bool:
         """Return whether `step` takes a flag for all groups."""
@@ -218,10 +218,9 @@ class ReferenceStep:
         groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
         params = groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
         lengths = list(map(len, groups))
-        is_known = len(params) == len(self._params) and lengths == self._lengths
-        if is_known and all(map(operator.is_, params, self._params)):
+        if lengths == self._lengths and are_still(self._params, params):
             return
-        self._params, self._lengths, self._parts = list(params), lengths, []
+        self._params, self._lengths, self._parts = listed(params), lengths, []
         self._waited = ()
         begin = 0
         elements = sum(map(Tensor.numel, params))

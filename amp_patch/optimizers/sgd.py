@@ -17,6 +17,7 @@ from amp_patch.kernels.cuda_optimizers import (
     OptimizerKernels,
     learning_rate,
 )
+from amp_patch.weights.lazy_gradients import are_complete
 
 from .groups import GroupUpdate, ParamState, StepInputs
 
@@ -57,13 +58,13 @@ class SgdUpdate(GroupUpdate):
         group, states = inputs.options, inputs.states
         step = torch_optimizers.fused_sgd if group["fused"] else torch_optimizers.sgd
         buffers = _momentum_of(states)
-        before = list(buffers)
-        options = dict(zip(_OPTIONS, map(group.__getitem__, _OPTIONS), strict=True))
+        are_there = are_complete(buffers)
+        options = {name: group[name] for name in _OPTIONS}
         if inputs.found_inf is not None:
             options["found_inf"] = inputs.found_inf
         for tensors in inputs.pieces(buffers):
             step(*tensors, **options)
-        if not all(map(operator.is_, buffers, before)):
+        if not are_there:
             for state, buffer in zip(states, buffers, strict=True):
                 state["momentum_buffer"] = buffer
 

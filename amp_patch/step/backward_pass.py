@@ -24,7 +24,7 @@ from . import reached_masters
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs
 from .skip import Skip
 
 
@@ -212,8 +212,10 @@ class BackwardPass:
 
     def _share_nothing(self) -> bool:
         """Return whether no optimizer has, or had when the pass began, a parameter of another."""
-        begun, received = ([pairs for _, pairs in rows] for rows in (self._open, self._received))
-        return self._are_apart and same(begun, received)
+        for (_, begun), (_, received) in zip(self._open, self._received, strict=True):
+            if begun is not received:
+                return False
+        return self._are_apart
 
     def _skips(self) -> list[Skip]:
         return list(map(_SKIP, self._optimizers))
@@ -355,10 +357,7 @@ class BackwardPass:
             (one,) = self._optimizers
             return [(one, one.pairs())]
         every = [one.pairs() for one in self._optimizers]
-        apart = self._optimizers[0].apart
-        if not apart.are(every):
-            apart.note(every)
-        self._are_apart = apart.are(every)
+        self._are_apart = self._optimizers[0].apart.are(every)
         taken: set[int] = set()
         shares = every if self._are_apart else [pairs.share(taken, by) for pairs in every]
         return list(zip(self._optimizers, shares, strict=True))

@@ -292,13 +292,11 @@ class Gradients:
             self._buffers.copy_back(self._halves, unscaled)
 
     def show_again(self, pairs: ParamPairs) -> None:
-        """The masters' gradients were clipped."""
+        """The gradients of these masters were clipped."""
         if self._received and self._lazy is None:
             if replaced := show(pairs):
                 self._used.add(map(weakref.ref, replaced))
-            params = self._received.take_out()
-            grads = list(map(_GRAD, params))
-            self._received.note(params, grads, list(map(weakref.ref, grads)))
+            self._received.note_again(pairs.model)
 
     def finish(self) -> None:
         """End a pass: half gradients are as the script gets them, and those set aside are back."""

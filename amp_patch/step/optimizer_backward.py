@@ -27,7 +27,7 @@ from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.lazy_gradients import have_none, listed, stored_grad
+from amp_patch.weights.lazy_gradients import are_still, have_none, listed, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
@@ -97,7 +97,8 @@ class OptimizerBackward:
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self.reached = ReachedMasters()
-        self._pairs = ParamPairs(listed(()), listed(()))
+        self._stepped = listed(())
+        self._pairs = ParamPairs(self._stepped, self._stepped)
         self.apart = Apart()
         self._steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
@@ -121,8 +122,7 @@ class OptimizerBackward:
             stepped = groups[0]["params"]
         else:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
-        known = self._pairs.master
-        if len(stepped) != len(known) or not all(map(operator.is_, stepped, known)):
+        if not are_still(self._stepped, stepped):
             stepped = listed(stepped)
             masters = self.masters
             if masters is not None and masters.has_master_of_any(stepped):
@@ -131,7 +131,7 @@ class OptimizerBackward:
                     group["params"] = masters.replace(group["params"])
                 stepped = listed(chain.from_iterable(group["params"] for group in groups))
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
-            self._pairs = ParamPairs(params, stepped)
+            self._pairs, self._stepped = ParamPairs(params, stepped), stepped
             if masters is not None or not self._steps_halves:
                 self._frozen = [one for one in stepped if one.dtype in HALVES]
             if self._ranks_follow:
@@ -307,7 +307,7 @@ class OptimizerBackward:
         waiting = self._fused is not None and self._fused.lazy.are_waiting
         # A half gradient that a master has is not read again. Another thread trains its own models.
         params, masters = self.pairs() if is_scaled and is_here else ((), ())
-        if not same(params, masters) and (waiting or not have_none(masters)):
+        if params is not masters and (waiting or not have_none(masters)):
             params = [
                 param
                 for param, master in zip(params, masters, strict=True)
@@ -329,9 +329,17 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
-    def note_clipped(self) -> None:
-        """The gradients that are stepped were clipped: those of half parameters follow."""
-        self.gradients.show_again(self.pairs())
+    def note_clipped(self, clipped: Sequence[Tensor] | None = None) -> None:
+        """Gradients that are stepped were clipped: those of half parameters follow.
+
+        Args:
+            clipped: masters whose gradients these are, perhaps among others; None: all.
+        """
+        pairs = self.pairs()
+        if clipped is not None and not same(clipped, pairs.master):
+            ids = set(map(id, clipped))
+            pairs = pairs.select([id(master) in ids for master in pairs.master])
+        self.gradients.show_again(pairs)
 
     def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
         """Clip gradients that the step unscales itself, for it to do that, too.

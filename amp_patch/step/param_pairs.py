@@ -70,14 +70,18 @@ class Apart:
         self._known: list[weakref.ref[list[Tensor]]] = []
 
     def are(self, every: Sequence[ParamPairs]) -> bool:
-        """Return whether these were noted last."""
-        return same([known() for known in self._known], [pairs.master for pairs in every])
-
-    def note(self, every: Sequence[ParamPairs]) -> None:
-        """Note pairs, unless two of them have a parameter, or a master, together."""
+        """Return whether no two of these have a parameter, or a master, together."""
+        if len(every) == len(self._known):
+            for known, pairs in zip(self._known, every, strict=True):
+                if known() is not pairs.master:
+                    break
+            else:
+                return True
         taken: dict[Literal["model", "master"], set[int]] = {"model": set(), "master": set()}
-        if all(pairs.share(ids, by) is pairs for by, ids in taken.items() for pairs in every):
+        are = all(pairs.share(ids, by) is pairs for by, ids in taken.items() for pairs in every)
+        if are:
             self._known = [weakref.ref(pairs.master) for pairs in every]
+        return are
 
 
 def same(ones: Sequence[Any], others: Sequence[Any]) -> bool:

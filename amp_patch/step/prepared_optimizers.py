@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -139,11 +138,14 @@ class PreparedOptimizers:
         if isinstance(optimizers, Optimizer):
             step = self.steps.get(optimizers)
             return [] if step is None else [step]
-        given = optimizers if isinstance(optimizers, (list, tuple)) else ()
-        if not all(map(isinstance, given, repeat(Optimizer))):
-            return []
-        found = dict.fromkeys(map(self.steps.get, given))
-        return [] if None in found else [step for step in found if step is not None]
+        found: list[OptimizerStep] = []
+        for one in optimizers if isinstance(optimizers, (list, tuple)) else ():
+            step = self.steps.get(one) if isinstance(one, Optimizer) else None
+            if step is None:
+                return []
+            if step not in found:
+                found.append(step)
+        return found
 
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""

@@ -6,6 +6,7 @@ Knows pairs of parameters and masters; no scale, and not what follows of a chang
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -85,11 +86,12 @@ class ReceivedGradients:
         if self._watched.sums:
             self._watched.forget()
 
-    def take_out(self) -> list[Tensor]:
-        """Return the parameters that have gradients still, which are about to be noted anew."""
-        params = [param for param in self.params() if stored_grad(param) is not None]
-        self._passes.clear()
-        return params
+    def note_again(self, params: list[Tensor]) -> None:
+        """Note the gradients of some parameters as they are now, where they were noted before."""
+        ids = set(map(id, params))
+        self._passes = [_as_they_are_now(*row, ids) for row in self._passes]
+        if self._watched.passes_left:
+            self._watched.note(params)
 
     def params(self) -> list[Tensor]:
         """Return the parameters, those of the first pass first."""
@@ -141,6 +143,20 @@ class ReceivedGradients:
             for row in self._passes
             for param, version, reference in zip(*row, strict=True)
         }
+
+
+def _as_they_are_now(
+    params: list[Tensor], versions: list[int], references: Sequence[Reference], ids: set[int]
+) -> tuple[list[Tensor], list[int], Sequence[Reference]]:
+    """Return what is noted of a pass, anew for the parameters of these ids."""
+    versions, references = list(versions), list(references)
+    for place, param in enumerate(params):
+        grad = stored_grad(param) if id(param) in ids else None
+        if grad is not None:
+            versions[place] = grad._version
+            if not is_of(references[place], grad):
+                references[place] = weakref.ref(grad)
+    return params, versions, references
 
 
 def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:

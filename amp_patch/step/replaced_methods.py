@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch.optim import Optimizer
 
@@ -39,7 +40,9 @@ class ReplacedMethods:
             method: bound to an object.
             is_wrapped: whether the optimizer is one that another wraps.
         """
-        weak = weakref.WeakMethod(method)
+        # A WeakMethod is written in Python: a call of it takes as long as all that is done here.
+        bound_to = cast(types.MethodType, method)
+        weak, function = weakref.ref(bound_to.__self__), bound_to.__func__
         own = vars(optimizer).get(name)
         kind, reference = type(optimizer), weakref.ref(optimizer)
 
@@ -55,7 +58,7 @@ class ReplacedMethods:
             alive = weak()
             if alive is None:  # released, but a scheduler built later still calls this
                 return original(*args, **kwargs)
-            return alive(original, *args, **kwargs)
+            return function(alive, original, *args, **kwargs)
 
         bound = bind(replacement, optimizer)
         if not is_wrapped:

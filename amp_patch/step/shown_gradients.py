@@ -50,12 +50,15 @@ def show(pairs: ParamPairs) -> list[Tensor]:
         halves, own = list(compress(halves, are_dense)), list(compress(own, are_dense))
     if any_spread(halves):
         halves, own = list(map(local, halves)), list(map(local, own))
-    for targets, sources in alike(halves, own):
+    # On a CPU torch copies one after the other, whatever they are.
+    is_one_call = bool(halves) and all(map(_IS_CPU, halves)) and all(map(_IS_CPU, own))
+    for targets, sources in [(halves, own)] if is_one_call else alike(halves, own):
         torch._foreach_copy_(targets, sources)
     return replaced
 
 
 _GRAD = operator.attrgetter("grad")
+_IS_CPU = operator.attrgetter("is_cpu")
 
 
 def _is_dense(grad: Tensor | None) -> bool:

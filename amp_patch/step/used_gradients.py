@@ -39,7 +39,16 @@ class UsedGradients:
 
     def add(self, grads: Iterable[Reference]) -> None:
         """Note more for the same step; earlier ones are kept alive by others alone."""
-        self._noted = [*map(weakref.ref, self.alive()), *grads]
+        earlier: list[Reference] = []
+        for one in self._noted:
+            if isinstance(one, Tensor):
+                earlier.append(weakref.ref(one))
+                continue
+            grad: Any = one()
+            if grad is not None:
+                grad._fix_weakref()  # see `alive`
+                earlier.append(one)
+        self._noted = [*earlier, *grads]
 
     def alive(self) -> list[Tensor]:
         """Return those that there still are."""

@@ -185,13 +185,47 @@ class PlainTensors(Tensors):
     """Tensors of torch's own classes: there is no other class to be kept out.
 
     Who asks ten of them for something takes the host a fourth less time without a block.
+
+    Attributes:
+        singles: the rows of those that have no more than one number.
     """
+
+    singles: Sequence[int] = ()
 
 
 def listed(tensors: Iterable[Tensor]) -> Tensors:
     """Return a new list of tensors, which knows whether all of them are of torch's own classes."""
     own = list(tensors)
-    return (PlainTensors if _PLAIN.issuperset(map(type, own)) else Tensors)(own)
+    if not _PLAIN.issuperset(map(type, own)):
+        return Tensors(own)
+    plain = PlainTensors(own)
+    plain.singles = [row for row, one in enumerate(own) if one.numel() <= 1]
+    return plain
+
+
+def are_still(known: Tensors, tensors: Any) -> bool:
+    """Return whether a list holds the very tensors that are known, as it nearly always does.
+
+    Python's own comparison of lists tells most often, in a fiftieth of the time: it asks no object
+    whether it equals itself. Two tensors it compares number by number, and raises where these are
+    several; where it is one, they may be equal.
+
+    Args:
+        known: what `listed` returned.
+        tensors: any list.
+    """
+    if isinstance(known, PlainTensors) and isinstance(tensors, list):
+        singles = known.singles
+        try:
+            if known != tensors:
+                return False
+        except Exception:
+            return False
+        for row in singles:  # noqa: SIM110  # no generator: faster
+            if tensors[row] is not known[row]:
+                return False
+        return True
+    return len(tensors) == len(known) and all(map(operator.is_, tensors, known))
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})

@@ -88,9 +88,18 @@ def test_those_that_are_kept_are_as_they_were_noted() -> None:
     assert received.are_untouched()
 
 
-def test_those_that_are_taken_out_have_gradients() -> None:
+def test_those_that_are_noted_again_have_other_values_or_were_replaced() -> None:
     params = params_with_gradients()
     received = noted(params)
-    cleared(params[1])
-    assert received.take_out() == [params[0], params[2]]
-    assert not received
+    for param in params[::2]:
+        written(param)
+    replaced(params[1])
+    received.note_again(params[:2])
+    assert not received.are_untouched()
+    received.note_again(params[2:])
+    assert received.are_untouched()
+    for change in (written, replaced, cleared):
+        change(params[1])
+        assert not received.are_untouched()
+        received.note_again(params)
+        assert received.are_untouched() == (change is not cleared)

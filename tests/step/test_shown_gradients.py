@@ -70,6 +70,22 @@ def test_they_are_clipped_with_the_masters(amp: ModuleType, level: str, clip: st
     pair.assert_equal_gradients()
 
 
+def test_where_layers_are_clipped_alone_each_is_shown_and_no_other(amp: ModuleType) -> None:
+    pair = Pair(amp, "O2")
+    pair.backward(INPUTS[0])
+    layers = list(zip(pair.model, pair.plain, strict=True))
+    for layer, plain in (layers[2], layers[0]):
+        others = [
+            p.grad for p in pair.model.parameters() if not any(p is q for q in layer.parameters())
+        ]
+        versions = [grad._version for grad in others]
+        nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        pair.assert_equal_gradients()
+        assert [grad._version for grad in others] == versions
+    pair.optimizer.step()  # the clip is no write of the script's, of which a warning would tell
+
+
 def test_a_clip_of_one_optimizer_leaves_scaled_gradients_of_another(amp: ModuleType) -> None:
     pair = Pair(amp, "O2", loss_scale=64.0)
     other = nn.Linear(4, 2)

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_patch.weights.lazy_gradients import (
@@ -17,6 +19,7 @@ from amp_patch.weights.lazy_gradients import (
     LazyGradParameter,
     Made,
     all_are,
+    are_still,
     as_plain_tensors,
     clear_grads,
     have_none,
@@ -201,3 +204,30 @@ def test_a_users_class_of_parameters_is_asked_in_the_step(
     optimizer.step()
     assert "_foreach_copy_" in Asked.functions
     assert model.weight.tolist() == [[0.875, 0.875]]
+
+
+#: Of one value and of several shapes, so that many of two are equal, or broadcast to each other.
+_MAKES: list[Any] = [
+    *[lambda shape=shape: torch.ones(shape) for shape in [(), (1,), (2,), (1, 2), (2, 1), (0,)]],
+    lambda: torch.ones(2, dtype=torch.float16),
+    lambda: nn.Parameter(torch.ones(2)),
+    lambda: nn.Parameter(torch.ones(1)),
+    lambda: LazyGradients().parameter(torch.ones(2), True),
+]
+
+
+@given(st.lists(st.integers(0, len(_MAKES) - 1), max_size=4), st.data())
+def test_a_list_still_holds_what_it_held_or_not(makes: list[int], data: st.DataObject) -> None:
+    tensors = [_MAKES[make]() for make in makes]
+    known, others = listed(tensors), list(tensors)
+    for change in data.draw(st.lists(st.sampled_from(["make", "none", "drop", "add"]), max_size=2)):
+        place = data.draw(st.integers(0, max(len(others) - 1, 0)))
+        made = None if change == "none" else _MAKES[data.draw(st.integers(0, len(_MAKES) - 1))]()
+        if change == "drop":
+            del others[place : place + 1]
+        elif change == "add":
+            others.insert(place, made)
+        else:
+            others[place : place + 1] = [made]
+    assert are_still(known, others) == (list(map(id, others)) == list(map(id, known)))
+    assert are_still(known, tuple(others)) == are_still(known, others)
