@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,20 +17,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.arguments import refuse_half_params
-from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.groups import StepRanks, groups_of
+from amp_patch.distributed.groups import StepRanks
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.lazy_gradients import are_still, have_none, listed, stored_grad
+from amp_patch.weights.lazy_gradients import have_none, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
+from .held_params import HeldParams
 from .param_pairs import Apart, ParamPairs, Params, same
 from .reached_masters import ReachedMasters
 from .skip import Skip
@@ -65,8 +63,7 @@ class OptimizerBackward:
 
     Attributes:
         masters, skip: as given.
-        ranks: those to whom an overflow must be made known before the step; none where this process
-            steps alone, or all have the same gradients. Right from a call of `pairs` on.
+        pairs: returns the parameters that the optimizer holds now, see `HeldParams`.
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
         zeroing: counts these, and tells where gradients are not cleared when they should be.
@@ -88,6 +85,8 @@ class OptimizerBackward:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._fused = fused
+        self._held = HeldParams(optimizer, masters, ranks, steps_halves)
+        self.pairs = self._held.pairs
         self.masters = masters
         self.skip = skip
         self.gradients = Gradients(None if fused is None else fused.lazy)
@@ -97,54 +96,18 @@ class OptimizerBackward:
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self.reached = ReachedMasters()
-        self._stepped = listed(())
-        self._pairs = ParamPairs(self._stepped, self._stepped)
         self.apart = Apart()
-        self._steps_halves = steps_halves
-        self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
-        self._ranks_follow = ranks is None
-        self.ranks = ranks or StepRanks()
         self._thread: int | None = None
         self._pass: OpenPass | None = None
         self._is_scaled = True
 
-    def pairs(self) -> ParamPairs:
-        """Return the parameters that the optimizer holds now, with their masters.
+    @property
+    def ranks(self) -> StepRanks:
+        """Those to whom an overflow must be made known before the step, see `HeldParams`.
 
-        Raises:
-            RuntimeError: a frozen half parameter was unfrozen at a level without masters.
+        There are none where this process steps alone, or all have the same gradients.
         """
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        if self._frozen and optimizer is not None and any(map(_REQUIRES_GRAD, self._frozen)):
-            self._follow_unfrozen(optimizer)
-        if len(groups) == 1:
-            stepped = groups[0]["params"]
-        else:
-            stepped = list(chain.from_iterable(group["params"] for group in groups))
-        if not are_still(self._stepped, stepped):
-            stepped = listed(stepped)
-            masters = self.masters
-            if masters is not None and masters.has_master_of_any(stepped):
-                # The script has put the model's own parameters into the groups.
-                for group in groups:
-                    group["params"] = masters.replace(group["params"])
-                stepped = listed(chain.from_iterable(group["params"] for group in groups))
-            params = stepped if masters is None else listed(map(masters.param_of, stepped))
-            self._pairs, self._stepped = ParamPairs(params, stepped), stepped
-            if masters is not None or not self._steps_halves:
-                self._frozen = [one for one in stepped if one.dtype in HALVES]
-            if self._ranks_follow:
-                self.ranks = StepRanks(groups_of(params))
-        return self._pairs
-
-    def _follow_unfrozen(self, optimizer: Optimizer) -> None:
-        """Half parameters that the optimizer has held, frozen, are to be trained from now on."""
-        if self.masters is None:
-            refuse_half_params(optimizer, self._frozen)
-            return
-        for group in optimizer.param_groups:
-            group["params"][:] = self.masters.replace(group["params"])
+        return self._held.ranks
 
     @property
     def device(self) -> torch.device:
@@ -202,7 +165,7 @@ class OptimizerBackward:
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self._thread = threading.get_ident()
         if is_scaled and self.masters is not None:
-            self.reached.begin(self._pairs, scale)
+            self.reached.begin(self.pairs(), scale)
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget()  # what overflowed
 
@@ -465,6 +428,3 @@ class OptimizerBackward:
         written = None if self._fused is None else self._fused.lazy.materialize_or_drop()
         if written is not None:
             warn(str(written))
-
-
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -1,4 +1,4 @@
-"""One optimizer around its backward passes: its pairs, what is refused, what `release` leaves."""
+"""One optimizer around its backward passes: what is refused, what `release` leaves."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -40,19 +40,8 @@ def gradients(optimizer: Optimizer) -> list[list[float] | None]:
     return [None if param.grad is None else param.grad.tolist() for param in params]
 
 
-def test_the_pairs_are_those_of_the_optimizer_now(
-    optimizer: Optimizer, backward: OptimizerBackward
-) -> None:
-    pairs = backward.pairs()
-    assert backward.pairs() is pairs
-    added = nn.Parameter(torch.zeros(3))
-    optimizer.add_param_group({"params": [added]})
-    assert [id(one) for one in backward.pairs().model] == [*map(id, pairs.model), id(added)]
-
-
-def test_without_its_optimizer_it_has_no_pairs() -> None:
+def test_without_its_optimizer_it_skips_nothing() -> None:
     backward = OptimizerBackward(SGD([nn.Parameter(torch.zeros(1))]), None, None, Skip(print))
-    assert backward.pairs().model == []
     assert not backward.skips_by_flag
 
 

@@ -1,0 +1,89 @@
+"""The parameters that an optimizer holds now, with their masters; knows no gradient or scale."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from itertools import chain
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_patch.arguments import refuse_half_params
+from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.groups import StepRanks, groups_of
+from amp_patch.weights.lazy_gradients import are_still, listed
+from amp_patch.weights.master_weights import MasterWeights
+
+from .param_pairs import ParamPairs
+
+
+class HeldParams:
+    """Looks at the groups of an optimizer, which scripts change.
+
+    Args:
+        optimizer: held weakly.
+        masters: of its half parameters; None where it steps the parameters themselves.
+        ranks: that step together; None: they follow from the parameters.
+        steps_halves: whether half parameters without masters may be trained.
+
+    Attributes:
+        ranks: as given, or as the parameters say. Right from a call of `pairs` on.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: MasterWeights | None,
+        ranks: StepRanks | None = None,
+        steps_halves: bool = True,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._masters = masters
+        self._stepped = listed(())
+        self._pairs = ParamPairs(self._stepped, self._stepped)
+        self._steps_halves = steps_halves
+        self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
+        self._ranks_follow = ranks is None
+        self.ranks = ranks or StepRanks()
+
+    def pairs(self) -> ParamPairs:
+        """Return the parameters that the optimizer holds now, with their masters.
+
+        Raises:
+            RuntimeError: a frozen half parameter was unfrozen at a level without masters.
+        """
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        if self._frozen and optimizer is not None and any(map(_REQUIRES_GRAD, self._frozen)):
+            self._follow_unfrozen(optimizer)
+        if len(groups) == 1:
+            stepped = groups[0]["params"]
+        else:
+            stepped = list(chain.from_iterable(group["params"] for group in groups))
+        if not are_still(self._stepped, stepped):
+            stepped = listed(stepped)
+            masters = self._masters
+            if masters is not None and masters.has_master_of_any(stepped):
+                # The script has put the model's own parameters into the groups.
+                for group in groups:
+                    group["params"] = masters.replace(group["params"])
+                stepped = listed(chain.from_iterable(group["params"] for group in groups))
+            params = stepped if masters is None else listed(map(masters.param_of, stepped))
+            self._pairs, self._stepped = ParamPairs(params, stepped), stepped
+            if masters is not None or not self._steps_halves:
+                self._frozen = [one for one in stepped if one.dtype in HALVES]
+            if self._ranks_follow:
+                self.ranks = StepRanks(groups_of(params))
+        return self._pairs
+
+    def _follow_unfrozen(self, optimizer: Optimizer) -> None:
+        """Half parameters that the optimizer has held, frozen, are to be trained from now on."""
+        if self._masters is None:
+            refuse_half_params(optimizer, self._frozen)
+            return
+        for group in optimizer.param_groups:
+            group["params"][:] = self._masters.replace(group["params"])
+
+
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -1,0 +1,62 @@
+"""What an optimizer holds, while a script changes its groups."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from amp_patch.session import session
+from amp_patch.step.held_params import HeldParams
+
+
+def ids(tensors: list[Tensor]) -> list[int]:
+    return list(map(id, tensors))
+
+
+@pytest.fixture
+def optimizer() -> Optimizer:
+    return SGD([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+@pytest.fixture
+def held(optimizer: Optimizer) -> HeldParams:
+    return HeldParams(optimizer, masters=None)
+
+
+def test_pairs_are_the_same_object_until_a_group_is_added(
+    optimizer: Optimizer, held: HeldParams
+) -> None:
+    pairs = held.pairs()
+    assert held.pairs() is pairs
+    added = nn.Parameter(torch.zeros(3))
+    optimizer.add_param_group({"params": [added]})
+    assert ids(held.pairs().model) == ids(held.pairs().master) == [*ids(pairs.model), id(added)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_a_parameter_in_the_place_of_an_equal_one_is_seen(size: int) -> None:
+    optimizer = SGD([nn.Parameter(torch.zeros(size))], lr=1.0)
+    held = HeldParams(optimizer, masters=None)
+    held.pairs()
+    other = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(size))
+    assert ids(held.pairs().model) == [id(other)]
+
+
+def test_there_are_none_without_the_optimizer() -> None:
+    held = HeldParams(SGD([nn.Parameter(torch.zeros(1))]), masters=None)
+    assert held.pairs().model == []
+
+
+def test_the_models_own_parameters_in_the_groups_are_replaced_by_their_masters(
+    amp: ModuleType,
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    masters = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    pairs = session.optimizers.steps[optimizer].backward.pairs()
+    assert ids(pairs.model) == ids([*model.parameters()])
+    assert ids(pairs.master) == ids(optimizer.param_groups[0]["params"]) == ids(masters)
