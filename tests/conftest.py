@@ -83,6 +83,16 @@ if hasattr(dynamo_guards, "profile_guard_manager"):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Let the garbage collector rest while the test files are imported, of which nothing goes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
     """Skip the test files that cannot be imported without one of these packages.
 
