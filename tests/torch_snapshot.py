@@ -4,6 +4,7 @@ It knows nothing of amp_patch's own rules, so that a target missing there cannot
 namespaces are compared, not lists of names.
 """
 
+import functools
 import operator
 import sys
 import weakref
@@ -180,15 +181,22 @@ class _Bound:
     Attributes:
         modules: those that were imported then.
         by_module: the name of each module that has some, and these.
-        seen: for each module the number of its globals, and which of these are such names.
+        seen: for the name of each module outside torch the module, the number of its globals, and
+            which of these are such names.
     """
 
     modules: frozenset[str] = frozenset()
     by_module: list[tuple[str, list[str]]] = []
-    seen: weakref.WeakKeyDictionary[Any, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
+    seen: dict[str, tuple[weakref.ref[Any], int, list[str]]] = {}
 
 
 _bound = _Bound()
+_NEVER: tuple[Any, int, list[str]] = (lambda: None, 0, [])
+
+
+@functools.cache
+def _is_torchs(module_name: str) -> bool:
+    return module_name.partition(".")[0] == "torch"
 
 
 def _bound_names(
@@ -217,13 +225,13 @@ def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> list[tuple[str, 
     }
     found = []
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "torch" or not isinstance(module, type(sys)):
+        if _is_torchs(module_name) or not isinstance(module, type(sys)):
             continue
-        number, names = _bound.seen.get(module, (None, []))
-        if number != len(vars(module)):
+        reference, number, names = _bound.seen.get(module_name, _NEVER)
+        if reference() is not module or number != len(vars(module)):
             held = list(vars(module).items())
             names = [name for name, value in held if id(value) in originals]
-            _bound.seen[module] = len(held), names
+            _bound.seen[module_name] = weakref.ref(module), len(held), names
         if names:
             found.append((module_name, names))
     return found
