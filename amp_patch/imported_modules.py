@@ -5,6 +5,7 @@ Replaces nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import sysconfig
@@ -76,12 +77,31 @@ class Imported:
 
 
 _imported_last: list[Imported] = []
+#: For each `one_look` that this is inside of, whether it was looked there.
+_looked: list[bool] = []
+
+
+@contextlib.contextmanager
+def one_look() -> Iterator[None]:
+    """Look once, inside of this, which modules are imported, however often that is asked.
+
+    To look through thousands of names takes milliseconds. What `amp.initialize` imports itself has
+    bound nothing that it replaces.
+    """
+    _looked.append(False)
+    try:
+        yield
+    finally:
+        _looked.pop()
 
 
 def imported() -> Imported:
     """Return which modules are imported: the same object until others are."""
-    if not _imported_last or not _imported_last[0].is_current():
+    known = bool(_looked) and _looked[-1]
+    if not _imported_last or not (known or _imported_last[0].is_current()):
         _imported_last[:] = [Imported()]
+    if _looked:
+        _looked[-1] = True
     return _imported_last[0]
 
 

@@ -32,6 +32,7 @@ from .casting.patched_functions import PatchedFunctions
 from .casting.weight_cache import WeightCache
 from .casting.wrappers import Casts
 from .distributed.engines import local_optimizer, ranks_given, refuse_bucket_views
+from .imported_modules import one_look
 from .levels import OptLevel
 from .living_objects import instances
 from .mistakes.guard import Guard
@@ -69,7 +70,7 @@ def _one_at_a_time(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def alone(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with _patching:
+        with _patching, one_look():
             if not torch.is_inference_mode_enabled():
                 return method(*args, **kwargs)
             # Only here, for at its end torch forgets the dispatch modes that were entered inside.

@@ -6,6 +6,7 @@ here a second time, as simply as possible. Samples are those of torch's operator
 
 import contextlib
 import functools
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class Casts:
         with contextlib.ExitStack() as undo:
             for path, rule in targets.items():
                 owner_path, name = path.rsplit(".", 1)
-                owner = pkgutil.resolve_name(owner_path)
+                owner = _owner(owner_path)
                 original = getattr(owner, name)
                 own = name in vars(owner)
                 undo.callback(
@@ -191,15 +192,18 @@ def fake_cuda(tree: Any, floating: tuple[torch.dtype, ...]) -> Any:
 
 def observe_both(
     casts: Casts, path: str, args: Any, kwargs: Any, floating: tuple[torch.dtype, ...]
-) -> tuple[Outcome, Outcome]:
-    """Observe the function at `path` under torch's autocast and under the patches."""
+) -> tuple[Outcome, Outcome] | None:
+    """Observe the function at `path` under torch's autocast and under the patches.
+
+    None where autocast refuses the call.
+    """
     with FAKE_MODE:
         cuda_args, cuda_kwargs = fake_cuda((args, kwargs), floating)
         function = resolve(path)
-        return (
-            observe(casts, function, cuda_args, cuda_kwargs, autocast=True),
-            observe(casts, function, cuda_args, cuda_kwargs, autocast=False),
-        )
+        expected = observe(casts, function, cuda_args, cuda_kwargs, autocast=True)
+        if expected.error:
+            return None
+        return expected, observe(casts, function, cuda_args, cuda_kwargs, autocast=False)
 
 
 def half_failures(
@@ -259,13 +263,16 @@ def samples(op: OpInfo, count: int, *, requires_grad: bool = False) -> list[Samp
     """Return up to `count` float32 samples, evenly spaced over those that torch has."""
     try:
         with (
-            # without a GPU each seeding queues one more call for the time when CUDA starts
-            mock.patch.object(common_utils, "set_rng_seed"),
+            mock.patch.object(common_utils, "set_rng_seed", _unseeded),
             # the iterator looks for a unittest.TestCase among its callers: pytest's are not, and to
             # find the sources of all of them takes a tenth of a second per operator
-            mock.patch("inspect.stack", return_value=[]),
+            mock.patch.object(inspect, "stack", list),
         ):
             found = list(op.sample_inputs("cpu", torch.float32, requires_grad=requires_grad))
     except Exception:
         return []
     return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
+
+
+def _unseeded(seed: int | None = None) -> None:
+    """Stand for a seeding: without a GPU each queues one more call for when CUDA starts."""

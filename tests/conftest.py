@@ -83,6 +83,16 @@ if hasattr(dynamo_guards, "profile_guard_manager"):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Let the garbage collector rest while the test files are imported, of which nothing goes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
     """Skip the test files that cannot be imported without one of these packages.
 
@@ -199,12 +209,32 @@ def graph_libraries_imported() -> Iterator[None]:
         yield
 
 
+class _BetweenTests:
+    """Whether torch is as the last test left it, unpatched: no fixture of a file came or went."""
+
+    is_left = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if fixturedef.scope != "function":
+        _BetweenTests.is_left = False
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if fixturedef.scope != "function":
+        _BetweenTests.is_left = False
+
+
 @pytest.fixture(autouse=True)
 def torch_left_unpatched() -> Iterator[None]:
-    """Fail a test after which torch is not, object for object, what it was before; then mend it."""
-    before = torch_snapshot.take()
+    """Fail a test after which torch is not, object for object, what it was before; then mend it.
+
+    To look at all of it takes longer than many tests: once a test, where nothing runs between two.
+    """
+    before = torch_snapshot.last() if _BetweenTests.is_left else torch_snapshot.take()
     yield
-    is_left = torch_snapshot.is_left()
+    is_left = _BetweenTests.is_left = torch_snapshot.is_left()
     left_patched = [] if is_left else torch_snapshot.differences(before)
     if amp := sys.modules.get("amp_patch.amp"):
         amp.deactivate()

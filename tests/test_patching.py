@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 
 from amp_patch import imported_modules
-from amp_patch.imported_modules import users_of_torch
+from amp_patch.imported_modules import one_look, users_of_torch
 from amp_patch.patching import (
     Patches,
     as_if_defined_at,
@@ -377,6 +377,19 @@ def test_a_module_that_used_torch_in_between_is_looked_through(
     import_user("imported_then")
     patches.replace_bindings(BINDINGS, users_only=True)
     assert module.value is Functions.replacement
+
+
+def test_a_call_looks_once_and_the_next_one_anew_also_inside_of_it(
+    import_user: Callable[..., types.ModuleType],
+) -> None:
+    with one_look():
+        users_of_torch()
+        user = import_user("imported_meanwhile", torch=torch)
+        assert user not in users_of_torch()
+        with one_look():
+            assert user in users_of_torch()
+    later = import_user("imported_later", torch=torch)
+    assert later in users_of_torch()
 
 
 def test_what_is_expected_is_looked_for_in_modules_that_may_use_torch(

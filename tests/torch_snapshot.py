@@ -4,6 +4,8 @@ It knows nothing of amp_patch's own rules, so that a target missing there cannot
 namespaces are compared, not lists of names.
 """
 
+import functools
+import operator
 import sys
 import weakref
 from dataclasses import dataclass
@@ -76,7 +78,8 @@ class Snapshot:
 class _Last:
     """Holds what was recorded last where no patch looks for functions, as it does in tables."""
 
-    identities: Any = None
+    modules: list[str] = []
+    objects: list[Any] = []
     snapshot: Snapshot
 
 
@@ -92,26 +95,37 @@ def take() -> Snapshot:
     if not is_left():
         attributes = {owner: _attributes(owner) for owner in (*NAMESPACES, *CLASSES)}
         _last.snapshot = _take(attributes)
-        _last.identities = _identities()
+        _last.modules, _last.objects = list(sys.modules), _objects()
+    return _last.snapshot
+
+
+def last() -> Snapshot:
+    """Return what was recorded last."""
     return _last.snapshot
 
 
 def is_left() -> bool:
     """Tell whether all is the very object that it was when the last snapshot was recorded."""
-    return bool(_last.identities == _identities())
+    if _last.modules != list(sys.modules):
+        return False
+    now = _objects()
+    return len(now) == len(_last.objects) and all(map(operator.is_, now, _last.objects))
 
 
-def _identities() -> Any:
-    """Return what differs once anything that a snapshot holds does."""
-    own = [list(map(id, vars(owner).values())) for owner in (*NAMESPACES, *CLASSES)]
-    bound = [
-        list(map(id, map(vars(sys.modules[module]).get, names)))
-        for module, names in _bound.by_module
-        if module in sys.modules
-    ]
-    hooks = [list(map(id, hooks.values())) for hooks in GLOBAL_HOOKS]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    return list(sys.modules), own, bound, hooks, fast_path
+def _objects() -> list[Any]:
+    """Return objects of which one is another once anything that a snapshot holds is."""
+    found: list[Any] = [torch.backends.mha.get_fastpath_enabled()]
+    for owner in (*NAMESPACES, *CLASSES):
+        found.append(owner)
+        found += vars(owner).values()
+    for module, names in _bound.by_module:
+        if module in sys.modules:
+            found.append(module)
+            found += map(vars(sys.modules[module]).get, names)
+    for hooks in GLOBAL_HOOKS:
+        found.append(hooks)
+        found += hooks.values()
+    return found
 
 
 def _take(attributes: dict[Any, dict[str, Any]]) -> Snapshot:
@@ -167,15 +181,22 @@ class _Bound:
     Attributes:
         modules: those that were imported then.
         by_module: the name of each module that has some, and these.
-        seen: for each module the number of its globals, and which of these are such names.
+        seen: for the name of each module outside torch the module, the number of its globals, and
+            which of these are such names.
     """
 
     modules: frozenset[str] = frozenset()
     by_module: list[tuple[str, list[str]]] = []
-    seen: weakref.WeakKeyDictionary[Any, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
+    seen: dict[str, tuple[weakref.ref[Any], int, list[str]]] = {}
 
 
 _bound = _Bound()
+_NEVER: tuple[Any, int, list[str]] = (lambda: None, 0, [])
+
+
+@functools.cache
+def _is_torchs(module_name: str) -> bool:
+    return module_name.partition(".")[0] == "torch"
 
 
 def _bound_names(
@@ -204,13 +225,13 @@ def _find_bound_names(attributes: dict[Any, dict[str, Any]]) -> list[tuple[str, 
     }
     found = []
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "torch" or not isinstance(module, type(sys)):
+        if _is_torchs(module_name) or not isinstance(module, type(sys)):
             continue
-        number, names = _bound.seen.get(module, (None, []))
-        if number != len(vars(module)):
+        reference, number, names = _bound.seen.get(module_name, _NEVER)
+        if reference() is not module or number != len(vars(module)):
             held = list(vars(module).items())
             names = [name for name, value in held if id(value) in originals]
-            _bound.seen[module] = len(held), names
+            _bound.seen[module_name] = weakref.ref(module), len(held), names
         if names:
             found.append((module_name, names))
     return found

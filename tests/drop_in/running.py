@@ -11,10 +11,19 @@ from pathlib import Path
 
 import processes
 
+import amp_patch.apex
 from amp_patch.apex.process import environment_of_run
 
 ROOT = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "amp_patch", "run")
+PACKAGES = Path(amp_patch.apex.__file__).parent / "packages"
+#: The modules of apex by the files that there are, but for one that is a script.
+SUPPLIED = sorted(
+    str(path.relative_to(PACKAGES).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+    for path in PACKAGES.rglob("*.py")
+    if path.parent != PACKAGES or path.stem in ("apex", "amp_C", "apex_C")
+    if path.stem != "multiproc"
+)
 #: torch's gloo aborts the exit of a process now and then, of scripts without amp_patch as well.
 GLOO_ABORTS = "terminate called without an active exception"
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+SHARES_APEX = True
+
 
 @pytest.fixture
 def clip(apex: types.ModuleType) -> Any:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+SHARES_APEX = True
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16}
 HALF |= {"O4": torch.bfloat16, "O5": torch.bfloat16}
