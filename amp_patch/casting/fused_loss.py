@@ -64,8 +64,8 @@ def loss_of(
         dtypes: those of logits that are to be computed so.
     """
     logits: Any = args[0] if args else kwargs.get("input")
-    # First what most calls do not get beyond.
-    if not kernels.is_on_cuda(logits) or is_dynamo_compiling() or _is_tracing():
+    # First what most calls do not get beyond; torch.compile traces nothing of the second question.
+    if is_dynamo_compiling() or not kernels.is_on_cuda(logits) or _is_tracing():
         return None
     if logits.dtype not in dtypes or type(logits) not in _PLAIN or not is_on_cast_device(logits):
         return None

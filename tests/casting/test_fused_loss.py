@@ -398,6 +398,22 @@ def test_no_rule_acts_on_what_the_loss_is_computed_by(amp: ModuleType, gpu: Gpu,
     assert casts_are_on()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_build_for_cuda_compiles_a_models_loss_in_one_graph(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    model = WithLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    x = torch.randn(4, 8)
+    expected = model(x)[0]
+    torch._dynamo.reset()
+    loss = torch.compile(model, backend="eager", fullgraph=True)(x)[0]
+    torch._dynamo.reset()
+    torch.testing.assert_close(loss, expected)
+
+
 def test_only_for_torchs_own_function_is_there_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     @functools.wraps(functional.cross_entropy)
     def better(*args: Any, **kwargs: Any) -> Tensor:
