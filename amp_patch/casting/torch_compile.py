@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn import functional
 
 from amp_patch.patching import Patches, resolve
 
@@ -194,6 +195,28 @@ def _call_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
+def _call_cross_entropy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace the call of an ``nn.CrossEntropyLoss`` made in the traced code as that of its function.
+
+    torch.compile would put the patched function into its graph as it is, where nothing casts.
+    """
+    from torch._dynamo.variables import LambdaVariable
+
+    @functools.wraps(original)
+    def call_cross_entropy_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not is_patched(functional.cross_entropy):
+            return original(self, tx, args, kwargs)
+        options = dict(zip(_LOSS_OPTIONS, args, strict=False)) | kwargs
+
+        def call(input: Any, target: Any) -> Any:
+            function = traced(tx, "nn.functional.cross_entropy")
+            return function.call_function(tx, [input, target], options)
+
+        return LambdaVariable(call)
+
+    return call_cross_entropy_loss
+
+
 def _lookup_inner(original: Callable[..., Any]) -> Callable[..., Any]:
     """Trace into the functions of torch that call a patched one.
 
@@ -264,6 +287,15 @@ _OPERATORS: dict[Callable[..., Any], tuple[str | None, str]] = {
     operator.pow: ("__pow__", "__rpow__"),
     operator.truediv: (None, "__rtruediv__"),
 }
+# Of an nn.CrossEntropyLoss, in order; its function calls them the same.
+_LOSS_OPTIONS = (
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
 _PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
 # They must hold the originals, for these are what a graph calls.
 _TABLES = (
@@ -279,4 +311,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch._dynamo.utils.run_node": _without_casts,
     "torch._dynamo.variables.builtin.BuiltinVariable._handle_insert_op_in_graph": _handle_operator,
     "torch._dynamo.variables.tensor.TensorVariable.call_method": _call_method,
+    "torch._dynamo.variables.user_defined.UserDefinedClassVariable._call_cross_entropy_loss": (
+        _call_cross_entropy_loss
+    ),
 }

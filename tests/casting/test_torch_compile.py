@@ -84,6 +84,11 @@ FUNCTIONS = {
     "exp": lambda x: torch.exp(x @ W),
     "norms": lambda x: F.layer_norm(x @ W, (3,)) + (x @ W).norm(),
     "loss": lambda x: F.cross_entropy(x @ W, torch.tensor([0, 1, 2, 0])),
+    "loss made here": lambda x: nn.CrossEntropyLoss()(x @ W, torch.tensor([0, 1, 2, 0])),
+    "loss made here, by options": lambda x: nn.CrossEntropyLoss(
+        torch.ones(3), None, 2, reduction="sum", label_smoothing=0.1
+    )(x @ W, torch.tensor([0, 1, 2, 0])),
+    "modules made here": lambda x: nn.MSELoss()(nn.LogSoftmax(-1)(x @ W), x),
     "bce": lambda x: F.binary_cross_entropy(torch.sigmoid(x @ W), torch.ones(4, 3)),
     "promoted": lambda x: torch.addcmul(x @ W, x, x),
     "einsum": lambda x: torch.einsum("ij,jk->ik", x, W),
@@ -119,7 +124,9 @@ def test_a_function_computes_what_eager_computes(amp, function, backend):
 
 
 @pytest.mark.parametrize("opt_level", LEVELS)
-@pytest.mark.parametrize("name", ["operator", "chained methods", "exp", "loss", "reflected power"])
+@pytest.mark.parametrize(
+    "name", ["operator", "chained methods", "exp", "loss", "loss made here", "reflected power"]
+)
 def test_functions_follow_the_level(amp, opt_level, name):
     model = start(amp, opt_level)
     function = FUNCTIONS[name]
