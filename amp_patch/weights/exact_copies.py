@@ -58,8 +58,9 @@ class ExactCopies:
 
     def _exact(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def deepcopy(tensor: Tensor, memo: dict[Any, Any]) -> Any:
-            if tensor.dtype not in HALVES:
+        def deepcopy(tensor: Any, memo: dict[Any, Any]) -> Any:
+            # What has the method of a base class of the user's may be no tensor.
+            if not isinstance(tensor, Tensor) or tensor.dtype not in HALVES:
                 return original(tensor, memo)
             if _COPYING not in memo:
                 self._store.handed_out.take_over()
@@ -68,7 +69,8 @@ class ExactCopies:
             copied = self._copied_master(tensor, copying, memo)
             if copied is None:
                 copied = original(tensor, memo)
-                self._note(tensor, copied, copying, memo)
+                if copied is not tensor:  # else a class says that it is shared with the copy
+                    self._note(tensor, copied, copying, memo)
             return copied
 
         return deepcopy

@@ -123,6 +123,28 @@ def test_a_parameter_of_a_class_that_copies_itself_is_float32_and_exact(
 
 
 @pytest.mark.parametrize("level", HALF_OF)
+def test_a_parameter_that_its_class_shares_with_the_copy_stays_as_it_is(
+    amp: ModuleType, level: str
+) -> None:
+    class Shared:
+        def __deepcopy__(self, memo: dict[int, object]) -> Shared:
+            return self
+
+    class SharedParameter(Shared, nn.Parameter):
+        pass
+
+    model, optimizer = made()
+    model.shift = SharedParameter(model._buffers.pop("shift"))
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    twin = copy.deepcopy(model)
+    assert twin.shift is model.shift
+    assert model.shift.dtype is HALF_OF[level]
+    assert twin.first.weight.dtype is torch.float32
+    other = Shared()  # no tensor
+    assert copy.deepcopy(other) is other
+
+
+@pytest.mark.parametrize("level", HALF_OF)
 def test_a_copy_goes_its_own_way(amp: ModuleType, level: str) -> None:
     model, optimizer = trained(amp, level)
     twin = copy.deepcopy(model)
