@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -77,8 +78,16 @@ class Imported:
 
 
 _imported_last: list[Imported] = []
-#: For each `one_look` that this is inside of, whether it was looked there.
-_looked: list[bool] = []
+
+
+class _Looked(threading.local):
+    """For each `one_look` that a thread is inside of, whether it has looked there."""
+
+    def __init__(self) -> None:
+        self.inside: list[bool] = []
+
+
+_looked = _Looked()
 
 
 @contextlib.contextmanager
@@ -88,20 +97,21 @@ def one_look() -> Iterator[None]:
     To look through thousands of names takes milliseconds. What `amp.initialize` imports itself has
     bound nothing that it replaces.
     """
-    _looked.append(False)
+    _looked.inside.append(False)
     try:
         yield
     finally:
-        _looked.pop()
+        _looked.inside.pop()
 
 
 def imported() -> Imported:
     """Return which modules are imported: the same object until others are."""
-    known = bool(_looked) and _looked[-1]
+    inside = _looked.inside
+    known = bool(inside) and inside[-1]
     if not _imported_last or not (known or _imported_last[0].is_current()):
         _imported_last[:] = [Imported()]
-    if _looked:
-        _looked[-1] = True
+    if inside:
+        inside[-1] = True
     return _imported_last[0]
 
 

@@ -9,6 +9,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,7 @@ def test_a_module_that_used_torch_in_between_is_looked_through(
 def test_a_call_looks_once_and_the_next_one_anew_also_inside_of_it(
     import_user: Callable[..., types.ModuleType],
 ) -> None:
+    users_of_torch()  # the first look notes what it may pass over, and is no look to keep
     with one_look():
         users_of_torch()
         user = import_user("imported_meanwhile", torch=torch)
@@ -390,6 +392,14 @@ def test_a_call_looks_once_and_the_next_one_anew_also_inside_of_it(
             assert user in users_of_torch()
     later = import_user("imported_later", torch=torch)
     assert later in users_of_torch()
+
+
+def test_another_thread_looks_for_itself(import_user: Callable[..., types.ModuleType]) -> None:
+    users_of_torch()  # the first look notes what it may pass over, and is no look to keep
+    with one_look(), ThreadPoolExecutor(1) as others:
+        users_of_torch()
+        user = import_user("imported_meanwhile", torch=torch)
+        assert user in others.submit(users_of_torch).result()
 
 
 def test_what_is_expected_is_looked_for_in_modules_that_may_use_torch(
