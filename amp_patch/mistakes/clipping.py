@@ -163,19 +163,28 @@ def _stepped(
     if not isinstance(parameters, Iterable):
         return parameters, []
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    wanted = set(map(id, given))
+    left = wanted = set(map(id, given))
     masters: dict[int, Tensor] = {}
     owners = []
-    for step in list(optimizers.steps.values()):
-        pairs = step.backward.pairs()
+    # Of two that step a parameter, one after the other, that is meant which has a gradient for it.
+    steps = [step.backward for step in list(optimizers.steps.values())]
+    for one in sorted(steps, key=_has_none) if len(steps) > 1 else steps:
+        pairs, is_pending = one.pairs(), one.gradients.are_pending
         # This rank may step none of the parameters that all ranks clip together (ZeRO).
-        own = chain(*pairs, step.backward.gradients.elsewhere)
-        if wanted.isdisjoint(map(id, own)):
+        own = chain(*pairs, one.gradients.elsewhere)
+        if (wanted if is_pending else left).isdisjoint(map(id, own)):
             continue
-        step.backward.refuse_scaled(call)
-        owners.append(step.backward)
+        if is_pending and len(steps) > 1:
+            left = left.difference(map(id, chain(*pairs)))
+        one.refuse_scaled(call)
+        owners.append(one)
         if pairs.model is not pairs.master:
-            masters.update(zip(map(id, pairs.model), pairs.master, strict=True))
+            found = zip(map(id, pairs.model), pairs.master, strict=True)
+            masters = {**masters, **dict(found)} if is_pending else {**dict(found), **masters}
     if not given:
         return parameters, []  # of an empty generator torch warns
     return [masters.get(id(param), param) for param in given], owners
+
+
+def _has_none(backward: OptimizerBackward) -> bool:
+    return not backward.gradients.are_pending

@@ -86,6 +86,31 @@ def test_where_layers_are_clipped_alone_each_is_shown_and_no_other(amp: ModuleTy
     pair.optimizer.step()  # the clip is no write of the script's, of which a warning would tell
 
 
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_of_two_optimizers_of_one_model_the_gradients_of_the_one_in_use_are_clipped(
+    amp: ModuleType, fused_step: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    pair = Pair(amp, "O2")
+    amp.deactivate()
+    kinds = (torch.optim.SGD, torch.optim.AdamW)
+    optimizers, others = (
+        [kind(model.parameters(), lr=0.1) for kind in kinds] for model in (pair.model, pair.plain)
+    )
+    amp.initialize(pair.model, optimizers, opt_level="O2", fused_step=fused_step, verbosity=0)
+    for pair.optimizer, other in zip(optimizers, others, strict=True):
+        for inputs in INPUTS:
+            pair.optimizer.zero_grad()
+            other.zero_grad()
+            pair.backward(inputs)
+            for model in (pair.model, pair.plain):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            pair.optimizer.step()
+            other.step()
+    for name, value in pair.model.state_dict().items():
+        torch.testing.assert_close(value, pair.plain.state_dict()[name], rtol=0, atol=3e-3)
+    assert not [one for one in recwarn if "has no effect" in str(one.message)]
+
+
 def test_a_clip_of_one_optimizer_leaves_scaled_gradients_of_another(amp: ModuleType) -> None:
     pair = Pair(amp, "O2", loss_scale=64.0)
     other = nn.Linear(4, 2)
