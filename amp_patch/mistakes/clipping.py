@@ -179,8 +179,8 @@ def _stepped(
         one.refuse_scaled(call)
         owners.append(one)
         if pairs.model is not pairs.master:
-            found = zip(map(id, pairs.model), pairs.master, strict=True)
-            masters = {**masters, **dict(found)} if is_pending else {**dict(found), **masters}
+            for param, master in zip(*pairs, strict=True):
+                masters.setdefault(id(param), master)
     if not given:
         return parameters, []  # of an empty generator torch warns
     return [masters.get(id(param), param) for param in given], owners
