@@ -168,7 +168,7 @@ def _stepped(
     owners = []
     # Of two that step a parameter, one after the other, that is meant which has a gradient for it.
     steps = [step.backward for step in list(optimizers.steps.values())]
-    for one in sorted(steps, key=_has_none) if len(steps) > 1 else steps:
+    for one in sorted(steps, key=_has_none):
         pairs, is_pending = one.pairs(), one.gradients.are_pending
         # This rank may step none of the parameters that all ranks clip together (ZeRO).
         own = chain(*pairs, one.gradients.elsewhere)

@@ -40,8 +40,7 @@ class HeldParams:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._masters = masters
-        self._stepped = listed(())
-        self._pairs = ParamPairs(self._stepped, self._stepped)
+        self._pairs = ParamPairs(listed(()), listed(()))
         self._steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
@@ -61,7 +60,7 @@ class HeldParams:
             stepped = groups[0]["params"]
         else:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
-        if not are_still(self._stepped, stepped):
+        if not are_still(self._pairs.master, stepped):
             stepped = listed(stepped)
             masters = self._masters
             if masters is not None and masters.has_master_of_any(stepped):
@@ -70,7 +69,7 @@ class HeldParams:
                     group["params"] = masters.replace(group["params"])
                 stepped = listed(chain.from_iterable(group["params"] for group in groups))
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
-            self._pairs, self._stepped = ParamPairs(params, stepped), stepped
+            self._pairs = ParamPairs(params, stepped)
             if masters is not None or not self._steps_halves:
                 self._frozen = [one for one in stepped if one.dtype in HALVES]
             if self._ranks_follow:

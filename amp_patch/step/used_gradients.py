@@ -39,15 +39,7 @@ class UsedGradients:
 
     def add(self, grads: Iterable[Reference]) -> None:
         """Note more for the same step; earlier ones are kept alive by others alone."""
-        earlier: list[Reference] = []
-        for one in self._noted:
-            if isinstance(one, Tensor):
-                earlier.append(weakref.ref(one))
-                continue
-            grad: Any = one()
-            if grad is not None:
-                grad._fix_weakref()  # see `alive`
-                earlier.append(one)
+        earlier = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]
         self._noted = [*earlier, *grads]
 
     def alive(self) -> list[Tensor]:

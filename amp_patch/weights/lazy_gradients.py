@@ -203,7 +203,7 @@ def listed(tensors: Iterable[Tensor]) -> Tensors:
     return plain
 
 
-def are_still(known: Tensors, tensors: Any) -> bool:
+def are_still(known: list[Tensor], tensors: Any) -> bool:
     """Return whether a list holds the very tensors that are known, as it nearly always does.
 
     Python's own comparison of lists tells most often, in a fiftieth of the time: it asks no object
