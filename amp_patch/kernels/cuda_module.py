@@ -6,6 +6,9 @@ Tensors go to a kernel as their addresses and all memory is torch's.
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,14 +19,8 @@ from . import cuda_compiler
 
 #: Threads of a block, as in tensor_table.cuh.
 THREADS = 256
-#: C's types of a kernel's parameters, by letters as in the module struct; P is an address.
-C_TYPES: dict[str, Any] = {
-    "P": ctypes.c_void_p,
-    "i": ctypes.c_int,
-    "q": ctypes.c_longlong,
-    "f": ctypes.c_float,
-    "d": ctypes.c_double,
-}
+#: A kernel's parameters, by letters as in the module struct, P for an address; each in 8 bytes.
+_IN_8_BYTES = {"P": "Q", "i": "i4x", "q": "q", "f": "f4x", "d": "d"}
 
 #: The dtypes that kernels take, as dtypes.cuh and the kernels' names have them.
 DTYPE_NAMES = {
@@ -44,16 +41,39 @@ class Kernel(NamedTuple):
     threads: int = THREADS
 
 
-def packed(parameters: str, arguments: Sequence[Argument]) -> list[Any]:
-    """Return the arguments as C values, which must live until the launch has returned.
+def packed(parameters: str, arguments: Sequence[Argument]) -> array[int]:
+    """Return the arguments in memory as the driver reads them, 8 bytes for each.
+
+    Args:
+        parameters: a letter for each of "iqfd", as in the module struct, or P for an address.
+        arguments: a tensor goes as its address, None as the null address.
+
+    Returns:
+        An array, which must live until the launch has returned.
 
     Raises:
         ValueError: there are more or fewer arguments than parameters.
     """
-    return [
-        C_TYPES[letter](argument.data_ptr() if isinstance(argument, Tensor) else argument)
-        for letter, argument in zip(parameters, arguments, strict=True)
+    numbers = [
+        argument.data_ptr()
+        if isinstance(argument, Tensor)
+        else (0 if argument is None else argument)
+        for argument, _ in zip(arguments, parameters, strict=True)
     ]
+    try:
+        memory = _layout(parameters).pack(*numbers)
+    except OverflowError:  # a number beyond float32, which is inf there
+        numbers = [
+            ctypes.c_float(number).value if letter == "f" else number
+            for number, letter in zip(numbers, parameters, strict=True)
+        ]
+        memory = _layout(parameters).pack(*numbers)
+    return array("Q", memory)
+
+
+@functools.cache
+def _layout(parameters: str) -> struct.Struct:
+    return struct.Struct("=" + "".join(map(_IN_8_BYTES.__getitem__, parameters)))
 
 
 class CudaModules:
@@ -65,6 +85,7 @@ class CudaModules:
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
+        self._cuda: Any = None  # cupy's, where a module was loaded
         self._modules: dict[tuple[str, int], Any] = {}
         self._functions: dict[tuple[str, str, int], Any] = {}
 
@@ -95,25 +116,27 @@ class CudaModules:
             device: of all tensors.
             arguments: one per parameter; a tensor goes as its address, None as the null address.
         """
-        from cupy.cuda import driver, runtime
-
         index = _index(device)
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                self.launch(kernel, grid, device, *arguments)
+            return
         values = packed(kernel.parameters, arguments)
-        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        with torch.cuda.device(index):
-            # torch's block calls CUDA only where the device is to change, and the driver, unlike
-            # torch's own launches, does not bind a thread to the device's context.
-            if not driver.ctxGetCurrent():
-                runtime.setDevice(index)
-            driver.launchKernel(
-                self._function(kernel, index).ptr,
-                *(grid, 1, 1),
-                *(kernel.threads, 1, 1),
-                0,
-                stream_on(device),
-                ctypes.addressof(addresses),
-                0,
-            )
+        first, count = values.buffer_info()
+        addresses = array("Q", range(first, first + 8 * count, 8))
+        function = self._function(kernel, index)
+        # The driver, unlike torch's own launches, does not bind a thread to the device's context.
+        if not self._cuda.driver.ctxGetCurrent():
+            self._cuda.runtime.setDevice(index)
+        self._cuda.driver.launchKernel(
+            function.ptr,
+            *(grid, 1, 1),
+            *(kernel.threads, 1, 1),
+            0,
+            stream_on(device),
+            addresses.buffer_info()[0],
+            0,
+        )
 
     def _function(self, kernel: Kernel, index: int) -> Any:
         key = (kernel.source, kernel.name, index)
@@ -123,13 +146,14 @@ class CudaModules:
 
     def _module(self, source: str, index: int) -> Any:
         if (source, index) not in self._modules:
-            from cupy.cuda import Module
+            import cupy.cuda
 
             major, minor = torch.cuda.get_device_capability(index)
             code = cuda_compiler.machine_code(source, f"sm_{major}{minor}")
             with torch.cuda.device(index):
-                module = Module()
+                module = cupy.cuda.Module()
                 module.load(code)
+            self._cuda = cupy.cuda
             self._modules[source, index] = module
         return self._modules[source, index]
 
@@ -138,6 +162,17 @@ def stream_on(device: torch.device) -> int:
     """Return the address of a CUDA device's current stream; torch's object for it takes longer."""
     address: int = torch._C._cuda_getCurrentRawStream(_index(device))
     return address
+
+
+def stream_object_on(device: torch.device) -> torch.cuda.Stream:
+    """Return torch's object for a CUDA device's current stream, which is made once for each."""
+    return _stream_object(_index(device), stream_on(device))
+
+
+@functools.lru_cache(maxsize=256)
+def _stream_object(index: int, address: int) -> torch.cuda.Stream:
+    """Return the object; this is called while it is the current stream that has the address."""
+    return torch.cuda.current_stream(index)
 
 
 def _index(device: torch.device) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cuda_module import stream_object_on
+
 
 class HostCopy:
     """A copy of a device's tensor, on its way to the host through pinned memory.
@@ -19,11 +21,10 @@ class HostCopy:
         if source.device.type != "cuda":
             self._copy = source.detach().to("cpu", copy=True)
             return
-        with torch.cuda.device(source.device):
-            self._copy = torch.empty_like(source, device="cpu", pin_memory=True)
-            self._copy.copy_(source.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._copy = torch.empty_like(source, device="cpu", pin_memory=True)
+        self._copy.copy_(source.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(stream_object_on(source.device))
 
     def ready(self) -> bool:
         """Return whether the copy has arrived, without waiting."""
