@@ -166,7 +166,10 @@ def _forced() -> str:
 
 
 def _is_cuda_build() -> bool:
-    return torch.version.cuda is not None and torch.cuda.is_available()
+    if torch.version.cuda is None:
+        return False
+    # Where a tensor is on a device CUDA has begun; to look for devices takes the host longer.
+    return torch.cuda.is_initialized() or torch.cuda.is_available()
 
 
 def _works(device: torch.device, sources: Sequence[str], forced: str) -> bool:

@@ -41,8 +41,10 @@ def launch(
     chunks = part.table.chunks()
     for mix, begin, end in part.table.groups:
         kernel = Kernel(source, name.format(*mix), parameters)
-        last = () if per_chunk is None else (per_chunk[begin:],)
-        operands = (rows, chunks[begin:], *arguments, *last)
+        own, memory = chunks, per_chunk
+        if begin:  # a slice takes the host longer than all else here
+            own, memory = chunks[begin:], None if per_chunk is None else per_chunk[begin:]
+        operands = (rows, own, *arguments, *(() if memory is None else (memory,)))
         grid = (end - begin) * blocks_per_chunk
         cuda_module.modules.launch(kernel, grid, part.device, *operands)
 

@@ -32,8 +32,8 @@ class Statistics:
 
     Attributes:
         part: the rows.
-        tensors: uint8, shape (rows, 16), the layout of statistics.cuh.
-        total: the same of all rows together, shape (16,).
+        memory: uint8, shape (chunks + rows + 1, 16), in the layout of statistics.cuh: of each chunk
+            of the part, of each row, and of all together. Not initialized.
         found_inf: float32, shape (1,), not 0 where a value is inf or NaN.
 
     Args:
@@ -44,30 +44,25 @@ class Statistics:
 
     def __init__(self, part: Part, found_inf: Tensor | None) -> None:
         self.part = part
-        memory = torch.empty(
-            (len(part.rows) + 1, _STATISTICS_BYTES), dtype=torch.uint8, device=part.device
-        )
-        self.tensors, self.total = memory[:-1], memory[-1]
+        self.memory = statistics_memory(part, len(part.rows) + 1)
         self._keeps = found_inf is not None
         if found_inf is None:
             found_inf = torch.empty(1, dtype=torch.float32, device=part.device)
         self.found_inf = found_inf
 
-    def summarize(self, chunks: Tensor) -> None:
-        """Fill in all attributes.
-
-        Args:
-            chunks: uint8, shape (chunks, 16): the statistics of each chunk of the part.
-        """
+    def summarize(self) -> None:
+        """Fill in all but the statistics of chunks, which must be there."""
         ranges, ticket = self.part.table.ranges()
+        chunks = self.memory.data_ptr()
+        tensors = chunks + self.part.table.chunk_count * _STATISTICS_BYTES
         cuda_module.modules.launch(
             _SUMMARIZE,
             len(self.part.rows),
             self.part.device,
             ranges,
             chunks,
-            self.tensors,
-            self.total,
+            tensors,
+            tensors + len(self.part.rows) * _STATISTICS_BYTES,
             self.found_inf,
             int(self._keeps),
             ticket,
@@ -75,7 +70,7 @@ class Statistics:
 
     def kinds(self) -> list[tuple[int, str]]:
         """Return row and kinds of each tensor that is not finite. Waits for the device."""
-        flags = self.tensors.view(torch.int32)[:, 3].tolist()
+        flags = self._tensors(torch.int32)[:, 3].tolist()
         return [
             (row, _KINDS[flag]) for row, flag in zip(self.part.rows, flags, strict=True) if flag
         ]
@@ -86,7 +81,7 @@ class Statistics:
 
     def squares(self) -> Tensor:
         """Return the sum of squares, 0-dim float64."""
-        return self.total[:8].view(torch.float64)[0]
+        return self.memory.view(torch.float64)[-1, 0]
 
     def squares_of(self, rows: Sequence[int]) -> Tensor:
         """Return the sum of squares of those of the part's rows that are among these."""
@@ -94,8 +89,12 @@ class Statistics:
         places = [place for place, row in enumerate(self.part.rows) if row in wanted]
         if len(places) == len(self.part.rows):
             return self.squares()
-        squares = self.tensors.view(torch.float64)[:, 0]
+        squares = self._tensors(torch.float64)[:, 0]
         return torch.stack([squares[place] for place in places]).sum()
+
+    def _tensors(self, dtype: torch.dtype) -> Tensor:
+        """Return the statistics of the rows, seen as numbers of a dtype."""
+        return self.memory.view(dtype)[self.part.table.chunk_count : -1]
 
 
 class Flags:
@@ -170,7 +169,7 @@ class Unscale:
 
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self._dense_rows = DenseRows()
-        self._scales: dict[torch.device, Resident] = {}
+        self._scales: dict[torch.device, Resident[Tensor]] = {}
 
     @without_grad
     def run(
@@ -288,14 +287,13 @@ def examine(
         targets: where ``sources[i] / scale`` goes, may be its source; None: it is only checked.
         scale: float32, one element, on the part's device; None stands for 1.
     """
-    part = statistics.part
-    chunks = statistics_memory(part)
+    part, memory = statistics.part, statistics.memory
     rows = part.table.rows(sources, targets)
-    launch(part, "unscale.cu", "unscale_{}_to_{}", "PPPP", rows, scale, per_chunk=chunks)
-    statistics.summarize(chunks)
+    launch(part, "unscale.cu", "unscale_{}_to_{}", "PPPP", rows, scale, per_chunk=memory)
+    statistics.summarize()
 
 
-def statistics_memory(part: Part) -> Tensor:
-    """Return memory for the statistics of each chunk of a part, uint8, shape (chunks, 16)."""
-    shape = (part.table.chunk_count, _STATISTICS_BYTES)
+def statistics_memory(part: Part, more: int = 0) -> Tensor:
+    """Return memory for statistics of each chunk of a part and more, uint8, shape (n, 16)."""
+    shape = (part.table.chunk_count + more, _STATISTICS_BYTES)
     return torch.empty(shape, dtype=torch.uint8, device=part.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ from torch import Tensor
 from .cuda_module import stream_on
 from .graph_capture import captures
 
+T = TypeVar("T")
+
 #: So many different contents of a table can be captured before it is uploaded outside of a graph.
 _SPARE = 4
 
 
-class Resident:
+class Resident(Generic[T]):
     """A small tensor on a device, made again only where its content or the stream changed.
 
     Another stream gets another tensor, for what one stream uploads may not have arrived when the
@@ -29,20 +31,20 @@ class Resident:
 
     Args:
         device: where it lies.
-        make: returns the tensor for a content, made on the current stream.
+        make: returns the tensor for a content (or views of it), made on the current stream.
         capture: the same while a CUDA graph is captured.
     """
 
     def __init__(
-        self, device: torch.device, make: Callable[[Any], Tensor], capture: Callable[[Any], Tensor]
+        self, device: torch.device, make: Callable[[Any], T], capture: Callable[[Any], T]
     ) -> None:
         self._device = device
         self._make, self._capture = make, capture
         self._content: Any = None
         self._stream = -1
-        self._made = torch.empty(0, device="cpu")
+        self._made: T | None = None
 
-    def holding(self, content: Any) -> Tensor:
+    def holding(self, content: Any) -> T:
         """Return the tensor for a content."""
         stream = 0
         if self._device.type == "cuda":
@@ -50,13 +52,13 @@ class Resident:
                 return self._capture(content)
             stream = stream_on(self._device)
         same = content is self._content or content == self._content
-        if not same or stream != self._stream:
+        if self._made is None or not same or stream != self._stream:
             self._made = self._make(content)
             self._content, self._stream = content, stream
         return self._made
 
 
-def scalar(device: torch.device) -> Resident:
+def scalar(device: torch.device) -> Resident[Tensor]:
     """Return a float32 number on a device, shape (1,); its content is the number."""
 
     def make(number: float) -> Tensor:
@@ -65,33 +67,41 @@ def scalar(device: torch.device) -> Resident:
     return Resident(device, make, make)
 
 
-class FixedTable:
+class FixedTable(Generic[T]):
     """Integers on a device that never change. Replays of a CUDA graph read them where they are.
 
     They were uploaded for a step before the capture, which the replays come after all the same: it
     wrote to the parameters that they step.
+
+    Args:
+        numbers: the integers.
+        device: where they lie.
+        views: returns the views of them that are used, of int32, shape (numbers,).
     """
 
-    def __init__(self, numbers: list[int], device: torch.device) -> None:
-        self._numbers, self._device = numbers, device
-        self._last: Tensor | None = None
+    def __init__(
+        self, numbers: list[int], device: torch.device, views: Callable[[Tensor], T]
+    ) -> None:
+        self._numbers, self._device, self._views = numbers, device, views
+        self._last: tuple[Tensor, T] | None = None
         self._resident = Resident(device, self._upload, self._keep)
 
-    def tensor(self) -> Tensor:
-        """Return them, int32."""
+    def tensors(self) -> T:
+        """Return the views."""
         return self._resident.holding(self._numbers)
 
-    def _upload(self, numbers: list[int]) -> Tensor:
+    def _upload(self, numbers: list[int]) -> T:
         host = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        self._last = _without_waiting(host, self._device)
-        return self._last
+        table = _without_waiting(host, self._device)
+        self._last = table, self._views(table)
+        return self._last[1]
 
-    def _keep(self, numbers: list[int]) -> Tensor:
+    def _keep(self, numbers: list[int]) -> T:
         """Return what was uploaded last, which is to live as long as the graph."""
         if self._last is None:
             raise _no_step_before(len(numbers))
-        captures.keep(self._last)
-        return self._last
+        captures.keep(self._last[0])
+        return self._last[1]
 
 
 class AddressTable:

@@ -61,8 +61,10 @@ class TensorTable:
             if self.chunk_count > begin:
                 self.groups.append(Group(mix, begin, self.chunk_count))
         self._row_table = AddressTable(len(lengths), device)
-        self._chunk_table = FixedTable(self._chunks, device)
-        self._range_table = FixedTable(self._ranges, device)
+        self._chunk_table = FixedTable(self._chunks, device, lambda table: table.view(-1, 2))
+        self._range_table = FixedTable(
+            self._ranges, device, lambda table: (table[:-1].view(-1, 2), table[-1:])
+        )
 
     def _add_chunks(self, row: int) -> None:
         begin = self.chunk_count
@@ -92,16 +94,15 @@ class TensorTable:
 
     def chunks(self) -> Tensor:
         """Return the table of chunks, int32, shape (chunks, 2), the groups one after another."""
-        return self._chunk_table.tensor().view(-1, 2)
+        return self._chunk_table.tensors()
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         """Return begin and end of each row's chunks, int32, shape (rows, 2), and a ticket of 0."""
-        table = self._range_table.tensor()
-        ticket = table[-1:]
-        if captures.are_made(table.device):
+        ranges, ticket = self._range_table.tensors()
+        if captures.are_made(ticket.device):
             # Kernels count in it while they run, and others may run beside a replay.
             ticket = torch.zeros_like(ticket)
-        return table[:-1].view(-1, 2), ticket
+        return ranges, ticket
 
 
 def addresses(column: Sequence[Tensor | None]) -> list[int]:

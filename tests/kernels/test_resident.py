@@ -44,7 +44,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return Cuda(monkeypatch)
 
 
-def noting(made: list[str]) -> Resident:
+def noting(made: list[str]) -> Resident[torch.Tensor]:
     def make(content: str) -> torch.Tensor:
         made.append(f"made {content}")
         return torch.zeros(1)
@@ -100,18 +100,18 @@ GPU = torch.device("cuda", 1)
 
 
 def test_a_graph_reads_a_fixed_table_where_it_is(cuda: Cuda, uploads: Uploads) -> None:
-    table = FixedTable([1, 2, 3], GPU)
-    first = table.tensor()
+    table = FixedTable([1, 2, 3], GPU, lambda table: table)
+    first = table.tensors()
     cuda.stream = 8
-    second = table.tensor()
+    second = table.tensors()
     assert second is not first
     cuda.capturing = True
     with captures.collect() as graph:
-        assert table.tensor() is second
-        assert table.tensor() is second
+        assert table.tensors() is second
+        assert table.tensors() is second
     assert list(graph.memory.values()) == [second]
     cuda.capturing = False
-    assert table.tensor() is second
+    assert table.tensors() is second
     assert uploads.made == [[1, 2, 3]] * 2
 
 
@@ -174,6 +174,6 @@ REFUSED = (
 def test_a_capture_before_any_step_is_refused(cuda: Cuda) -> None:
     cuda.capturing = True
     with pytest.raises(RuntimeError, match=REFUSED.format(3)):
-        FixedTable([1, 2, 3], GPU).tensor()
+        FixedTable([1, 2, 3], GPU, lambda table: table).tensors()
     with pytest.raises(RuntimeError, match=REFUSED.format(2)):
         AddressTable(2, GPU).holding([[1, 2]])
