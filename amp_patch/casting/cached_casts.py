@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from amp_patch.kernels.reusable import Reusable, is_held
 #: it again takes the host about 4 us, as long as casting that many elements takes one core. Beside
 #: a GPU, which casts them in no time, the host is what takes long, and half a megabyte is little.
 LARGE, LARGE_ON_GPU = 1 << 14, 1 << 18
+#: So many elements give their memory back together, at most one cast more. A hook in the backward
+#: takes the host 8 us beside a GPU, and what it gives back twice as long, so far from all else.
+TOGETHER, TOGETHER_ON_GPU = 1, 1 << 23
 _NO_VERSION = -1
 #: In which backward passes all large casts are looked at for those that no graph reads. An odd
 #: number: two losses that take turns, as in a GAN, are looked at both.
@@ -48,6 +51,7 @@ class Group:
         frozen: casts of large frozen parameters by their ids: references to both, and the dtype,
             the version and the address that the parameter had.
         entries: by the id of the parameter, which its entry keeps alive.
+        batch: takes the next large cast; None where one has to be made.
         bulk: all entries as lists; None where any came or went since it was made.
     """
 
@@ -59,25 +63,33 @@ class Group:
         self.pause, self.next_pause = 0, _FIRST_PAUSE
         self.frozen: dict[int, tuple[Any, ...]] = {}
         self.entries: dict[int, Entry] = {}
+        self.batch: Batch | None = None
         self.bulk: Bulk | None = None
+
+    def keeps_memory(self, device: torch.device) -> bool:
+        """Return whether no cast on a device may give its memory back now."""
+        # A graph that is captured replays its casts at the addresses of now.
+        return self.accumulates or captures.are_made(device)
 
 
 class Entry:
     """A parameter, its cast, and what must still hold for the cast to be right.
 
-    The cast of a large parameter gives its memory back when its gradient arrives, for then all
-    that read it in this backward have run. Autocast's casts go at the same time: kept to the step,
-    ours would lie beside the fp32 gradients, 2 bytes more per parameter.
+    The cast of a large parameter gives its memory back in the backward, see `Batch`. Autocast's
+    casts go at the same time: kept to the step, ours would lie beside the fp32 gradients, 2 bytes
+    more per parameter.
 
     Attributes:
         arrivals: how many gradients of a large one have arrived since the last refresh.
         has_memory: False from the arrival of the gradient until the cast is made again.
         is_large: True where it gives its memory back.
+        batch: of a large one, with which it does.
     """
 
     __slots__ = (
         "__weakref__",
         "arrivals",
+        "batch",
         "cast",
         "dtype",
         "empty",
@@ -104,6 +116,7 @@ class Entry:
         self.arrivals = 0
         self.has_memory = True
         self.is_large = is_large(param)
+        self.batch: Batch | None = None
         if self.is_large:
             self.strides = cast.stride()
             self.empty = _empty(cast.dtype, cast.device)
@@ -122,15 +135,9 @@ class Entry:
         lists = 0 if self.group.bulk is None else _LISTS_OF_BULK
         return not self.has_memory or not is_held(self.cast, lists)
 
-    def release(self) -> None:
-        """The gradient arrives: give the memory back."""
-        self.arrivals += 1
-        self.give_back()
-
     def give_back(self) -> None:
-        """Give the memory back, but where somebody holds the cast or it is soon used again."""
-        # A graph that is captured replays its casts at the addresses of now.
-        if not self.has_memory or self.group.accumulates or captures.are_made(self.cast.device):
+        """Give the memory back, but where somebody holds the cast; see `Group.keeps_memory`."""
+        if not self.has_memory:
             return
         # In this order: another thread takes the cast before it looks at the version.
         version, self.version = self.version, _NO_VERSION
@@ -161,6 +168,56 @@ class Entry:
         self.claim()
         self.cast.copy_(self.param)
         self.version = self.param._version
+
+
+class Batch:
+    """Large casts that were made one after the other, and give their memory back together.
+
+    They do when the gradient of the first arrives: all that read it in this backward have run
+    then, and all that read the others, which the forward came to later. Who holds one of them has
+    it keep its memory.
+    """
+
+    __slots__ = ("__weakref__", "_elements", "_entries")
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._entries: list[weakref.ref[Entry]] = []
+
+    def add(self, entry: Entry) -> None:
+        """Take one in."""
+        entry.batch = self
+        self._elements += entry.param.numel()
+        self._entries.append(weakref.ref(entry))
+
+    def is_full(self) -> bool:
+        """Return whether others are to have another batch, for this one is large or is lost."""
+        first = self._entries[0]()
+        if first is None:
+            return True
+        return self._elements >= (TOGETHER if first.param.is_cpu else TOGETHER_ON_GPU)
+
+    def is_first(self, entry: Entry) -> bool:
+        """Return whether the others wait for this one's gradient."""
+        return self._entries[0]() is entry
+
+    def entries(self) -> list[Entry]:
+        """Return those that are there still."""
+        return [entry for reference in self._entries if (entry := reference()) is not None]
+
+    def release(self, known: Mapping[int, Entry]) -> None:
+        """The gradient of the first has arrived: give the memory of all back.
+
+        Args:
+            known: the cache's entries, by the ids of their parameters.
+        """
+        # One that was dropped since then may be in a thread's hands, which has just found it.
+        entries = [one for one in self.entries() if known.get(id(one.param)) is one]
+        for entry in entries:
+            entry.arrivals += 1
+        if entries and not entries[0].group.keeps_memory(entries[0].cast.device):
+            for entry in entries:
+                entry.give_back()
 
 
 @functools.cache
@@ -220,7 +277,11 @@ class Bulk:
         """
         is_look = self._backwards % _LOOK_EVERY == 0
         self._backwards += 1
-        for entry in self._large if is_look else self._unread:
+        tried = self._large if is_look else self._unread
+        first = next(iter(tried), None)
+        if first is None or first.group.keeps_memory(first.cast.device):
+            return
+        for entry in tried:
             entry.give_back()
         if is_look:
             self._unread.update(entry for entry in self._large if not entry.has_memory)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .argument_casts import is_on_cast_device
-from .cached_casts import Bulk, Entry, Group, Owner, is_large
+from .cached_casts import Batch, Bulk, Entry, Group, Owner, is_large
 from .mode import FLOATS, mode
 from .shared_casts import CAST, is_recorded
 
@@ -193,11 +193,19 @@ class WeightCache:
                 # its iteration's, would wait for the end and hold every half gradient till then.
                 node._set_sequence_nr(_RUN_AT_ONCE)  # type: ignore[attr-defined]  # no stub
                 if entry.is_large:
-                    # The node must keep nothing that keeps the node.
-                    node.register_prehook(partial(_release, weakref.ref(self), weakref.ref(entry)))
+                    self._add_to_batch(entry, node)
             group.bulk = None
             group.entries[id(param)] = self._entries[id(param)] = entry
         return cast
+
+    def _add_to_batch(self, entry: Entry, node: Any) -> None:
+        """Have a large cast give its memory back in each backward that reaches its batch."""
+        group = entry.group
+        if group.batch is None or group.batch.is_full():
+            group.batch = Batch()
+            # The node must keep nothing that keeps the node.
+            node.register_prehook(partial(_release, weakref.ref(self), weakref.ref(group.batch)))
+        group.batch.add(entry)
 
     def _refresh(self, group: Group) -> None:
         """Bring the casts of a group up to date in one call; drop those that must be made anew."""
@@ -214,6 +222,7 @@ class WeightCache:
         group.accumulates = bulk.were_used_again()
         group.pause = max(0, group.pause - 1)
         group.frozen.clear()
+        group.batch = None  # what is cast from now on need not be behind it in the forward
         bulk.refresh()
         group.stale = False
 
@@ -293,6 +302,10 @@ class WeightCache:
         if entry is not None:
             entry.group.entries.pop(param_id, None)
             entry.group.bulk = None
+            if entry.batch is not None and entry.batch.is_first(entry):
+                for other in entry.batch.entries():  # which would give back nothing any more
+                    if self._entries.get(id(other.param)) is other:
+                        self._drop(id(other.param))
 
 
 def _cast_frozen(param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
@@ -313,14 +326,12 @@ def _cast_frozen(param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tenso
     return made
 
 
-def _release(cache: weakref.ref[WeightCache], entry: weakref.ref[Entry], _: object) -> None:
-    """Give the memory of a cast back whose gradient has arrived."""
-    alive, released = cache(), entry()
+def _release(cache: weakref.ref[WeightCache], batch: weakref.ref[Batch], _: object) -> None:
+    """Give the memory of casts back, for the gradient of their batch's first has arrived."""
+    alive, released = cache(), batch()
     if alive is not None and released is not None:
         with alive._lock:
-            # One that was dropped since then may be in a thread's hands, which has just found it.
-            if alive._entries.get(id(released.param)) is released:
-                released.release()
+            released.release(alive._entries)
 
 
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -42,10 +42,14 @@ from amp_patch.session import session
 HALF = torch.float16
 
 
-@pytest.fixture(autouse=True)
-def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[1, 1 << 40], ids=["one by one", "together"], autouse=True)
+def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every weight is large; whether all of a model are of one batch."""
     monkeypatch.setattr(cached_casts, "LARGE", 1)
     monkeypatch.setattr(cached_casts, "LARGE_ON_GPU", 1)
+    monkeypatch.setattr(cached_casts, "TOGETHER", request.param)
+    monkeypatch.setattr(cached_casts, "TOGETHER_ON_GPU", request.param)
+    return bool(request.param > 1)
 
 
 @pytest.fixture
@@ -111,6 +115,61 @@ def test_each_goes_as_soon_as_its_gradient_is_known(
     F.linear(hidden, cache.cast(later.weight, HALF)).float().sum().backward()
     assert found == [OF_ALL]  # the later ones are gone
     assert bytes_of(cache) == 0
+
+
+def layers(cache: WeightCache, device: torch.device) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4))).to(device)
+    cache.add_model(model)
+    return model
+
+
+def pass_through(cache: WeightCache, model: nn.Sequential, found: list[int]) -> None:
+    """Run forward and backward; note the bytes of casts behind the backward of each layer."""
+    hidden = torch.randn(2, 3, dtype=HALF, device=model[0].weight.device, requires_grad=True)
+    for layer in model:
+        hidden.register_hook(lambda _: found.append(bytes_of(cache)))
+        hidden = F.linear(hidden, cache.cast(layer.weight, HALF))
+    hidden.float().sum().backward()
+    cache.mark_stale()
+
+
+def test_a_batch_goes_with_its_first_layers_gradient(
+    cache: WeightCache, device: torch.device, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if together:  # 18 numbers, two layers
+        monkeypatch.setattr(cached_casts, "TOGETHER", 18)
+        monkeypatch.setattr(cached_casts, "TOGETHER_ON_GPU", 18)
+    model = layers(cache, device)
+    for _ in range(3):
+        found: list[int] = []
+        pass_through(cache, model, found)
+        left = [4, 2, 2] if together else [3, 2, 1]
+        assert found[:3] == [2 * 9 * count for count in left]
+        assert bytes_of(cache) == 0
+
+
+def test_those_of_a_batch_whose_first_was_replaced_go_all_the_same(
+    cache: WeightCache, device: torch.device, together: bool
+) -> None:
+    model = layers(cache, device)
+    for place in (0, 2, 0):
+        pass_through(cache, model, [])
+        model[place].weight = nn.Parameter(torch.ones(3, 3, device=device))
+        found: list[int] = []
+        pass_through(cache, model, found)
+        assert found[0] == 2 * 9 * (4 if together else 3)
+        assert bytes_of(cache) == 0
+
+
+def test_a_cast_that_is_made_later_does_not_wait_for_a_batch_before(
+    cache: WeightCache, device: torch.device
+) -> None:
+    """It may be of a layer that the forward comes to before the batch's first."""
+    model = layers(cache, device)
+    pass_through(cache, model[1:], [])
+    for _ in range(2):
+        pass_through(cache, model, [])
+        assert bytes_of(cache) == 0
 
 
 def test_a_graph_that_will_be_read_again_keeps_the_memory(
