@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.distributed.agreement import any_rank
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
@@ -167,7 +168,7 @@ class OptimizerBackward:
         if is_scaled and self.masters is not None:
             self.reached.begin(self.pairs(), scale)
         if self.skip.is_possible and self._are_dropped():
-            self.skip.forget()  # what overflowed
+            self.skip.forget_cleared()  # what overflowed
 
     def _are_dropped(self) -> bool:
         """Return whether the user cleared all gradients, or, behind a known overflow, zeroed them.
@@ -220,18 +221,26 @@ class OptimizerBackward:
         self.unshared_scale = None
         self._close()
 
-    def look_at_shared(self) -> None:
-        """Ask for a skip where gradients that were found finite are not any more; may wait for it.
+    def look_at_given(self) -> None:
+        """Ask for a skip where gradients are not finite that the script may have given; may wait.
 
-        A script that shares them by hand brings in what another rank has found, and skips.
+        One that shares them by hand brings in what another rank has found, and skips. One that
+        keeps those of several blocks, as PCGrad does, puts back what has overflowed.
         """
-        grads = [grad for grad in map(stored_grad, self.pairs().master) if grad is not None]
-        if not self._is_scaled or not grads or captures.are_made(grads[0].device):
+        shares = self.decides_alone
+        if self.skip.is_certain or not self._is_scaled or not (shares or self.skip.has_cleared()):
             return
-        if not bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf))):
+        grads = [grad for grad in map(stored_grad, self.pairs().master) if grad is not None]
+        if grads and captures.are_made(grads[0].device):
+            return
+        is_finite = not grads or bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf)))
+        if any_rank(not is_finite, self.ranks.groups):
             self.skip.ask(
                 "Gradient overflow.  Skipping step, gradients that ranks share behind scale_loss() "
                 "are not finite"
+                if shares
+                else "Gradient overflow.  Skipping step, gradients were put back that had "
+                "overflowed before they were cleared"
             )
 
     def _close(self) -> None:

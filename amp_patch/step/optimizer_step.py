@@ -205,8 +205,8 @@ class OptimizerStep:
         if self.was_scaled is not None:
             self._look_for_scale(self.was_scaled)
         self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
-        if self.backward.decides_alone and not self.skip.is_certain:
-            self.backward.look_at_shared()
+        if self.backward.decides_alone or self.skip.cleared:
+            self.backward.look_at_given()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
@@ -389,4 +389,4 @@ class OptimizerStep:
                 self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
                 self.backward.gradients.clear_elsewhere()
         self.backward.forget_gradients()
-        self.skip.forget()  # what overflowed is gone
+        self.skip.forget_cleared()  # what overflowed is gone

@@ -92,6 +92,8 @@ class Skip:
         is_certain: True where the host knows a reason to skip the next step.
         flag: fp32, 0-dim, not 0 where a device found a reason; None where no device was asked.
         pending: checks that may yet ask for a skip, the earliest first.
+        cleared: whether gradients that overflowed were cleared since the last step, of which the
+            script may hold copies; not 0 where a device has yet to tell, see `has_cleared`.
         count: the steps so far, and how many of them were skipped.
     """
 
@@ -101,6 +103,8 @@ class Skip:
         self.is_certain = False
         self.flag: Tensor | None = None
         self.pending: list[Pending] = []
+        self.cleared: bool | HostCopy = False
+        self._cleared_flag: Tensor | None = None
         self.count = StepCount()
         self._was_skipped: bool | HostCopy = False
 
@@ -150,6 +154,24 @@ class Skip:
         self.is_certain = False
         self.flag = self._announcement = None
 
+    def forget_cleared(self) -> None:
+        """The script has cleared the gradients of the next step, and may give copies back."""
+        if self.is_certain:
+            self.cleared = True
+        elif self.flag is not None and not captures.are_made(self.flag.device):
+            flag, earlier = self.flag, self._cleared_flag
+            if earlier is not None:
+                flag = torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))
+            self._cleared_flag = flag
+            self.cleared = self.cleared is True or HostCopy(flag)
+        self.forget()
+
+    def has_cleared(self) -> bool:
+        """Return whether gradients that overflowed were cleared; may wait for their device."""
+        if isinstance(self.cleared, HostCopy):
+            self.cleared = bool(self.cleared.wait().item())
+        return self.cleared
+
     @property
     def outcome(self) -> bool | HostCopy:
         """Whether the last step was skipped; not 0 then, where a device has yet to tell."""
@@ -169,14 +191,19 @@ class Skip:
             self.count.steps += 1
         else:
             captures.follow(flag.device, functools.partial(self._end_made, flag))
-        self.forget()
+        self._end()
 
     def note_skipped(self) -> None:
         """The step was skipped; say why, when that is known."""
         self._was_skipped = True
         self.count.add_skipped()
         self._end_announcement()
+        self._end()
+
+    def _end(self) -> None:
         self.forget()
+        self.cleared = False
+        self._cleared_flag = None
 
     def _end_made(self, flag: Tensor) -> None:
         self._was_skipped = outcome = HostCopy(flag)

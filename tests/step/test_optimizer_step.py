@@ -99,6 +99,31 @@ def test_zero_grad_clears_the_overflow_with_the_gradients(
     assert not amp.step_was_skipped(optimizer)
 
 
+@pytest.mark.parametrize("clear", ["optimizer", "model", "by hand"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_gradients_that_overflowed_are_not_stepped_when_they_are_put_back(
+    amp: ModuleType, level: str, clear: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    before = everything(model, optimizer)
+    backward(amp, model, optimizer, INF)
+    masters = list(amp.master_params(optimizer))
+    kept = [master.grad.clone() for master in masters]
+    if clear == "by hand":
+        for param in (*model.parameters(), *masters):
+            param.grad = None
+    else:
+        (optimizer if clear == "optimizer" else model).zero_grad()
+    backward(amp, model, optimizer)
+    for master, grad in zip(amp.master_params(optimizer), kept, strict=True):
+        master.grad += grad
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert_unchanged(model, optimizer, before)
+    train_step(amp, model, optimizer)
+    assert not amp.step_was_skipped(optimizer)
+
+
 def test_a_skipped_step_returns_none_and_runs_no_step_hook(amp: ModuleType) -> None:
     model, optimizer = prepared(amp)
     calls: list[str] = []

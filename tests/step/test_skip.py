@@ -291,6 +291,26 @@ def test_a_closure_that_overflows_skips_the_step(amp: ModuleType) -> None:
 
 
 @pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize(("level", "maker"), [("O1", "adamw"), ("O2", "one pass, adamw")])
+@pytest.mark.parametrize("event", ["finite", "overflow"])
+def test_gradients_that_are_put_back_are_looked_at_behind_an_overflow_alone(
+    amp: ModuleType, level: str, maker: str, event: str
+) -> None:
+    model, optimizer = start(amp, level, maker)
+    factors = (1.0, torch.inf if event == "overflow" else 1.0, 1.0)
+    kept: list[list[Tensor]] = []
+    for factor in factors:
+        optimizer.zero_grad()
+        scaled_backward(amp, model(torch.ones(2, 4)).sum() * factor, optimizer)
+        kept.append([master.grad.clone() for master in amp.master_params(optimizer)])
+    for master, grads in zip(amp.master_params(optimizer), zip(*kept, strict=True), strict=True):
+        master.grad = sum(grads)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) == (event == "overflow")
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.usefixtures("ahead")
 def test_the_graph_of_a_loss_is_not_held_until_its_outcome(amp: ModuleType) -> None:
     model, optimizer = start(amp, "O1", "adamw")
     loss = model(torch.ones(2, 4)).sum()
