@@ -110,7 +110,7 @@ class BackwardPass:
         scaled_loss = self.multiply(loss)
         if self._scaling.is_on and scaled_loss.grad_fn is not None:
             if self._optimizers[0].zeroing.is_watched:
-                self._watched = _WatchedBackward()
+                self._watched = _WatchedBackward(self._optimizers)
                 scaled_loss.grad_fn.register_prehook(self._watched)
             if self._open_block is not None:
                 self._close_block = self._open_block(scaled_loss, self._params)
@@ -364,15 +364,25 @@ class BackwardPass:
 
 
 class _WatchedBackward:
-    """Notes that the backward of the scaled loss runs. Holds no graph, for a graph holds it."""
+    """Notes that the backward of the scaled loss runs. Holds no graph, for a graph holds it.
 
-    def __init__(self) -> None:
+    Behind its block, that of a later block may run through the scaled loss: where the script has
+    divided what `torch.autograd.grad` returned by ``scaled_loss / loss``.
+
+    Args:
+        optimizers: of the pass; held weakly.
+    """
+
+    def __init__(self, optimizers: Iterable[OptimizerBackward]) -> None:
+        self._optimizers = [*map(weakref.ref, optimizers)]
         self.has_run = self.is_over = False
 
     def __call__(self, grads: tuple[Tensor, ...]) -> None:
         self.has_run = True
         if self.is_over:
-            refuse_late_backward()
+            living = (reference() for reference in self._optimizers)
+            if not any(one is not None and one.is_open for one in living):
+                refuse_late_backward()
 
 
 #: Looked up for each optimizer of a pass by `map`, which calls no Python.

@@ -115,6 +115,30 @@ def test_what_is_computed_from_the_scaled_loss_is_its_backward(amp: ModuleType, 
         assert not amp.step_was_skipped(optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:the backward.. of a scaled loss must reach parameters")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_backward_of_a_later_block_may_run_through_the_scaled_loss(
+    amp: ModuleType, level: str
+) -> None:
+    model, *both = prepared(amp, level)
+    norms = []
+    for is_scaled in (False, True):
+        inputs = X.clone().requires_grad_()
+        loss = model(inputs).float().square().mean()
+        if is_scaled:  # as GradAlign takes the gradients of inputs
+            with amp.scale_loss(loss, both) as scaled_loss:
+                (grad,) = torch.autograd.grad(scaled_loss, inputs, create_graph=True)
+                grad = grad / (scaled_loss / loss)
+        else:
+            (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        with amp.scale_loss(grad.float().square().sum(), both) as scaled_loss:
+            scaled_loss.backward()
+        masters = [p for optimizer in both for p in amp.master_params(optimizer)]
+        norms.append(torch.stack([p.grad.norm() for p in masters if p.grad is not None]))
+        model.zero_grad()
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-2, atol=0)
+
+
 # --- another optimizer's parameters ---
 
 
