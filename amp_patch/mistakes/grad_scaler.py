@@ -206,6 +206,8 @@ class ServedScalers:
             one = self._make_pass([step], self._scaling([step], step.backward.device))
             one.begin()
             one.unscale_()
+        else:
+            step.backward.receive_unscaled()  # of a scale of 1: for the script to read
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer, unless its gradients overflowed; return what its step returns."""

@@ -86,6 +86,24 @@ def test_a_grad_scaler_trains_as_scale_loss_does(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_what_it_has_unscaled_is_clipped_in_the_groups_of_the_optimizer(
+    amp: ModuleType, level: str
+) -> None:
+    expected = trained_rightly(level, clip_masters_by_value)
+    model, optimizer = prepared(amp, level)
+    scaler = scaler_of("torch.amp")
+    for inputs in batches():
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, inputs)).backward()
+        scaler.unscale_(optimizer)
+        for param in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            param.grad.clamp_(-1e-3, 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(weights(model), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_clipping_hits(level: str) -> None:
     for clip in (clip_by_norm, clip_masters_by_value):
         plain, clipped = trained_rightly(level), trained_rightly(level, clip)
