@@ -88,6 +88,10 @@ class ForeignGradients:
         """The user clears the gradients of these parameters, by their ids."""
         self.found = [row for row in self.found if id(row[0]) not in cleared]
 
+    def drop_given(self, params: Collection[int]) -> None:
+        """The script has given the masters of these gradients of its own: theirs are not read."""
+        self.found = [row for row in self.found if row[1] is None or id(row[0]) not in params]
+
     def refuse(self, caller: str) -> None:
         """Raise where there are any.
 

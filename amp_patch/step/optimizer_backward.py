@@ -356,6 +356,13 @@ class OptimizerBackward:
         if self.gradients.may_be_cleared:
             self.drop_cleared()
         if self._foreign.found:
+            self._foreign.drop_given(
+                {
+                    id(param)
+                    for param, master in zip(*self.pairs(), strict=True)
+                    if param is not master and stored_grad(master) is not None
+                }
+            )
             self._foreign.refuse(caller)
         if self.gradients.scaled.scale is not None:
             if goes_on:

@@ -142,6 +142,23 @@ def test_the_backward_of_a_later_block_may_run_through_the_scaled_loss(
 # --- another optimizer's parameters ---
 
 
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale every loss")
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_the_script_gives_in_their_place_are_stepped(
+    amp: ModuleType, level: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    before = values(second)
+    with amp.scale_loss(loss_of(model), first) as scaled_loss:
+        scaled_loss.backward()
+    for param in amp.master_params(second):
+        param.grad = torch.ones_like(param)
+    first.step()
+    second.step()
+    expected = [value - 0.5 for value in before]
+    torch.testing.assert_close(values(second), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("caller", ["step", "clip_grad_norm_"])
 def test_gradients_that_nobody_unscales_are_refused(
