@@ -23,10 +23,15 @@ def replacements(optimizers: PreparedOptimizers) -> dict[str, Callable[[Any], An
 def _noting(optimizers: PreparedOptimizers, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            cleared = set(map(id, self.parameters()))
-            for step in list(optimizers.steps.values()):
-                step.backward.note_cleared_by_model(cleared)
+        if torch.compiler.is_compiling():
+            original(self, *args, **kwargs)
+            return
+        cleared = set(map(id, self.parameters()))
+        steps = list(optimizers.steps.values())
+        for step in steps:
+            step.backward.note_cleared_by_model(cleared)
         original(self, *args, **kwargs)
+        for step in steps:
+            step.backward.follow_cleared()
 
     return zero_grad

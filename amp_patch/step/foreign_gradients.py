@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.weights.lazy_gradients import stored_grad, stored_grads
 
-from .param_pairs import same
+from .param_pairs import ParamPairs, same
 
 
 class Watch(NamedTuple):
@@ -88,9 +88,14 @@ class ForeignGradients:
         """The user clears the gradients of these parameters, by their ids."""
         self.found = [row for row in self.found if id(row[0]) not in cleared]
 
-    def drop_given(self, params: Collection[int]) -> None:
-        """The script has given the masters of these gradients of its own: theirs are not read."""
-        self.found = [row for row in self.found if row[1] is None or id(row[0]) not in params]
+    def drop_given(self, pairs: ParamPairs) -> None:
+        """Forget those of half parameters whose masters the script has given others: not read."""
+        given = {
+            id(param)
+            for param, master in zip(*pairs, strict=True)
+            if param is not master and stored_grad(master) is not None
+        }
+        self.found = [row for row in self.found if row[1] is None or id(row[0]) not in given]
 
     def refuse(self, caller: str) -> None:
         """Raise where there are any.

@@ -356,13 +356,7 @@ class OptimizerBackward:
         if self.gradients.may_be_cleared:
             self.drop_cleared()
         if self._foreign.found:
-            self._foreign.drop_given(
-                {
-                    id(param)
-                    for param, master in zip(*self.pairs(), strict=True)
-                    if param is not master and stored_grad(master) is not None
-                }
-            )
+            self._foreign.drop_given(self.pairs())
             self._foreign.refuse(caller)
         if self.gradients.scaled.scale is not None:
             if goes_on:
@@ -408,8 +402,15 @@ class OptimizerBackward:
             return
         self.note_cleared()
         self._foreign.drop(cleared)
-        if self.is_open:  # else `drop_cleared` follows
+        if self.is_open:  # else `follow_cleared` comes behind it
             self.gradients.clear(self.pairs(), cleared)
+
+    def follow_cleared(self) -> None:
+        """The model has cleared gradients: masters are rid of theirs before others are given."""
+        if not self.is_open and self.gradients.may_be_cleared:
+            self.drop_cleared()
+            if self.gradients.are_cleared(self.pairs()):
+                self.forget_gradients()
 
     def end_step(self) -> None:
         """The gradients were used up."""

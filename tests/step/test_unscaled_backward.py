@@ -122,6 +122,29 @@ def test_model_zero_grad_and_another_backward_are_another_gradient(amp, opt_leve
 
 
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_that_are_put_back_behind_model_zero_grad_are_added_to(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    masters = list(amp.master_params(optimizer))
+
+    def scaled_backward() -> None:
+        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    scaled_backward()
+    expected = [3 * master.grad for master in masters]
+    kept = [2 * param.grad for param in model.parameters()]
+    model.zero_grad()
+    assert [master.grad for master in masters] == [None] * len(masters)
+    for param, grad in zip(model.parameters(), kept, strict=True):
+        param.grad = grad
+    scaled_backward()
+    torch.testing.assert_close([master.grad for master in masters], expected, rtol=1e-2, atol=1e-3)
+    before = values(masters)
+    optimizer.step()
+    assert not any(map(torch.equal, before, masters))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_gradients_that_the_user_gave_the_masters_count_alone(amp, opt_level):
     model, optimizer = start(amp, opt_level)
     backward(model)
