@@ -55,6 +55,27 @@ def given_group(failing: int) -> list[bool]:
     return [step(model, optimizer, float("inf") if is_here and n == 1 else 1.0) for n in range(3)]
 
 
+def put_back() -> list[bool]:
+    """Return which steps were skipped, where rank 1 puts back what has overflowed in the second."""
+    model, optimizer = one_parameter()
+    skipped = []
+    for number in range(3):
+        optimizer.zero_grad()
+        is_bad = number == distributed.get_rank() == 1
+        kept: list[Tensor] = []
+        for factor in (float("inf") if is_bad else 1.0, 1.0):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).float().sum() * factor
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            kept = kept or [param.grad.clone() for param in model.parameters()]
+        for param, grad in zip(model.parameters(), kept, strict=True):
+            param.grad += grad
+        optimizer.step()
+        skipped.append(amp.step_was_skipped(optimizer))
+    return skipped
+
+
 def averaged_by_hand(levels: tuple[str, ...]) -> list[tuple[Tensor, list[bool]]]:
     """Return the weight, and the skipped steps, where ranks average gradients behind the block.
 

@@ -17,6 +17,10 @@ def test_ranks_of_a_given_group_skip_together(failing: int) -> None:
     assert ranks.run(agreeing.given_group, failing, size=3) == [[False, True, False]] * 3
 
 
+def test_an_overflow_that_one_rank_puts_back_skips_on_all() -> None:
+    assert ranks.run(agreeing.put_back) == [[False, True, False]] * 2
+
+
 def test_an_overflow_that_is_averaged_by_hand_skips_on_all() -> None:
     first, second = ranks.run(agreeing.averaged_by_hand, ("O1", "O2"))
     for (weight, skipped), (other, others_skipped) in zip(first, second, strict=True):
