@@ -44,7 +44,7 @@ class CudaStep:
         # One launch takes gradients that all bear the same scale, so rows whose gradients wait,
         # still scaled, have launches of their own.
         self._scaled, self._unscaled = (_Launches(update_type, kernels) for _ in range(2))
-        self._scales: dict[torch.device, Resident] = {}
+        self._scales: dict[torch.device, Resident[Tensor]] = {}
 
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
