@@ -59,7 +59,8 @@ def sweep(
         out: folder for all files, which must not hold a sweep; None: amp-sweep, amp-sweep-2, ...
         tolerance: how far the final loss may be from O0's, as a share of it, below 1.
         timeout: seconds that a run may take.
-        resume: folder of a sweep of the same function that goes on, in place of ``out``.
+        resume: folder of a sweep of the same function that goes on, in place of ``out``. Options
+            that are left at their defaults stay as they were.
         seed: of the first round; each further round has the next.
 
     Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,32 @@ def command(context: click.Context, /, **given: Any) -> None:
             raise BadArguments("--resume writes to its own folder; got --out too; leave that out")
         if words:
             typed["command"] = words
-        prepared = sweep.resumed(resume, typed, python_command)
+        prepared = sweep.resumed(resume, typed, command_again)
     else:
         start = python_command(words)
         prepared = sweep.begun(out, Settings(command=words, **typed), start)
     context.exit(prepared.run().exit_code)
+
+
+def command_again(settings: Settings, folder: Path) -> Sequence[str]:
+    """Return what starts Python with the script of a sweep that goes on.
+
+    Raises:
+        BadArguments: it is of a function, or the script is not found from here.
+    """
+    if settings.is_function:
+        raise BadArguments(
+            f"a sweep of a function must go on in Python; got {folder}, of {settings.command[0]}; "
+            f"call {settings.goes_on_by(folder)}"
+        )
+    try:
+        return python_command(settings.command)
+    except BadArguments as error:
+        raise BadArguments(
+            f"a sweep must go on in the folder in which it began; got {Path.cwd()}, where its "
+            f"command, {' '.join(settings.command)}, is not found; go to that folder, and call "
+            f"{settings.goes_on_by(folder.resolve())}"
+        ) from error
 
 
 def refuse_without_extra() -> None:

@@ -63,7 +63,7 @@ def load(folder: Path) -> tuple[Settings, str, list[Run]]:
         found = json.loads((folder / NAME).read_text("utf-8"))
         if found.get("schema") != SCHEMA:
             raise BadArguments(
-                f"--resume must name a sweep of schema {SCHEMA}; got {found.get('schema')} in "
+                f"a sweep that goes on must be of schema {SCHEMA}; got {found.get('schema')} in "
                 f"{folder}"
             )
         runs = [
@@ -73,7 +73,7 @@ def load(folder: Path) -> tuple[Settings, str, list[Run]]:
         settings, started = Settings.from_json(found["settings"]), found["started"]
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise BadArguments(
-            f"--resume must name the folder of a sweep; got {folder}, whose {NAME} is not there or "
+            f"the folder to go on in must hold a sweep; got {folder}, whose {NAME} is not there or "
             f"not as a sweep writes it: {error!r}"
         ) from error
     finished = [run for run in runs if run.is_finished]

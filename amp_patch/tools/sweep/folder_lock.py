@@ -31,7 +31,7 @@ class FolderLock:
         except BlockingIOError as error:
             raise BadArguments(
                 f"a folder must hold one sweep at a time; got {folder}, in which another one runs; "
-                "wait for its end, or name another folder by --out"
+                "wait for its end, or name another folder"
             ) from error
         except OSError:  # not all file systems have locks
             pass

@@ -6,12 +6,12 @@ the rest is the sweep's, as of the command.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
 import os
 import pickle
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,32 +37,39 @@ _LATER = (
 def run(
     train_fn: Callable[..., Any],
     *,
-    levels: Sequence[str] = LEVELS,
     out: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Result:
-    """See `amp_patch.sweep`."""
+    """See `amp_patch.sweep`.
+
+    Args:
+        train_fn, out, resume: see there.
+        options: all others, the names of which `Settings` has, too.
+    """
+    name = _name_of(train_fn)
     if TOOL in os.environ:
         raise RuntimeError(
             "amp_patch.sweep() was called by the training that it sweeps; call it outside of "
-            f"{_name_of(train_fn)}(), and in its module under if __name__ == '__main__'."
+            f"{name}(), and in its module under if __name__ == '__main__'."
         )
     sent = _sent(train_fn, _takes_level(train_fn))
-    given = {"levels": _checked_levels(levels), "command": [_name_of(train_fn)], **options}
+    # what was left at its default is not given: a sweep that goes on has its own
+    given = {one: value for one, value in options.items() if value != getattr(Settings, one)}
+    if "levels" in given:
+        given["levels"] = _checked_levels(given["levels"])
     _refuse_share(options["tolerance"])
-    _refuse_numbers(**options)
+    _refuse_numbers(options["steps"], options["repeat"], options["seed"], options["timeout"])
+    if resume is not None and out is not None:
+        raise ValueError("resume writes to its own folder; got out too; leave that out")
     try:
         if resume is None:
-            prepared = sweep.begun(None if out is None else Path(out), Settings(**given), [])
-        elif out is None:
-            prepared = sweep.resumed(Path(resume), given, lambda words: [])
+            settings = Settings(command=[name], is_function=True, **given)
+            prepared = sweep.begun(None if out is None else Path(out), settings, [])
         else:
-            raise BadArguments("resume writes to its own folder; got out too; leave that out")
+            prepared = sweep.resumed(Path(resume), given, functools.partial(_refuse_other, name))
     except BadArguments as error:
-        # what the command line calls --resume is an argument here
-        raise ValueError(re.sub(r"(?<!\S)--(?=(out|resume)\b)", "", error.message)) from error
-    prepared.goes_on_by = f"amp_patch.sweep({_name_of(train_fn)}, resume='{{}}')"
+        raise ValueError(error.message) from error
     file = prepared.folder.resolve() / _FILE
     file.write_bytes(sent)
     prepared.command = [sys.executable, "-m", __name__, str(file)]
@@ -141,34 +148,25 @@ def _checked_levels(levels: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _refuse_numbers(**options: Any) -> None:
+def _refuse_numbers(steps: Any, repeat: Any, seed: Any, timeout: Any) -> None:
     """Check the numbers as the command line checks its own.
 
     Raises:
         ValueError: one is out of range, or no number.
     """
-    kind: Any
-    for name, least, kind in (
-        ("steps", 1, numbers.Integral),
-        ("repeat", 1, numbers.Integral),
-        ("seed", 0, numbers.Integral),
-        ("timeout", 0, numbers.Real),
-    ):
-        value = options.get(name)
-        if value is None and name in ("steps", "timeout"):
-            continue
-        in_range = isinstance(value, kind) and least <= value < math.inf
-        if name == "timeout" and (not in_range or value == 0):
+    for name, value, least in (("steps", steps, 1), ("repeat", repeat, 1), ("seed", seed, 0)):
+        is_left_out = value is None and name == "steps"
+        if not is_left_out and not (isinstance(value, numbers.Integral) and int(value) >= least):
             raise ValueError(
-                f"timeout must be seconds above 0, or None for no limit; got {value!r}; "
-                "call amp_patch.sweep(train, timeout=600)."
-            )
-        if not in_range:
-            whole = "a whole number of at" if kind is numbers.Integral else "a number of at"
-            raise ValueError(
-                f"{name} must be {whole} least {least}; got {value!r}; call "
+                f"{name} must be a whole number of at least {least}; got {value!r}; call "
                 f"amp_patch.sweep(train, {name}={least or 1})."
             )
+    if timeout is None or (isinstance(timeout, numbers.Real) and 0 < float(timeout) < math.inf):
+        return
+    raise ValueError(
+        f"timeout must be seconds above 0, or None for no limit; got {timeout!r}; call "
+        "amp_patch.sweep(train, timeout=600)."
+    )
 
 
 def _refuse_share(tolerance: Any) -> None:
@@ -182,6 +180,20 @@ def _refuse_share(tolerance: Any) -> None:
             "tolerance must be a share of the loss, a number from 0 to below 1; got "
             f"{tolerance!r}; call amp_patch.sweep(train, tolerance=0.05) for 5%."
         )
+
+
+def _refuse_other(name: str, settings: Settings, folder: Path) -> Sequence[str]:
+    """Refuse a sweep that goes on with another function, or a script's; return no command yet.
+
+    Raises:
+        ValueError: it is such a one.
+    """
+    if settings.command != [name]:
+        raise ValueError(
+            f"a sweep that goes on must keep its function or script, {' '.join(settings.command)}; "
+            f"got {name}; call {settings.goes_on_by(folder)}."
+        )
+    return []
 
 
 def _name_of(train_fn: Any) -> str:

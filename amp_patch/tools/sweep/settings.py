@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from amp_patch.tools.errors import BadArguments
@@ -17,6 +18,7 @@ class Settings:
 
     Attributes:
         command: the words after ``--``, or the name of a function.
+        is_function: whether it is the latter, which `amp_patch.sweep` calls.
         levels: in the order in which they run.
         steps: of each run; None: until the script ends by itself.
         repeat: rounds over all levels.
@@ -32,6 +34,7 @@ class Settings:
     tolerance: float = 0.05
     timeout: float | None = None
     seed: int = 0
+    is_function: bool = False
 
     @property
     def runs(self) -> list[tuple[int, str]]:
@@ -46,6 +49,12 @@ class Settings:
     def from_json(cls, found: Mapping[str, Any]) -> Settings:
         """Return what `as_json` gave."""
         return cls(**found)
+
+    def goes_on_by(self, folder: Path) -> str:
+        """Return the call that goes on with this sweep."""
+        if self.is_function:
+            return f"amp_patch.sweep({self.command[0]}, resume={str(folder)!r})"
+        return f"amp-patch sweep --resume {folder}"
 
     def resumed(self, given: Mapping[str, Any], done: Collection[tuple[int, str]] = ()) -> Settings:
         """Return these settings with what was given for the rest of the sweep.

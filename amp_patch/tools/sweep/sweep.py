@@ -38,7 +38,6 @@ class Sweep:
         started: when it first began, as ISO 8601 has it.
         kept: finished runs that need not be made again.
         lock: keeps other sweeps out of the folder.
-        goes_on_by: the call that goes on with it when it was interrupted, but for the folder.
     """
 
     settings: Settings
@@ -47,7 +46,6 @@ class Sweep:
     started: str = field(default_factory=lambda: _now())
     kept: Sequence[Run] = ()
     lock: FolderLock | None = None
-    goes_on_by: str = "amp-patch sweep --resume {}"
 
     def run(self, console: Console | None = None) -> Result:
         """Make the runs, write the files, and print the comparison; then let go of the folder.
@@ -78,7 +76,7 @@ class Sweep:
         if runner.is_futile:
             console.print(f"No other level was run. To mend: {MEND}.", highlight=False)
         if runner.interrupted:
-            resume = self.goes_on_by.format(self.folder)
+            resume = self.settings.goes_on_by(self.folder)
             console.print(f"Interrupted. To go on: {resume}", soft_wrap=True, highlight=False)
         return Result(comparison, recommendation, self.folder, runs, runner.interrupted)
 
@@ -132,36 +130,31 @@ def begun(out: Path | None, settings: Settings, command: Sequence[str]) -> Sweep
     folder = writable_folder(_free_folder() if out is None else out)
     if (folder / files.NAME).exists():
         raise BadArguments(
-            f"--out must not hold a sweep; got {folder}, which does; go on with it by --resume "
-            f"{folder}, or name another folder"
+            f"the folder of a new sweep must not hold one; got {folder}, which does; call "
+            f"{settings.goes_on_by(folder)} to go on with that, or name another folder"
         )
     return Sweep(settings, folder, command, lock=FolderLock(folder))
 
 
 def resumed(
-    folder: Path, options: Mapping[str, Any], command_of: Callable[[Sequence[str]], list[str]]
+    folder: Path,
+    options: Mapping[str, Any],
+    command_of: Callable[[Settings, Path], Sequence[str]],
 ) -> Sweep:
     """Return a sweep that goes on.
 
     Args:
         folder: of the sweep.
         options: of `Settings`, which take the place of its own.
-        command_of: returns what starts Python, from the words after ``--``.
+        command_of: returns what starts Python, from the settings and the folder of the sweep.
 
     Raises:
         BadArguments: ``folder`` holds no sweep, or one that cannot go on so, or is going on.
     """
     lock = FolderLock(folder)
     settings, started, runs = files.load(folder)
+    command = command_of(settings, folder)
     settings = settings.resumed(options, [(run.round, run.level) for run in runs])
-    try:
-        command = command_of(settings.command)
-    except BadArguments as error:
-        raise BadArguments(
-            f"a sweep must go on in the folder in which it began; got {Path.cwd()}, where its "
-            f"command, {' '.join(settings.command)}, is not found; go to that folder, and call "
-            f"amp-patch sweep --resume {folder.resolve()}"
-        ) from error
     return Sweep(settings, writable_folder(folder), command, started, runs, lock)
 
 

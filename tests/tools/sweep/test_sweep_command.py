@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ def test_a_script_is_swept_in_processes_of_its_own(folder: Path) -> None:
         (["--timeout", "nan", "--", __file__], "--timeout"),
         (["--timeout", "inf", "--", __file__], "--timeout"),
         (["--out", f"{__file__}/a", "--", __file__], "folder to write to"),
-        (["--resume", "nowhere"], "--resume must name the folder of a sweep"),
+        (["--resume", "nowhere"], "the folder to go on in must hold a sweep; got nowhere"),
         (["--resume", "a", "--out", "b"], "got --out too"),
     ],
 )
@@ -168,12 +169,12 @@ def test_a_folder_is_kept_until_its_sweep_has_ended(tmp_path: Path, monkeypatch)
     first = sweep.begun(tmp_path, Settings(["x"]), ["x"])
     for another in (
         lambda: sweep.begun(tmp_path, Settings(["x"]), ["x"]),
-        lambda: sweep.resumed(tmp_path, {}, list),
+        lambda: sweep.resumed(tmp_path, {}, lambda *given: []),
     ):
         with pytest.raises(BadArguments, match="one sweep at a time; got .*, in which another"):
             another()
     first.run()
-    assert sweep.resumed(tmp_path, {}, list).run() is not None
+    assert sweep.resumed(tmp_path, {}, lambda *given: []).run() is not None
 
 
 def test_a_sweep_that_goes_on_elsewhere_is_told_where_to(tmp_path: Path, monkeypatch) -> None:
@@ -313,7 +314,8 @@ def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, 
         ({"tolerance": 5}, "tolerance must be a share .*; got 5; call .*tolerance=0.05"),
         ({"tolerance": float("nan")}, "tolerance must be a share .*; got nan"),
         ({"timeout": 0}, "timeout must be seconds above 0, or None for no limit; got 0"),
-        ({"resume": "nowhere"}, "^resume must name the folder of a sweep"),
+        ({"resume": "nowhere"}, "the folder to go on in must hold a sweep; got nowhere"),
+        ({"resume": "a", "out": "b"}, "^resume writes to its own folder; got out too"),
     ],
 )
 def test_bad_options_of_the_call_are_value_errors(options, words: str) -> None:
@@ -364,8 +366,42 @@ def test_an_interruption_goes_on_to_the_caller(tmp_path: Path, monkeypatch, caps
     assert (
         f"To go on: amp_patch.sweep(train, resume='{tmp_path / 'out'}')" in capsys.readouterr().out
     )
-    with pytest.raises(ValueError, match=f"^out must not hold a sweep; .* by resume {tmp_path}"):
+    call = re.escape(f"call amp_patch.sweep(train, resume='{tmp_path / 'out'}') to go on")
+    with pytest.raises(ValueError, match=f"new sweep must not hold one; .*{call}"):
         amp_patch.sweep(train, out=tmp_path / "out")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_sweep_of_a_function_goes_on_with_the_options_that_it_has(tmp_path, monkeypatch) -> None:
+    swept = []
+
+    def run(self, kept):
+        swept.append(self.settings)
+        return eventful()
+
+    monkeypatch.setattr(runs.Runner, "run", run)
+    options = {"levels": ["O0", "O4"], "steps": 5, "repeat": 2, "tolerance": 0.1, "seed": 3}
+    amp_patch.sweep(train, out=tmp_path, timeout=60, **options)
+    amp_patch.sweep(train, resume=tmp_path)
+    assert swept[0] == swept[1]
+    amp_patch.sweep(train, resume=tmp_path, levels=["O5"], repeat=3)
+    assert swept[2] == replace(swept[0], levels=["O5"], repeat=3)
+    with pytest.raises(ValueError, match="must keep its steps, 5; got 6; leave it out"):
+        amp_patch.sweep(train, resume=tmp_path, steps=6)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_goes_on_with_a_sweep_is_what_began_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(runs.Runner, "run", lambda self, kept: eventful())
+    amp_patch.sweep(train, out=tmp_path / "a")
+    code, output = called("--resume", tmp_path / "a")
+    assert code == 2
+    assert output.endswith(f"of train; call amp_patch.sweep(train, resume='{tmp_path / 'a'}')\n")
+    called("--out", tmp_path / "b", "--", __file__)
+    with pytest.raises(ValueError, match=f"call amp-patch sweep --resume {tmp_path / 'b'}"):
+        amp_patch.sweep(train, resume=tmp_path / "b")
+    with pytest.raises(ValueError, match="keep its function or script, train; got train_at; call"):
+        amp_patch.sweep(train_at, resume=tmp_path / "a")
 
 
 def test_the_snippet_on_the_page_trains(amp) -> None:

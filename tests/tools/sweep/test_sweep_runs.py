@@ -243,7 +243,7 @@ def test_a_run_whose_recording_is_gone_is_made_anew_and_a_damaged_line_is_left_o
 def test_a_folder_without_a_sweep_cannot_go_on(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "sweep.json").write_text(content)
-    with pytest.raises(BadArguments, match="--resume must name"):
+    with pytest.raises(BadArguments, match="to go on in must hold a sweep|must be of schema 1"):
         files.load(tmp_path)
 
 
