@@ -5,7 +5,6 @@ committed: docs/sweep.json and some of tests/benchmarks/results/.
 """
 
 import dataclasses
-import gc
 import json
 import re
 from functools import partial
@@ -136,7 +135,6 @@ def living_bytes() -> int:
 
 def bytes_of_a_parameter(level: str, **options: bool) -> list[int]:
     """Return those between steps, and those from the backward to the step, with AdamW."""
-    gc.collect()
     before = living_bytes()
     model = nn.Linear(768, 768, bias=False)  # so large that little else counts
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import sys
 from collections.abc import Callable
@@ -106,13 +105,11 @@ def peak(
     batches: host_steps.Batches = host_steps.ONE_BATCH,
 ) -> int:
     """Return the most bytes alive at once in a step, after some others."""
-    gc.collect()
     name, is_cudas, _ = name.partition(" by CUDA's list")
     by_list = host_steps.list_of_cuda() if is_cudas else contextlib.nullcontext()
     with by_list, step_of(name, make, lambda model: model, batches=batches) as step:
         for _ in range(3):
             step()
-        gc.collect()
         with LivingTensors() as living:
             step()
     return living.peak

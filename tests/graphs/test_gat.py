@@ -1,7 +1,6 @@
 """The example that trains a GAT, with either library, against float32."""
 
 import functools
-import gc
 from typing import Any
 
 import graph_libraries  # noqa: F401 - here, for their imports change torch and warn
@@ -44,7 +43,6 @@ def test_a_graph_of_many_edges_takes_less_memory_in_half(
     torch.manual_seed(0)
     graph, peaks = example("gat").reddit_like(scale), {}
     for level in ("O0", "O2"):
-        gc.collect()  # what other tests, or the level before, left in cycles counts as living
         peaks[level] = (
             example("gat").train(level, graph=graph, library=library, epochs=1).peak_bytes
         )

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import gc
 import sys
 import threading
 import types
@@ -252,7 +251,6 @@ def test_on_a_gpu_a_share_is_stepped_at_once(
         direct = DirectStep(optimizer)
         step = functools.partial(direct.run, optimizer) if is_direct else optimizer.step
         step()  # makes the state
-        gc.collect()  # else what other tests left in cycles may go while it counts
         with LivingTensors() as living:
             before = living.peak
             step()

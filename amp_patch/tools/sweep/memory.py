@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import weakref
@@ -60,6 +61,7 @@ class LivingTensors(TorchDispatchMode):
         self._bytes = self.peak = 0
 
     def __enter__(self) -> LivingTensors:
+        gc.collect()  # what is held by cycles alone would count until Python happens to find it
         for tensor in _tensors_of_this_process():
             self._count(tensor)
         super().__enter__()

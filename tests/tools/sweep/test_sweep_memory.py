@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from amp_patch.weights.lazy_gradients import LazyGradients, Made
 
 def peak_of(program) -> int:
     """Return the bytes above those that live before."""
-    gc.collect()  # else what other tests left may go while the program runs
     counted = LivingTensors()
     with counted:
         before = counted.peak
@@ -30,6 +28,17 @@ def test_tensors_that_live_together_add_up() -> None:
         del first, second
 
     assert peak_of(program) == 4000 + 1000
+
+
+def test_what_only_a_cycle_holds_does_not_live() -> None:
+    with LivingTensors() as before:
+        pass
+    cycle = [torch.empty(100_000)]
+    cycle.append(cycle)
+    del cycle
+    with LivingTensors() as after:
+        pass
+    assert after.peak == before.peak
 
 
 def test_gradients_that_wait_are_not_made_to_be_counted() -> None:
