@@ -6,6 +6,7 @@ Knows the text of scripts, and what a tool noted of one that ran; imports no tor
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ def _place(words: Sequence[str]) -> tuple[Path, Path] | None:
         del waiting[0]
     elif waiting[0] != "-m":
         return Path(waiting[0]), Path(waiting[0]).parent
-    for word, following in zip(waiting, [*waiting[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*waiting, ""]):
         if word == "-m" and following and following not in _LAUNCHING_MODULES:
             files = _files(f"{following}.__main__", Path()) or _files(following, Path())
             return (files[-1], Path()) if files else None

@@ -60,6 +60,7 @@ PERHAPS = {
     "not there": ({}, "train.py"),
     "a module that is not there": ({}, "-m pkg.train"),
     "no module": ({}, "-m"),
+    "a launcher alone": ({}, "torchrun"),
 }  # fmt: skip
 
 
