@@ -32,8 +32,9 @@ def sample(tensor: Tensor) -> dict[str, object]:
 @functools.lru_cache(maxsize=256)
 def places(count: int) -> Tensor:
     """Return `SAMPLE` places among ``count``, ascending; takes none of the script's chance."""
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(count, (SAMPLE,), generator=generator).sort().values
+    generator = torch.Generator("cpu").manual_seed(count)
+    drawn = torch.randint(count, (SAMPLE,), generator=generator, device="cpu")
+    return drawn.sort().values
 
 
 def magnitude(reference: Tensor) -> float:
