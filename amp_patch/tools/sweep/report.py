@@ -57,22 +57,28 @@ def _name(settings: Settings) -> str:
 def _table(comparison: Comparison) -> str:
     """Return the table; on narrow screens its cells stand below each other, by their labels."""
     shown = [column for group in columns(comparison) for column in group]
+    labels = _labels([name for name, _ in shown])
     head = "".join(f"<th>{html.escape(name)}</th>" for name in ("level", *(n for n, _ in shown)))
     rows = []
     for row in comparison.rows:
         swatch = f'<i style="background:{wording.COLORS[row.level]}"></i>'
         cells = "".join(
-            f'<td data-label="{_label(name, before)}" class="{_class(name, row)}">'
+            f'<td data-label="{html.escape(label)}" class="{_class(name, row)}">'
             f"{html.escape(cell(row))}</td>"
-            for (before, _), (name, cell) in zip([("", None), *shown], shown, strict=False)
+            for label, (name, cell) in zip(labels, shown, strict=True)
         )
         rows.append(f"<tr><th>{swatch}{html.escape(row.level)}</th>{cells}</tr>")
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
-def _label(name: str, before: str) -> str:
-    """Return what a cell is called where the one before it is not beside it."""
-    return html.escape(f"{before} {name}" if name.startswith("vs ") or name == "spread" else name)
+def _labels(names: Sequence[str]) -> list[str]:
+    """Return what the cells of each column are called where those before are not beside them."""
+    labels, figure = [], ""
+    for name in names:
+        says_more = name == "spread" or name.startswith("vs ")  # of the figure before it
+        labels.append(f"{figure} {name}" if says_more else name)
+        figure = figure if says_more else name
+    return labels
 
 
 def _class(name: str, row: Row) -> str:

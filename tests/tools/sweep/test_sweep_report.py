@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def test_what_scripts_print_is_no_markup(folder: Path) -> None:
     text = (folder / "report.html").read_text()
     assert "out of &lt;memory&gt;" in text
     assert "out of <memory>" not in text
+
+
+def test_a_cell_by_itself_says_of_which_figure_it_is(tmp_path: Path) -> None:
+    runs = [made_run(level, number=number) for number in (1, 2) for level in ("O0", "O1")]
+    comparison = compared(runs, 0.05)
+    report.write(tmp_path, Settings(["x"]), "then", comparison, recommend(comparison), runs)
+    labels = re.findall('data-label="(.*?)"', (tmp_path / "report.html").read_text())
+    assert len(labels) == 2 * len(set(labels))
+    assert {"speed-up spread", "memory spread", "memory vs O0", "final loss vs O0"} <= {*labels}
 
 
 @pytest.mark.parametrize("width", [1280, 390])
