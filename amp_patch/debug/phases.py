@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -21,7 +20,7 @@ from amp_patch.step.backward_pass import BackwardPass
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.weights.master_weights import MasterWeights
 
-from .places import in_backward
+from .places import makes_gradients
 
 Phase = Literal["forward", "backward", "step"]
 #: What amp does for a step, beside the script's own ``optimizer.step()``.
@@ -51,8 +50,7 @@ class Phases:
         """
         if self._in_step or self._in_amp or operator.startswith("_amp_"):
             return "step"
-        # A checkpoint computes its forward again there, with grad.
-        return "backward" if in_backward() and not torch.is_grad_enabled() else "forward"
+        return "backward" if makes_gradients() else "forward"
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:

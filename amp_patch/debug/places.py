@@ -145,6 +145,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def makes_gradients() -> bool:
+    """Return whether it makes gradients now: a checkpoint computes its forward there, with grad."""
+    return in_backward() and not torch.is_grad_enabled()
+
+
 def names_of(model: nn.Module) -> dict[int, str]:
     """Return the path of each module by its id; of a shared one the first."""
     return {id(module): name for name, module in model.named_modules()}

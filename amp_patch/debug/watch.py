@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .places import Place, Places, in_backward
+from .places import Place, Places, in_backward, makes_gradients
 from .ranges import (
     NEAR_LIMIT,
     SMALLEST_NORMAL,
@@ -132,6 +132,36 @@ class Watched:
     peak: float = 0.0
 
 
+class _Operation(NamedTuple):
+    """One call of an operator.
+
+    Attributes:
+        func: the operator.
+        args: what it was given, but for keywords.
+        inputs: the tensors among all that it was given.
+        bad: those that are not finite, and where their values came up.
+        place: where it was called.
+        before: the ranges of the inputs; None where it writes to none of them.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    inputs: list[Tensor]
+    bad: list[tuple[Tensor, Origin]]
+    place: Place
+    before: tuple[Range, ...] | None
+
+    @property
+    def name(self) -> str:
+        """Its name in ATen, such as "addmm"."""
+        return _name_of(self.func)
+
+    @property
+    def operands(self) -> tuple[Range, ...]:
+        """The ranges that the inputs had before it."""
+        return ranges_of(_numbered(self.inputs)) if self.before is None else self.before
+
+
 class Watch(TorchDispatchMode):
     """Looks at every operator while it is entered.
 
@@ -155,7 +185,7 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name.rpartition("::")[2] in _UNWRITTEN:
+        if _name_of(func) in _UNWRITTEN:
             return self._emptied(func(*args, **kwargs))
         inputs = [one for one in tree_leaves((args, kwargs)) if can_look(one)]
         bad = [(one, origin) for one in inputs if (origin := self.origin_of(one)) is not None]
@@ -164,8 +194,9 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         place = self._place(func, inputs, result)
         outputs = [one for one in tree_leaves(result) if can_look(one)]
+        operation = _Operation(func, args, inputs, bad, place, before)
         for output in _unique([*outputs, *written]):
-            self._look(func, args, inputs, bad, output, place, before)
+            self._look(operation, output)
         self._count_flushed(place, inputs, outputs)
         return result
 
@@ -197,27 +228,18 @@ class Watch(TorchDispatchMode):
             self._watched.origins.append(origin)
 
     def _place(self, func: Any, inputs: list[Tensor], result: Any) -> Place:
-        name = func._schema.name.rpartition("::")[2]
-        is_cast = name in ("_to_copy", "copy_", "_foreach_copy_")
-        node = torch._C._current_autograd_node() if in_backward() else None
-        if node is None or torch.is_grad_enabled():  # a checkpoint recomputes with grad
-            return self._places.here(name, is_cast)
-        return self._places.of_node(node)
+        node = torch._C._current_autograd_node() if makes_gradients() else None
+        if node is not None:
+            return self._places.of_node(node)
+        name = _name_of(func)
+        return self._places.here(name, name in ("_to_copy", "copy_", "_foreach_copy_"))
 
-    def _look(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        inputs: list[Tensor],
-        bad: list[tuple[Tensor, Origin]],
-        output: Tensor,
-        place: Place,
-        before: tuple[Range, ...] | None,
-    ) -> None:
-        kinds = kinds_of(output)
-        self._count(place, output, is_view=getattr(func, "is_view", False))
+    def _look(self, operation: _Operation, output: Tensor) -> None:
+        kinds, bad = kinds_of(output), operation.bad
+        is_view = getattr(operation.func, "is_view", False)
+        self._count(operation.place, output, is_view)
         if not kinds:
-            if all(storage_of(output) != storage_of(one) for one in inputs):
+            if all(storage_of(output) != storage_of(one) for one in operation.inputs):
                 self._origins.pop(storage_of(output), None)
             return
         found = [origin for _, origin in bad if not origin.is_meant]
@@ -225,43 +247,33 @@ class Watch(TorchDispatchMode):
             self._add(min(found, key=self._watched.origins.index), output)
             return
         given = [origin for _, origin in bad if origin.unless_meant is not None]
-        if given and func._schema.name.rpartition("::")[2] in _PRODUCTS:
+        if given and operation.name in _PRODUCTS:
             self._add(given[0].not_meant(), output)
             return
         meant = {kind for one, _ in bad for kind in kinds_of(one)}
         if bad and set(kinds) <= meant:
             self._add(bad[0][1], output)
-        elif _is_meant(func, args) and not bad:
-            self._add(Origin("mask", place, range_of("result", output)), output)
+        elif _is_meant(operation) and not bad:
+            self._add(Origin("mask", operation.place, range_of("result", output)), output)
         else:
-            self._add(self._describe(func, args, inputs, output, place, before), output)
+            self._add(self._describe(operation, output), output)
 
-    def _describe(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        inputs: list[Tensor],
-        output: Tensor,
-        place: Place,
-        before: tuple[Range, ...] | None,
-    ) -> Origin:
-        source_of_cast = _source_of_cast(func, args, inputs, output)
+    def _describe(self, operation: _Operation, output: Tensor) -> Origin:
+        source_of_cast = _source_of_cast(operation, output)
         if source_of_cast is not None and storage_of(source_of_cast) in self._weights:
             module_name, name = self._weights[storage_of(source_of_cast)]
             operands = ranges_of({name: source_of_cast})
             return Origin("weight", Place(module_name, 1, name), range_of(name, output), operands)
-        operands = ranges_of(_numbered(inputs)) if before is None else before
-        unknown = [one for one in operands if one.kinds and one.kinds != ("-inf",)]
-        is_backward = in_backward() and not torch.is_grad_enabled()
-        source: Source = "backward" if is_backward else "forward"
-        if unknown and not is_backward:
+        operands = operation.operands
+        source: Source = "backward" if makes_gradients() else "forward"
+        if source == "forward" and any(one.kinds not in ((), ("-inf",)) for one in operands):
             source = "input"  # a tensor that the model had from elsewhere
         innermost = self._places.innermost
         module, given = (None, ()) if innermost is None else innermost
         given = tree_leaves(given)
         return Origin(
             source,
-            place,
+            operation.place,
             range_of("result", output),
             operands,
             ranges_of((f"input {n}", one) for n, one in enumerate(given)),
@@ -277,7 +289,7 @@ class Watch(TorchDispatchMode):
         counts.values += output.numel()
         is_large = is_finite & (magnitudes > NEAR_LIMIT) & (output.detach() != _MASK)
         counts.large += int(is_large.sum())
-        if in_backward() and not torch.is_grad_enabled():
+        if makes_gradients():
             finite = magnitudes[is_finite]
             counts.grads += output.numel()
             counts.subnormal += int(((finite > 0) & (finite < SMALLEST_NORMAL)).sum())
@@ -325,24 +337,26 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     return found
 
 
-def _source_of_cast(
-    func: Any, args: tuple[Any, ...], inputs: list[Tensor], output: Tensor
-) -> Tensor | None:
+def _name_of(func: Any) -> str:
+    name: str = func._schema.name
+    return name.rpartition("::")[2]
+
+
+def _source_of_cast(operation: _Operation, output: Tensor) -> Tensor | None:
     """Return the tensor that was cast; None where an operator does more than that."""
-    name = func._schema.name.rpartition("::")[2]
+    name, inputs = operation.name, operation.inputs
     if name == "_foreach_copy_":
-        pairs = zip(args[0], args[1], strict=True)
+        pairs = zip(*operation.args[:2], strict=True)
         return next((source for target, source in pairs if target is output), None)
     if name == "copy_":
         return inputs[-1] if inputs else None
     return inputs[0] if name == "_to_copy" and inputs else None
 
 
-def _is_meant(func: Any, args: Iterable[Any]) -> bool:
+def _is_meant(operation: _Operation) -> bool:
     """Return whether somebody fills a mask with an infinite number."""
-    name = func._schema.name.rpartition("::")[2].strip("_")
-    return name in _FILLING and any(
-        isinstance(one, float) and math.isinf(one) for one in tree_leaves(list(args))
+    return operation.name.strip("_") in _FILLING and any(
+        isinstance(one, float) and math.isinf(one) for one in tree_leaves(list(operation.args))
     )
 
 
