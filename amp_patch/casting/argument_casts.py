@@ -129,7 +129,7 @@ def holds_half(values: Iterable[Any]) -> bool:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, of every dtype and device."""
+    """Return the tensors in nested containers, of every dtype and device, in their order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.casting.mode import mode
 from amp_patch.casting.nested import map_tensors
 from amp_patch.kernels.graph_capture import captures
@@ -127,7 +128,7 @@ class RecordedCalls:
         self._ranges.append((self._open.first_node, next_node()))
         if model not in self._changing:
             self._keep_what_changes(model, call)
-        for index, output in enumerate(tensors_of(outputs)):
+        for index, output in enumerate(tensors_in(outputs)):
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(_Arrival(self, call, index))
 
@@ -168,18 +169,6 @@ class _Arrival:
 
     def __call__(self, grad: Tensor) -> None:
         self._recorded.arrived(self._call, self._index, grad)
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, in an order that is always the same."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
-    return found
 
 
 def copied(tree: Any) -> Any:

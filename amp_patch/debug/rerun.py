@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casting import regions
+from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.casting.mode import mode
 from amp_patch.session import session
 from amp_patch.weights.half_model import cast_floats
 
 from .places import Place, Places, names_of
-from .recorded_calls import Call, copied, tensors_of
+from .recorded_calls import Call, copied
 from .saved_state import ModelState, RandomState, set_buffers
 from .watch import Origin, Watch, Watched
 
@@ -62,7 +63,7 @@ class Rerun:
             stack.enter_context(_computing_in_float(self._in_float, self._dtype_after()))
             stack.enter_context(self._places.followed())
             stack.enter_context(self._watch)
-            self._outputs = tensors_of(self.model(*args, **kwargs))
+            self._outputs = tensors_in(self.model(*args, **kwargs))
         self.reached = self._origins_of(self._outputs)
         return self._first(self._outputs)
 
@@ -79,7 +80,7 @@ class Rerun:
         ]
         outputs = [self._outputs[index] for index in reached]
         params = [param for param in self.model.parameters() if param.requires_grad]
-        leaves = params + [one for one in tensors_of(self._inputs) if one.requires_grad]
+        leaves = params + [one for one in tensors_in(self._inputs) if one.requires_grad]
         in_float = _computing_in_float(self._in_float, self._dtype_after())
         with in_float, self._places.followed(), self._watch:  # a checkpoint computes forward again
             found = _gradients(outputs, [grads[index] for index in reached], leaves)
@@ -104,7 +105,7 @@ class Rerun:
         return level.cast_model_type if level.stores_half else None
 
     def _introduce(self) -> None:
-        for number, tensor in enumerate(tensors_of(self._inputs)):
+        for number, tensor in enumerate(tensors_in(self._inputs)):
             self._watch.introduce("input", Place("", 1, ""), f"input {number}", tensor)
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             place = Place(name.rpartition(".")[0], 1, "")

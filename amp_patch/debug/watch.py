@@ -33,8 +33,6 @@ from .ranges import (
 
 #: What came up where: an operator of the model, a weight or buffer, or what the model was given.
 Source = Literal["forward", "backward", "weight", "input", "mask"]
-
-
 #: Operators that write a number that they are given.
 _FILLING = {
     "constant_pad_nd",
@@ -47,8 +45,6 @@ _FILLING = {
     "scalar_tensor",
     "where",
 }
-
-
 #: Operators whose result nobody has written to yet: what memory held before.
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 #: Operators of which no operand is a mask: what is infinite there was not meant to be.
