@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .cuda_module import DTYPE_NAMES
+from .tensor_lists import fills_memory
 from .tensor_tables import TensorTable
 
 _DEVICE = operator.attrgetter("device")
@@ -165,22 +166,12 @@ def _same_dense_layout(row: Sequence[Tensor]) -> bool:
     if _all_contiguous(row):
         return True
     strides = [_strides(one) for one in row]
-    return all(one == strides[0] for one in strides) and _fills_memory(row[0])
+    return all(one == strides[0] for one in strides) and fills_memory(row[0])
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
     """Return stride and size of each dimension that has more than one index."""
     return [(s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
-
-
-def _fills_memory(tensor: Tensor) -> bool:
-    """Return whether there is no gap between the elements, in whatever order they are."""
-    expected = 1
-    for stride, size in sorted(_strides(tensor)):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 #: What `layouts` returns where each tensor lies in memory in the order of its indices.

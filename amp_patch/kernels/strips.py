@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .tensor_lists import fills_memory
+
 #: A strip holds a multiple of as many elements. Kernels take them some at a time, and what is left
 #: at the end of a tensor by other instructions, which may round in another way.
 _UNIT = 64
@@ -56,18 +58,7 @@ def strip_length(elements: int, about: float) -> int | None:
 def lie_alike(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors have one shape and fill their memory in one order: cut as one."""
     layouts = {(tensor.shape, tensor.stride()) for tensor in tensors}
-    return len(layouts) == 1 and _is_dense(tensors[0])
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's numbers fill its memory, each once."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return len(layouts) == 1 and fills_memory(tensors[0])
 
 
 def cut(tensor: Tensor, length: int) -> Iterator[Tensor]:

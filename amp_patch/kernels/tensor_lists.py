@@ -1,4 +1,4 @@
-"""Sorts lists of tensors by device and dtype, and finds the numbers of sparse and complex ones.
+"""Lists of tensors by device and dtype; where the numbers of sparse and complex ones lie.
 
 Knows nothing of what is done to them.
 """
@@ -64,3 +64,14 @@ def values(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def fills_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's numbers lie without gaps, each once, in whatever order they are."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

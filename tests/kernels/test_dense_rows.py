@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from amp_patch.kernels import dense_rows
 from amp_patch.kernels.dense_rows import DenseRows, chosen, split
 
 CHANNELS_LAST = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -53,21 +50,6 @@ def test_what_wraps_other_tensors_has_no_memory_and_is_not_taken() -> None:
     for columns in ([[wrapper], [plain]], [[plain], [wrapper]]):
         for parts, others in (split("a", *columns), DenseRows().split(*columns)):
             assert (parts, others) == ([], [0])
-
-
-SHAPE = (2, 3, 4)
-
-
-@given(st.permutations(range(3)), st.sets(st.integers(0, 2)), st.sets(st.integers(0, 2)))
-def test_a_view_is_dense_where_torch_says_so(
-    order: list[int], sliced: set[int], first: set[int]
-) -> None:
-    tensor = torch.zeros(*SHAPE).permute(order)
-    for dim in sliced:
-        tensor = tensor.narrow(dim, 0, 1 if dim in first else tensor.shape[dim] - 1)
-    # torch keeps the strides of a dense tensor, and only of such a one
-    keeps = torch.empty_like(tensor).stride() == tensor.stride()
-    assert dense_rows._fills_memory(tensor) == keeps
 
 
 def test_parts_are_by_device_and_groups_by_dtypes() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_patch.kernels.tensor_lists import alike, dense
+from amp_patch.kernels.tensor_lists import alike, dense, fills_memory
 
 
 @given(COPIED)
@@ -54,3 +54,15 @@ def test_values_are_dense_real_views_of_the_same_memory(grads: list[Tensor]) -> 
 def test_a_list_that_is_dense_and_real_is_returned_itself() -> None:
     ones = [torch.ones(1), torch.ones(2).half()]
     assert dense(ones) is ones
+
+
+@given(st.permutations(range(3)), st.sets(st.integers(0, 2)), st.sets(st.integers(0, 2)))
+def test_a_view_is_dense_where_torch_says_so(
+    order: list[int], sliced: set[int], first: set[int]
+) -> None:
+    tensor = torch.zeros(2, 3, 4).permute(order)
+    for dim in sliced:
+        tensor = tensor.narrow(dim, 0, 1 if dim in first else tensor.shape[dim] - 1)
+    # torch keeps the strides of a dense tensor, and only of such a one
+    keeps = torch.empty_like(tensor).stride() == tensor.stride()
+    assert fills_memory(tensor) == keeps
