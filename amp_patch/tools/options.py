@@ -14,6 +14,9 @@ import click
 from .errors import BadArguments
 from .untrained import refuse_without_amp
 
+#: The names of all levels: those of `amp_patch.levels`, which imports torch.
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -77,22 +80,18 @@ def opt_level() -> Decorator:
 
 
 def levels(default: str, text: str) -> Decorator:
-    """Return the option ``--levels``; the default needs no check, which takes torch.
+    """Return the option ``--levels``.
 
     Args:
         default: names with commas between them.
         text: of the help.
     """
-
-    def checked(context: click.Context, param: click.Parameter, value: str) -> list[str]:
-        return default.split(",") if value == default else known_levels(context, param, value)
-
     return click.option(
         "--levels",
         default=default,
         show_default=True,
         metavar="O0,O1,...",
-        callback=checked,
+        callback=known_levels,
         help=text,
     )
 
@@ -202,15 +201,12 @@ def known_levels(context: click.Context, param: click.Parameter, value: str) -> 
 
     A small letter o will do.
     """
-    # Imported late, for that takes torch, which a command without levels need not wait for.
-    from amp_patch.levels import OPT_LEVELS
-
     given = [name.strip() for name in value.split(",")]
     for name in given:
-        if name.upper() not in OPT_LEVELS:
+        if name.upper() not in LEVELS:
             meant = f"O{name[-1:]}"
-            mend = f" Did you mean {meant}, with the letter O?" if meant in OPT_LEVELS else ""
-            levels = ", ".join(map(repr, OPT_LEVELS))
+            mend = f" Did you mean {meant}, with the letter O?" if meant in LEVELS else ""
+            levels = ", ".join(map(repr, LEVELS))
             raise click.BadParameter(f"{name!r} is not one of {levels}.{mend}")
     return list(dict.fromkeys(name.upper() for name in given))
 

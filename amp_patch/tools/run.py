@@ -12,8 +12,8 @@ from amp_patch.casting.rules import PROFILES
 from amp_patch.did_you_mean import did_you_mean
 from amp_patch.rules_file import read
 
+from . import options
 from .errors import BadArguments, refuse_notebook
-from .options import known_level, writable_folder
 from .run_report import file_of_rank
 
 
@@ -28,11 +28,8 @@ def _profile_or_file(
             f"{value!r} is neither a profile ({', '.join(map(repr, PROFILES))}) nor a file"
             f"{did_you_mean(value, PROFILES)}"
         )
-    # Imported late, for that takes torch.
-    from amp_patch.levels import OPT_LEVELS
-
     try:
-        read(value, OPT_LEVELS, PROFILES)
+        read(value, options.LEVELS, PROFILES)
     except (OSError, ValueError) as error:
         raise click.BadParameter(str(error)) from error
     return value
@@ -40,12 +37,7 @@ def _profile_or_file(
 
 # What follows the script is the script's, options of the same names included.
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--opt-level",
-    metavar="LEVEL",
-    callback=known_level,
-    help="In place of the script's own level.",
-)
+@options.opt_level()
 @click.option(
     "--rules",
     metavar="FILE",
@@ -109,5 +101,5 @@ def _prepare(report: Path) -> None:
     """
     if not report.absolute().parent.is_dir():
         raise BadArguments(f"--report must name a file in a folder that is there; got {report}")
-    writable_folder(report.absolute().parent)
+    options.writable_folder(report.absolute().parent)
     file_of_rank(report, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)

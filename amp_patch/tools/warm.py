@@ -46,7 +46,7 @@ class WarmPython:
             self._server.communicate()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-        """Start a script in a fork; see `launch.start_process`, which serves all other commands."""
+        """Start a script in a fork; see `process.start_process`, which serves other commands."""
         if self.is_off or command[0] != sys.executable:
             return start_process(command, environment, log)
         job = {"command": list(command[1:]), "environment": dict(environment)}
@@ -77,7 +77,7 @@ class WarmPython:
 
 
 class _Fork:
-    """A process of the server's, as `launch.Process`.
+    """A process of the server's, as `process.Process`.
 
     Args:
         pid: its id.
@@ -89,13 +89,13 @@ class _Fork:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """See `launch.Process`."""
+        """See `process.Process`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """See `launch.Process`."""
+        """See `process.Process`."""
         if self._code is None:
             if not select.select([self._answers], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)

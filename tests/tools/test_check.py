@@ -242,10 +242,6 @@ def test_the_page_shows_how_a_rule_is_added(monkeypatch) -> None:
 # --- what the rules know without importing it ---
 
 
-def test_the_levels_are_those_of_amp_patch() -> None:
-    assert tuple(levels.OPT_LEVELS) == initialization.LEVELS
-
-
 def test_the_levels_that_scale_are_those_of_amp_patch() -> None:
     scaled = [level.name for level in levels.OPT_LEVELS.values() if level.loss_scale != 1.0]
     script = (

@@ -7,8 +7,13 @@ from pathlib import Path
 import click
 import pytest
 
+from amp_patch.levels import OPT_LEVELS
 from amp_patch.tools import options
 from amp_patch.tools.errors import BadArguments
+
+
+def test_the_levels_are_those_of_the_table() -> None:
+    assert tuple(OPT_LEVELS) == options.LEVELS
 
 
 def levels(text: str | None) -> str | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from amp_patch.tools.options import LEVELS
+
 from .finding import Finding
 from .machine import OPTIONAL, Machine
 
 _OLDEST_TORCH = (2, 6)
-_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 def judge(machine: Machine) -> list[Finding]:
@@ -119,7 +120,7 @@ def _kernels_setting(machine: Machine) -> Iterator[Finding]:
 def _level_setting(machine: Machine) -> Iterator[Finding]:
     level = machine.environ.get("AMP_PATCH_OPT_LEVEL", "")
     unset = "unset AMP_PATCH_OPT_LEVEL"
-    if level in _LEVELS:
+    if level in LEVELS:
         text = f"AMP_PATCH_OPT_LEVEL={level}: every script trains at it, whatever it asks for"
         yield Finding("environment", "note", text, unset)
     elif level:

@@ -15,14 +15,14 @@ from amp_patch.tools import options
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.launch import python_command
 
-from .settings import LEVELS, Settings
+from .settings import Settings
 
 #: What the extra brings, and how each is imported.
 NEEDED = ("rich", "matplotlib", "plotly")
 
 
 @options.script_command()
-@options.levels(",".join(LEVELS), "Levels to train at, in this order.")
+@options.levels(",".join(options.LEVELS), "Levels to train at, in this order.")
 @options.steps("End each run after N steps. Default: when the script ends.")
 @click.option(
     "--repeat",

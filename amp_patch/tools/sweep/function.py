@@ -21,9 +21,10 @@ import cloudpickle
 
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.launch import TOOL, signals_interrupt
+from amp_patch.tools.options import LEVELS
 
 from . import sweep
-from .settings import LEVELS, Settings
+from .settings import Settings
 from .sweep import Result
 
 _FILE = "function.pickle"

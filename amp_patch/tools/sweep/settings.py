@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_patch.tools.errors import BadArguments
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+from amp_patch.tools.options import LEVELS
 
 
 @dataclass(frozen=True)

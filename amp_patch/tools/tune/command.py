@@ -19,7 +19,7 @@ from . import explanation
 from .search import Search, TooFar
 from .trials import OutOfBudget, Script, ScriptTrials
 
-ALL = "O0,O1,O2,O3,O4,O5"
+ALL = ",".join(options.LEVELS)
 BUDGET = "the budget was used up"
 INTERRUPTED = "it was interrupted"
 UNVERIFIED = "Not verified by a run: {}."

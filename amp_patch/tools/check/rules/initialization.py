@@ -15,11 +15,10 @@ from amp_patch.tools.check.trace import (
     owners_of,
 )
 from amp_patch.tools.check.values import Cast, Const, Instance, Items, Made, Value, Wrapper, root
+from amp_patch.tools.options import LEVELS
 
 from .registry import line_of, rule
 
-#: Those of `amp_patch.levels`, which imports torch.
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 #: Half of the smallest number above 0 of float16: less is rounded to 0.
 _ZERO_IN_HALF = 2.0**-25
 #: They make state for their parameters at once; others do in the first step.
