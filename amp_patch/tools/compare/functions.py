@@ -49,12 +49,12 @@ class FunctionWatch(TorchFunctionMode):
         """Return module -> function -> ``[calls, elements of what it returned]``."""
         found: dict[str, dict[str, list[int]]] = {}
         for (place, name), counts in self._calls.items():
-            found.setdefault(_path(place, several), {})[name] = counts
+            found.setdefault(name_of(place, several), {})[name] = counts
         return found
 
     def left_the_range(self, several: bool) -> list[list[str]]:
         """Return ``[module, function]`` where inf or NaN came of finite values, the first first."""
-        return [[_path(place, several), name] for place, name in self._nonfinite]
+        return [[name_of(place, several), name] for place, name in self._nonfinite]
 
     def _note(self, key: tuple[Place, str], inputs: list[Tensor], outputs: list[Tensor]) -> None:
         if not outputs:
@@ -74,6 +74,7 @@ def _are_finite(tensors: list[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def _path(place: Place, several: bool) -> str:
+def name_of(place: Place, several: bool) -> str:
+    """Return the path of a module, with the number of its model where there are several."""
     number, path = place
     return f"{number}:{path}" if several else path

@@ -33,7 +33,7 @@ from amp_patch.tools.same_random import SameRandomNumbers
 from amp_patch.tools.script_end import ScriptEnd
 from amp_patch.tools.step_limit import is_enough
 
-from .functions import FunctionWatch
+from .functions import FunctionWatch, Place, name_of
 from .samples import sample
 
 #: Of a module that is called more often in one step (a cell of an RNN), the first calls count.
@@ -71,13 +71,13 @@ class Recorder(StepObserver):
         self._session, self._steps, self._folder = session, steps, folder
         self._has_saved = False
         self._skip = {(optimizer, step) for optimizer, step in skipped}
-        self._names: weakref.WeakKeyDictionary[nn.Module, tuple[int, str] | None]
+        self._names: weakref.WeakKeyDictionary[nn.Module, Place | None]
         self._names, self._named = weakref.WeakKeyDictionary(), -1
         self._optimizer_numbers, self._made = OptimizerNumbers(), Counter[int]()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
         self._optimizers = weakref.WeakKeyDictionary()
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._counts: dict[tuple[int, str], int] = {}
+        self._counts: dict[Place, int] = {}
         self._numbers: set[int] = set()
         self._step = 0
         self._calls: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ class Recorder(StepObserver):
         self._note_causes()
         several = self._are_several()
         for line in self._calls:
-            line["module"] = _name(line.pop("place"), several)
+            line["module"] = name_of(line.pop("place"), several)
         torch.save(
             {
                 "calls": self._calls,
@@ -218,7 +218,7 @@ class Recorder(StepObserver):
     def _parameter_names(self) -> dict[int, str]:
         """Return the names of parameters, and of the masters of these, by their ids."""
         names = {
-            id(param): _name((number, name), self._are_several())
+            id(param): name_of((number, name), self._are_several())
             for model, number in self._session.models.numbers.items()
             for name, param in model.named_parameters()
         }
@@ -238,11 +238,11 @@ class Recorder(StepObserver):
             self._optimizers[optimizer] = [self._optimizer_numbers.of(optimizer), 0]
         return self._optimizers[optimizer]
 
-    def _place(self) -> tuple[int, str] | None:
+    def _place(self) -> Place | None:
         """Return the model and the path of the innermost module that runs."""
         return self._open[-1][1]["place"] if self._open and not tracer.is_looking else None
 
-    def _place_of(self, module: nn.Module) -> tuple[int, str] | None:
+    def _place_of(self, module: nn.Module) -> Place | None:
         numbers = self._session.models.numbers
         if module not in self._names and self._named != len(numbers):
             self._named = len(numbers)
@@ -250,11 +250,6 @@ class Recorder(StepObserver):
                 for path, one in model.named_modules():
                     self._names[one] = (number, path)
         return self._names.get(module)
-
-
-def _name(place: tuple[int, str], several: bool) -> str:
-    number, path = place
-    return f"{number}:{path}" if several else path
 
 
 def _samples(value: Any) -> list[dict[str, object]]:
