@@ -58,6 +58,13 @@ class Row:
     loss_scale: float | None
     unlike_skips: Sequence[int]
 
+    @property
+    def rates(self) -> Spread | None:
+        """Steps a second; None where they are not known, or as many as the clock can tell."""
+        if self.seconds is None or self.seconds.low <= 0:
+            return None
+        return Spread(1 / self.seconds.high, 1 / self.seconds.middle, 1 / self.seconds.low)
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -83,6 +90,11 @@ class Comparison:
     def reference(self) -> Row | None:
         """The row of O0; None where it was not swept."""
         return next((row for row in self.rows if row.level == REFERENCE), None)
+
+    @property
+    def memory_of(self) -> str:
+        """What the memory was counted of, in a few words."""
+        return "the CUDA allocator" if self.on_cuda else "living tensors in a step"
 
     @property
     def diverged(self) -> set[str]:

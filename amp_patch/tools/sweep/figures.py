@@ -29,7 +29,7 @@ def figures(
         title = f"Difference of the loss from {REFERENCE}; the band is the tolerance"
         found["difference"] = title, _difference(comparison, with_loss, tolerance)
     found["speed"] = "Speed: median and spread, steps per second", _speed(comparison)
-    found["memory"] = f"Peak memory: {_memory_of(comparison)}", _memory(comparison)
+    found["memory"] = f"Peak memory: {comparison.memory_of}", _memory(comparison)
     found["loss_scale"] = "Loss scale; triangles are skipped steps", _scale(shown)
     return found
 
@@ -87,14 +87,12 @@ def _difference(comparison: Comparison, runs: Sequence[Run], tolerance: float) -
 def _speed(comparison: Comparison) -> Any:
     bars: list[tuple[Row, Spread | None, str]] = []
     for row in comparison.rows:
-        seconds = row.seconds
-        if seconds is None or seconds.low <= 0:
+        if row.rates is None:
             bars.append((row, None, row.verdict.short))
             continue
-        rates = Spread(1 / seconds.high, 1 / seconds.middle, 1 / seconds.low)
         text = wording.times(row.speed_up.middle) if row.speed_up else ""
         text += f" ({row.verdict.kind})" if row.verdict.kind != OK else ""
-        bars.append((row, rates, text.strip()))
+        bars.append((row, row.rates, text.strip()))
     return _bars("steps per second", bars)
 
 
@@ -105,9 +103,7 @@ def _memory(comparison: Comparison) -> Any:
         if row.memory is None:
             bars.append((row, None, row.verdict.short))
             continue
-        text = wording.size(row.memory)
-        text += f", {wording.times(row.memory_ratio)}" if row.memory_ratio else ""
-        bars.append((row, Spread(*[row.memory / unit] * 3), text))
+        bars.append((row, Spread(*[row.memory / unit] * 3), wording.memory(row)))
     return _bars(name, bars)
 
 
@@ -221,7 +217,3 @@ def _log_switch(is_log: bool, tick: str | int) -> dict[str, Any]:
         "yanchor": "top",
         "active": int(is_log),
     }
-
-
-def _memory_of(comparison: Comparison) -> str:
-    return "the CUDA allocator" if comparison.on_cuda else "living tensors in a step"

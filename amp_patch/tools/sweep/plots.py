@@ -84,7 +84,7 @@ def draw_difference(axes: Axes, runs: Sequence[Run], tolerance: float) -> None:
 
 def draw_speed(axes: Axes, comparison: Comparison) -> None:
     """Draw a bar a level: steps a second, with their spread."""
-    rates = {row.level: _rates(row.seconds) for row in comparison.rows}
+    rates = {row.level: row.rates for row in comparison.rows}
     labels = {
         row.level: wording.times(row.speed_up.middle) if row.speed_up else ""
         for row in comparison.rows
@@ -102,14 +102,9 @@ def draw_memory(axes: Axes, comparison: Comparison) -> None:
         row.level: Spread(*[row.memory / unit] * 3) if row.memory else None
         for row in comparison.rows
     }
-    labels = {
-        row.level: f"{wording.size(row.memory)}"
-        + (f", {wording.times(row.memory_ratio)}" if row.memory_ratio else "")
-        for row in comparison.rows
-    }
+    labels = {row.level: wording.memory(row) for row in comparison.rows}
     _bars(axes, comparison.rows, sizes, labels)
-    where = "the CUDA allocator" if comparison.on_cuda else "living tensors in a step"
-    axes.set_title(f"Peak memory: {where}")
+    axes.set_title(f"Peak memory: {comparison.memory_of}")
     axes.set_xlabel(name)
 
 
@@ -224,12 +219,6 @@ def _bars(
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.6 * most)
     axes.grid(visible=False, axis="y")
-
-
-def _rates(seconds: Spread | None) -> Spread | None:
-    if seconds is None or seconds.low <= 0:
-        return None
-    return Spread(1 / seconds.high, 1 / seconds.middle, 1 / seconds.low)
 
 
 def _line(level: str) -> dict[str, Any]:

@@ -79,6 +79,12 @@ def size(value: float | None) -> str:
     return f"{three_figures(value / unit)} {name}"
 
 
+def memory(row: Row) -> str:
+    """Return how much memory a level took, and how much of O0's that is."""
+    ratio = f", {times(row.memory_ratio)}" if row.memory_ratio else ""
+    return f"{size(row.memory)}{ratio}"
+
+
 def rate(seconds: float | None) -> str:
     """Return steps a second."""
     return UNKNOWN if not seconds else three_figures(1 / seconds)
