@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .distributed.groups import is_on
 from .kernels.graph_capture import HostSide, captures, in_living_graphs
 from .scaling.device_scaler import DeviceScaler
 from .session import session
@@ -164,7 +165,7 @@ def _refuse_arguments(step: Any, warm_up: Any) -> None:
 
 
 def _refuse_living_graphs() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if is_on():
         return  # DistributedDataParallel holds a node of each parameter all the time
     params = [param for model in session.models.levels for param in model.parameters()]
     if held := in_living_graphs(params):

@@ -6,17 +6,15 @@ Knows the events of a step; what a logger does with them is in `sinks`.
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.distributed.groups import rank
 from amp_patch.kernels import HostCopy
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session
@@ -142,7 +140,7 @@ class StepLog(StepObserver):
 
     def _guarded(self, method: str, *arguments: Any) -> None:
         """Call the logger in the first process; a logger that fails is left alone from then on."""
-        if self._sink is None or not _is_first():
+        if self._sink is None or rank() != 0:
             return
         try:
             getattr(self._sink, method)(*arguments)
@@ -168,13 +166,6 @@ def sources_of(found: Sequence[Found]) -> str | None:
 
 def _value(given: float | HostCopy) -> float:
     return float(given.wait().item()) if isinstance(given, HostCopy) else given
-
-
-def _is_first() -> bool:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 class Logs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,11 @@ def is_on() -> bool:
 def has_others() -> bool:
     """Return whether there are ranks beside this one."""
     return is_on() and torch.distributed.get_world_size() > 1
+
+
+def rank() -> int:
+    """Return which rank this process is, where no group is made yet as its launcher says."""
+    return torch.distributed.get_rank() if is_on() else int(os.environ.get("RANK", "0"))
 
 
 def groups_of(params: Iterable[Tensor]) -> list[ProcessGroup]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-import torch
-import torch.distributed
+from amp_patch.distributed.groups import has_others, is_on, rank
 
 from .at_end import at_end
 from .launch import OPTIONS
@@ -56,18 +55,10 @@ def options() -> dict[str, Any]:
     return found
 
 
-def rank() -> int:
-    """Return the rank of this process in torch.distributed, 0 without."""
-    distributed = torch.distributed
-    is_on = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_rank() if is_on else int(os.environ.get("RANK", "0"))
-
-
 def is_alone() -> bool:
     """Return whether no other process trains with this one, which would wait for it."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size() == 1
+    if is_on():
+        return not has_others()
     return int(os.environ.get("WORLD_SIZE", "1")) == 1
 
 

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_patch.debug.summary import summary
+from amp_patch.distributed.groups import is_on, rank
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
-from . import child
 from .run_report import Report
 
 
@@ -32,7 +32,7 @@ class Recorder(StepObserver):
     def __init__(self, report: Report) -> None:
         self._report = report
         self._over: list[dict[str, Any]] = []
-        self.rank, self.world_size = child.rank(), 1
+        self.rank, self.world_size = rank(), 1
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return the summary of each session, from `amp.initialize` to `amp.deactivate`."""
@@ -54,10 +54,9 @@ class Recorder(StepObserver):
         self._over = self.sessions()
 
     def _note_ranks(self) -> None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized():
-            self.world_size = distributed.get_world_size()
-        self.rank = child.rank()
+        if is_on():
+            self.world_size = torch.distributed.get_world_size()
+        self.rank = rank()
 
 
 def follow(report: Report) -> None:

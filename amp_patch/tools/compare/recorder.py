@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
+from amp_patch.distributed.groups import rank
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -154,7 +155,7 @@ class Recorder(StepObserver):
                 "nonfinite": self._functions.left_the_range(several),
                 "steps": self._step,
             },
-            self._folder / f"record-rank{child.rank()}.pt",
+            self._folder / f"record-rank{rank()}.pt",
         )
 
     def _note_causes(self) -> None:
