@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .distributed.groups import is_on
 from .kernels.graph_capture import HostSide, captures, in_living_graphs
 from .scaling.device_scaler import DeviceScaler
 from .session import session
+from .step.optimizer_step import OptimizerStep
 
 _LEAST_WARM_UP = 2
 
@@ -117,6 +118,7 @@ def capture(step: Callable[[], Any], *, warm_up: int = 3, pool: Any = None) -> C
         ValueError: warm_up is below 2.
         RuntimeError: no CUDA device; `amp.initialize` was not called; the loss or an output of an
             earlier step is still held; a step for which the host has to wait.
+        FloatingPointError: steps that overflow at a static loss scale, or at the floor of one.
     """
     _refuse_arguments(step, warm_up)
     session.is_off("amp_patch.cuda_graph.capture()")
@@ -187,14 +189,34 @@ def _without_autograd(tree: Any) -> Any:
 
 
 def _run_outside(step: Callable[[], Any], count: int) -> None:
-    """Make steps, at least ``count``, until one is not skipped: then all state is there."""
+    """Make steps, at least ``count``, until one is not skipped: then all state is there.
+
+    Raises:
+        FloatingPointError: two in a row are skipped at a loss scale that never falls.
+    """
     for _ in range(count - 1):
         step()
-    was_skipped = True
-    while was_skipped:
+    was_skipped = False
+    while True:
         before = [(one, one.ended) for one in session.optimizers.steps.values()]
         step()
-        was_skipped = any(one.skip.was_skipped for one, ended in before if one.ended != ended)
+        skipped = [one for one, ended in before if one.ended != ended and one.skip.was_skipped]
+        if not skipped:
+            return
+        if was_skipped:
+            _refuse_static(skipped)
+        was_skipped = True
+
+
+def _refuse_static(skipped: Iterable[OptimizerStep]) -> None:
+    scalers = [session.scalers[index] for one in skipped for index in one.scalers.values()]
+    if not any(scaler.rule.dynamic for scaler in scalers):
+        raise FloatingPointError(
+            "a step must be made before a CUDA graph captures it; got two in a row that were "
+            f"skipped, for their gradients are not finite at the static loss scale "
+            f"{scalers[0].loss_scale()}. Call amp.initialize(..., loss_scale='dynamic'), or give "
+            "a lower one."
+        )
 
 
 def _settle() -> None:

@@ -176,6 +176,17 @@ def test_steps_are_made_until_one_is_not_skipped(
     assert amp.loss_scale() == 1024.0 / 2**5
 
 
+@pytest.mark.parametrize("kind", ["O1 adamw", "O2 adamw, one pass"])
+def test_a_static_scale_does_not_fall_until_a_step_is_made(
+    amp: ModuleType, cuda: FakeCuda, kind: str
+) -> None:
+    training = Training(amp, kind, loss_scale=2.0**60, growth_interval=None)
+    message = "two in a row that were skipped, .* at the static loss scale 1.15.*e.18"
+    with pytest.raises(FloatingPointError, match=f"{message}. Call amp.initialize"):
+        captured(training, warm_up=2)
+    assert training.calls == 3
+
+
 def test_a_capture_is_no_step(amp: ModuleType, cuda: FakeCuda) -> None:
     for kind in KINDS:
         training = Training(amp, kind)
