@@ -11,11 +11,34 @@ from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
+from .optimizer_numbers import OptimizerNumbers
 from .script_end import ScriptEnd
 
 #: An optimizer rests that steps less often than another by more than this: a critic may take five
 #: steps for one of the generator.
 PATIENCE = 10
+
+
+class StepCounts:
+    """How many steps each optimizer has made, those that are gone included."""
+
+    def __init__(self) -> None:
+        self._numbers, self._counts = OptimizerNumbers(), Counter[int]()
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Count one more."""
+        self._counts[self._numbers.of(optimizer)] += 1
+
+    @property
+    def most(self) -> int:
+        """The steps of the optimizer that has made most."""
+        return max(self._counts.values(), default=0)
+
+    def are_enough(self, limit: int) -> bool:
+        """Return whether every optimizer of the session has so many, but for those that rest."""
+        return self.most > limit + PATIENCE or all(
+            self._counts[self._numbers.of(one)] >= limit for one in session.optimizers.steps
+        )
 
 
 class StepLimit(StepObserver):
@@ -31,29 +54,17 @@ class StepLimit(StepObserver):
     def __init__(self, limit: int, at_end: Callable[[], None]) -> None:
         self._limit, self._at_end = limit, at_end
         self._end = ScriptEnd()
-        self._counts: Counter[int] = Counter()
+        self._counts = StepCounts()
 
     @property
     def steps(self) -> int:
         """The steps of the optimizer that has made most."""
-        return max(self._counts.values(), default=0)
+        return self._counts.most
 
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """See `StepObserver`."""
-        self._counts[id(optimizer)] += 1
-        if self._limit and is_enough(self._counts, self._limit):
+        self._counts.add(optimizer)
+        if self._limit and self._counts.are_enough(self._limit):
             if not self._end.was_called:
                 self._at_end()
             self._end()
-
-
-def is_enough(counts: Counter[int], limit: int) -> bool:
-    """Return whether every optimizer has its steps, but for those that rest.
-
-    Args:
-        counts: the steps of the session's optimizers, by their ids.
-        limit: how many each is to have.
-    """
-    return max(counts.values(), default=0) > limit + PATIENCE or all(
-        counts[id(one)] >= limit for one in session.optimizers.steps
-    )

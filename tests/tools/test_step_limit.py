@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_patch.session import session
 from amp_patch.tools.compare.recorder import Recorder
-from amp_patch.tools.step_limit import StepLimit
+from amp_patch.tools.step_limit import StepCounts, StepLimit
 
 LIMITS = {
     "observe": lambda: StepLimit(2, lambda: None),
@@ -37,6 +37,21 @@ def steps_until_the_end(amp, limit: str, cycle: list[int]) -> list[int]:
     finally:
         detach()
     pytest.fail("the script was not ended")
+
+
+def test_an_optimizer_has_not_made_the_steps_of_one_that_is_gone(amp) -> None:
+    """It may have its address."""
+    network, counts = nn.Linear(2, 2), StepCounts()
+    gone = torch.optim.SGD(network.parameters(), lr=0.1)
+    counts.add(gone)
+    address = id(gone)
+    del gone
+    tries = (torch.optim.SGD(network.parameters(), lr=0.1) for _ in range(1000))
+    optimizer = next(one for one in tries if id(one) == address)
+    amp.initialize(network, optimizer, opt_level="O1", verbosity=0)
+    assert (counts.most, counts.are_enough(1)) == (1, False)
+    counts.add(optimizer)
+    assert counts.are_enough(1)
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -6,7 +6,6 @@ Knows the script's training and the file that is written; nothing of what it is 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +31,7 @@ from amp_patch.tools.at_end import at_end
 from amp_patch.tools.optimizer_numbers import OptimizerNumbers
 from amp_patch.tools.same_random import SameRandomNumbers
 from amp_patch.tools.script_end import ScriptEnd
-from amp_patch.tools.step_limit import is_enough
+from amp_patch.tools.step_limit import StepCounts
 
 from .functions import FunctionWatch, Place, name_of
 from .samples import sample
@@ -74,7 +73,7 @@ class Recorder(StepObserver):
         self._skip = {(optimizer, step) for optimizer, step in skipped}
         self._names: weakref.WeakKeyDictionary[nn.Module, Place | None]
         self._names, self._named = weakref.WeakKeyDictionary(), -1
-        self._optimizer_numbers, self._made = OptimizerNumbers(), Counter[int]()
+        self._optimizer_numbers, self._made = OptimizerNumbers(), StepCounts()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, list[int]]
         self._optimizers = weakref.WeakKeyDictionary()
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -127,12 +126,13 @@ class Recorder(StepObserver):
         count = self._count_of(optimizer)
         if skip.was_skipped:
             self._skipped.append(list(count))
-        self._made[id(optimizer)] += not skip.was_skipped
+        else:
+            self._made.add(optimizer)
         count[1] += 1
         self._step += 1
         self._counts.clear()
         if self._steps is not None and (
-            is_enough(self._made, self._steps) or count[1] >= self._steps + SKIPS
+            self._made.are_enough(self._steps) or count[1] >= self._steps + SKIPS
         ):
             self._end()
 
