@@ -13,7 +13,7 @@ import numbers
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from amp_patch.tools.options import LEVELS
 
 from . import sweep
 from .settings import Settings
-from .sweep import Result
+from .sweep import Result, Sweep
 
 _FILE = "function.pickle"
 #: What does nothing when it is called, and how it is run.
@@ -55,22 +55,7 @@ def run(
             f"{name}(), and in its module under if __name__ == '__main__'."
         )
     sent = _sent(train_fn, _takes_level(train_fn))
-    # what was left at its default is not given: a sweep that goes on has its own
-    given = {one: value for one, value in options.items() if value != getattr(Settings, one)}
-    if "levels" in given:
-        given["levels"] = _checked_levels(given["levels"])
-    _refuse_share(options["tolerance"])
-    _refuse_numbers(options["steps"], options["repeat"], options["seed"], options["timeout"])
-    if resume is not None and out is not None:
-        raise ValueError("resume writes to its own folder; got out too; leave that out")
-    try:
-        if resume is None:
-            settings = Settings(command=[name], is_function=True, **given)
-            prepared = sweep.begun(None if out is None else Path(out), settings, [])
-        else:
-            prepared = sweep.resumed(Path(resume), given, functools.partial(_refuse_other, name))
-    except BadArguments as error:
-        raise ValueError(error.message) from error
+    prepared = _prepared(name, out, resume, options)
     file = prepared.folder.resolve() / _FILE
     file.write_bytes(sent)
     prepared.command = [sys.executable, "-m", __name__, str(file)]
@@ -82,6 +67,29 @@ def run(
     if result.interrupted:
         raise KeyboardInterrupt
     return result
+
+
+def _prepared(name: str, out: Any, resume: Any, options: Mapping[str, Any]) -> Sweep:
+    """Return the sweep of a function, before anything runs; see `run`.
+
+    Raises:
+        ValueError: as `amp_patch.sweep`.
+    """
+    # what was left at its default is not given: a sweep that goes on has its own
+    given = {one: value for one, value in options.items() if value != getattr(Settings, one)}
+    if "levels" in given:
+        given["levels"] = _checked_levels(given["levels"])
+    _refuse_share(options["tolerance"])
+    _refuse_numbers(options["steps"], options["repeat"], options["seed"], options["timeout"])
+    if resume is not None and out is not None:
+        raise ValueError("resume writes to its own folder; got out too; leave that out")
+    try:
+        if resume is None:
+            settings = Settings(command=[name], is_function=True, **given)
+            return sweep.begun(None if out is None else Path(out), settings, [])
+        return sweep.resumed(Path(resume), given, functools.partial(_refuse_other, name))
+    except BadArguments as error:
+        raise ValueError(error.message) from error
 
 
 def call(file: str) -> None:
