@@ -163,6 +163,8 @@ def _imports(tree: ast.Module, path: Path, folder: Path) -> Iterator[tuple[str, 
 def _files(name: str, folder: Path) -> list[Path]:
     """Return the files that the import of a dotted name runs, the outermost first; [] for none."""
     place = folder.joinpath(*name.split("."))
+    if not place.name:  # of "." alone
+        return []
     own = [one for one in (place / "__init__.py", place.with_suffix(".py")) if one.is_file()]
     if not own:
         return [place] if place.is_dir() else []

@@ -61,6 +61,7 @@ PERHAPS = {
     "a module that is not there": ({}, "-m pkg.train"),
     "no module": ({}, "-m"),
     "a launcher alone": ({}, "torchrun"),
+    "a dot": ({}, "-m ."),
 }  # fmt: skip
 
 
