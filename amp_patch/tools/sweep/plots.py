@@ -17,6 +17,8 @@ from .comparison import Comparison, Row, Spread
 from .outcomes import Run
 from .verdicts import OK, REFERENCE
 
+#: How far the axis of the difference reaches where there is none, and no tolerance.
+LEAST_LIMIT = 0.01
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
@@ -74,7 +76,7 @@ def draw_difference(axes: Axes, runs: Sequence[Run], tolerance: float) -> None:
         axes.plot(curve.steps, curve.values, **_line(level))
     finite = [abs(value) for curve in away.values() for value in curve.values]
     most = max((value for value in finite if not math.isnan(value)), default=0.0)
-    limit = min(max(1.2 * most, 1.6 * tolerance), max(1.0, 4 * tolerance))
+    limit = min(max(1.2 * most, 1.6 * tolerance), max(1.0, 4 * tolerance)) or LEAST_LIMIT
     axes.set_ylim(-limit, limit)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.set_title(f"Difference from {REFERENCE}; the band is the tolerance, {tolerance:.1%}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps import eventful, eventful_comparison, made_run
+from sweeps import NAN, eventful, eventful_comparison, made_run
 
 from amp_patch.tools.sweep import plots, report
 from amp_patch.tools.sweep.comparison import compared
@@ -42,6 +42,17 @@ def test_a_report_of_runs_without_steps_is_written(tmp_path: Path) -> None:
     plots.write(tmp_path, comparison, runs, 0.05)
     report.write(tmp_path, Settings(["x"]), "then", comparison, recommend(comparison), runs)
     assert "nothing to recommend" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("loss", [1.0, 0.0, NAN])
+@pytest.mark.parametrize("tolerance", [0.0, 0.05])
+def test_losses_that_are_all_the_same_are_drawn(
+    tmp_path: Path, loss: float, tolerance: float
+) -> None:
+    runs = [made_run(level, [loss] * 20) for level in ("O0", "O4")]
+    comparison = compared(runs, tolerance)
+    plots.write(tmp_path, comparison, runs, tolerance)
+    report.write(tmp_path, Settings(["x"]), "then", comparison, recommend(comparison), runs)
 
 
 def test_what_scripts_print_is_no_markup(folder: Path) -> None:
