@@ -143,7 +143,7 @@ def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int)
         memory_ratio=memory / own if memory and own else None,
         memory_spread=_range(each, statistics.median) if len(runs) > 1 else None,
         rss=max((step.rss or 0 for step in steps), default=0) or None,
-        final_loss=statistics.fmean(losses) if losses else None,
+        final_loss=_mean(losses) if losses else None,
         deviation=_range(away),
         loss_scale=next((step.scale for step in reversed(steps) if step.scale), None),
         unlike_skips=sorted({number for run in runs for number in run.unlike_skips}),
@@ -185,7 +185,11 @@ def _quartiles(values: Sequence[float]) -> Spread:
     return Spread(low, middle, high)
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)  # statistics.fmean refuses inf beside -inf
+
+
 def _range(
-    values: Sequence[float], middle: Callable[[Sequence[float]], float] = statistics.fmean
+    values: Sequence[float], middle: Callable[[Sequence[float]], float] = _mean
 ) -> Spread | None:
     return Spread(min(values), middle(values), max(values)) if values else None

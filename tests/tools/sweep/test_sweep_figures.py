@@ -120,6 +120,17 @@ def test_the_worst_round_decides() -> None:
     assert verdicts.verdict_of(rounds, references, 0.05).kind == "diverged"
 
 
+def test_rounds_may_leave_the_finite_range_on_either_side() -> None:
+    """As a critic's loss may, whose sign says nothing."""
+    ends = ((1, INF), (2, -INF))
+    runs = [made_run("O1", [*FALLING, *[end] * 10], number=number) for number, end in ends]
+    references = [made_run("O0", FALLING, number=number) for number, _ in ends]
+    _, row = compared([*references, *runs], 0.05).rows
+    assert row.verdict.kind == verdicts.DIVERGED
+    assert math.isnan(row.final_loss)
+    assert row.deviation.low == -row.deviation.high == -INF
+
+
 def test_losses_are_compared_round_by_round() -> None:
     rounds = [made_run("O1", FALLING), made_run("O1", [3.0] * 40, number=2)]
     references = [made_run("O0", FALLING), made_run("O0", [2.0] * 40, number=2)]
