@@ -93,6 +93,9 @@ def test_a_number_that_is_printed_is_a_metric() -> None:
     missing = outcome_of_output("loss: 3", pattern, None)
     assert "printed nothing that matches" in missing.words()
     assert "is no number" in outcome_of_output("is it", re.compile("it"), None).words()
+    optional = re.compile("loss(?:=([0-9]))?")
+    assert outcome_of_output("loss=3, and the loss falls", optional, None).values == (3.0,)
+    assert "printed nothing" in outcome_of_output("the loss falls", optional, None).words()
 
 
 def test_the_deviation_is_the_largest_relative_one_in_either_direction() -> None:

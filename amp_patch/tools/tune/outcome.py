@@ -96,7 +96,8 @@ def outcome_of_output(text: str, pattern: re.Pattern[str], error: str | None) ->
     """
     if error is not None:
         return Outcome(failure=error)
-    found = [match[1] if pattern.groups else match[0] for match in pattern.finditer(text)]
+    all_found = (match[1] if pattern.groups else match[0] for match in pattern.finditer(text))
+    found = [one for one in all_found if one is not None]  # as where a group may be missing
     if not found:
         return Outcome(failure=f"it printed nothing that matches {pattern.pattern!r}")
     try:
