@@ -16,6 +16,8 @@ from .untrained import refuse_without_amp
 
 #: The names of all levels: those of `amp_patch.levels`, which imports torch.
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+#: Seeds are below this, for NumPy takes no other.
+SEEDS = 2**32
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -116,7 +118,7 @@ def steps(text: str, least: int = 1, default: int | None = None) -> Decorator:
 
 def seed(text: str) -> Decorator:
     """Return the option ``--seed``."""
-    numbers = Count(0, 2**32 - 1)  # what NumPy takes
+    numbers = Count(0, SEEDS - 1)
     return click.option(
         "--seed", type=numbers, default=0, show_default=True, metavar="N", help=text
     )

@@ -21,7 +21,7 @@ import cloudpickle
 
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.launch import TOOL, signals_interrupt
-from amp_patch.tools.options import LEVELS
+from amp_patch.tools.options import LEVELS, SEEDS
 
 from . import sweep
 from .settings import Settings
@@ -170,6 +170,11 @@ def _refuse_numbers(steps: Any, repeat: Any, seed: Any, timeout: Any) -> None:
                 f"{name} must be a whole number of at least {least}; got {value!r}; call "
                 f"amp_patch.sweep(train, {name}={least or 1})."
             )
+    if seed >= SEEDS:
+        raise ValueError(
+            f"seed must be below 2**32, for NumPy takes no other; got {seed!r}; call "
+            "amp_patch.sweep(train, seed=1)."
+        )
     if timeout is None or (isinstance(timeout, numbers.Real) and 0 < float(timeout) < math.inf):
         return
     raise ValueError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from amp_patch.tools.launch import ScriptRun, exit_code_of, filled
+from amp_patch.tools.options import SEEDS
 from amp_patch.tools.untrained import is_to_end, notice, reason_after
 
 from .outcomes import INTERRUPTED, NO_STEPS, TIMED_OUT, Outcome, Run, outcome_of
@@ -143,5 +144,8 @@ def folder_of(folder: Path, run: Run) -> Path:
 
 
 def seed_of(settings: Settings, run: Run) -> int:
-    """Return the seed of a run: that of its round, the same for all levels."""
-    return settings.seed + run.round - 1
+    """Return the seed of a run: that of its round, the same for all levels.
+
+    After the largest seed comes 0.
+    """
+    return (settings.seed + run.round - 1) % SEEDS

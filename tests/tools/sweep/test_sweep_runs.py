@@ -94,6 +94,11 @@ def test_rounds_run_over_all_levels_each_with_its_seed(tmp_path: Path) -> None:
     assert found[0].about == {"device": "none"}
 
 
+def test_after_the_largest_seed_that_numpy_takes_comes_the_smallest() -> None:
+    settings = Settings(["train.py"], ["O1"], repeat=2, seed=2**32 - 1)
+    assert [runs.seed_of(settings, Run("O1", round_)) for round_ in (1, 2)] == [2**32 - 1, 0]
+
+
 @pytest.mark.parametrize(
     ("losses", "skipped", "final"),
     [
