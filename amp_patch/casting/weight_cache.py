@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_patch.kernels.default_device import without_default_device
+
 from .argument_casts import is_on_cast_device
 from .cached_casts import Batch, Bulk, Entry, Group, Owner, is_large
 from .mode import FLOATS, mode
@@ -207,6 +209,7 @@ class WeightCache:
             node.register_prehook(partial(_release, weakref.ref(self), weakref.ref(group.batch)))
         group.batch.add(entry)
 
+    @without_default_device
     def _refresh(self, group: Group) -> None:
         """Bring the casts of a group up to date in one call; drop those that must be made anew."""
         bulk = group.bulk

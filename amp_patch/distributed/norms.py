@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms_of
+from amp_patch.kernels.without_grad import without_grad
 
 from .agreement import device_of
 from .groups import StepRanks
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
 
-@torch.no_grad()
+@without_grad
 def clip_by_norm(
     grads: Sequence[Tensor],
     max_norm: float,

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from amp_patch.levels import HALVES
 
+from .default_device import without_default_device
 from .tensor_lists import alike, dense, values
+from .without_grad import without_grad
 
 #: What is added to the norm where gradients are clipped as `torch.nn.utils.clip_grad_norm_` does.
 CLIP_EPS = 1e-6
 
 
-@torch.no_grad()
+@without_grad
 def clip_by_norm(
     grads: Sequence[Tensor], max_norm: float, norm_type: float, norm: Tensor | None = None
 ) -> Tensor:
@@ -53,6 +55,7 @@ def clip_factor(norm: Tensor, max_norm: float, eps: float = 0.0) -> Tensor:
     return factor
 
 
+@without_default_device
 def multiply(grads: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a 0-dim fp32 or float64 tensor, on whatever device it is."""
     for (group,) in alike(dense(grads)):
@@ -71,6 +74,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     return combined(norms_of(grads, norm_type), norm_type)
 
 
+@without_default_device
 def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return the norm of each gradient that has elements, 0-dim fp32 or float64."""
     return [_norm(grad, norm_type) for grad in grads if values(grad).numel() > 0]
