@@ -18,8 +18,9 @@ from amp_patch.casting import rules, targets
 from .ranges import Range
 
 #: Where it came up: in the model's forward or backward, in what the model was given or holds, in
-#: the loss outside of the models, in their gradients' sum; or it could not be found.
-Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "unknown"]
+#: the loss outside of the models, in their gradients' sum, in what the script wrote to them; or it
+#: could not be found.
+Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "written", "unknown"]
 #: Operators that make inf or NaN of 0 in every precision.
 _OF_ZERO = {"div", "divide", "log", "log10", "log2", "pow", "reciprocal", "rsqrt", "true_divide"}
 _OF_LARGE_LOSS = (
@@ -115,6 +116,7 @@ class Cause:
             "input": f"{place}: it was given {kinds}",
             "loss": f"the loss, outside of the model: {self._of_loss(kinds)}",
             "sum": "the sum of gradients: each is finite, and float16 cannot hold their sum",
+            "written": "the gradients, after a backward that was finite",
             "unknown": "not found",
         }[self.where]
 
@@ -256,6 +258,13 @@ def _of_sum(cause: Cause) -> str:
     return "Divide each loss by the number of backward passes that a step takes."
 
 
+def _of_written(cause: Cause) -> str:
+    return (
+        "Look at what the script does with the gradients before optimizer.step(): a division by a "
+        "norm of 0, say."
+    )
+
+
 def _of_unknown(cause: Cause) -> str:
     return "Run with amp.initialize(..., opt_level='O4') to see whether bfloat16 is finite."
 
@@ -267,6 +276,7 @@ _ADVICE = {
     "input": _of_input,
     "loss": _of_loss,
     "sum": _of_sum,
+    "written": _of_written,
     "unknown": _of_unknown,
 }
 

@@ -80,7 +80,7 @@ class _Look:
         self._watch, self._name = watch, name
 
     def __call__(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-        if self._watch.found is not None or _are_finite(made) or not _are_finite(given):
+        if self._watch.found is not None or are_finite(made) or not are_finite(given):
             return
         ranges = ranges_of(enumerate_as("gradient", given)), ranges_of(enumerate_as("result", made))
         operator = readable(self._name)
@@ -94,6 +94,7 @@ def enumerate_as(name: str, tensors: tuple[Any, ...]) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def _are_finite(tensors: tuple[Any, ...]) -> bool:
+def are_finite(tensors: tuple[Any, ...]) -> bool:
+    """Return whether all numbers that can be read are."""
     bounds = [torch.stack(torch.aminmax(numbers_of(one))) for one in tensors if can_look(one)]
     return all(math.isfinite(one) for bound in bounds for one in bound.tolist())

@@ -30,7 +30,7 @@ from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
 from .cause import Cause
-from .loss_watch import LossWatch
+from .loss_watch import LossWatch, are_finite
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
 from .search import Search, hidden, joined, root_of
@@ -208,7 +208,12 @@ class Tracer(StepObserver):
         if has_others():
             note = "This rank made no inf and no NaN: they came from another one, or from the sum."
             return Cause("unknown", scale, note=note)
+        if scale == 1.0 and not any(one.dtype == torch.float16 for one in self._parameters()):
+            return Cause("written", scale)
         return Cause("sum", scale)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (param for model in self._models for param in model.parameters())
 
     @contextlib.contextmanager
     def _looking(self, calls: Sequence[Call]) -> Iterator[list[Call]]:
@@ -224,10 +229,12 @@ class Tracer(StepObserver):
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Look at losses: one of NaN may have finite gradients, and unscaled ones nobody checks."""
-        if any(
-            any(one.kinds for one in watch.loss) or (scale == 1.0 and watch.found is not None)
-            for number, scale, watch in self.passes
-            if number > self._looked_at
+        new = [(scale, watch) for number, scale, watch in self.passes if number > self._looked_at]
+        unscaled = [watch for scale, watch in new if scale == 1.0]
+        if (
+            any(one.kinds for _, watch in new for one in watch.loss)
+            or any(watch.found is not None for watch in unscaled)
+            or (unscaled and not are_finite(_gradients_of(optimizer)))
         ):
             self.overflowed(0, [])
 
@@ -236,6 +243,10 @@ def _together(cause: Cause, before: Cause) -> Cause:
     """Return a cause with what an earlier step needed in fp32 beside it: one mend is to do."""
     both = dict.fromkeys((*before.also, *cause.also))
     return replace(cause, also=tuple(both)) if cause.mended_by == "module" else cause
+
+
+def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    return tuple(param.grad for group in optimizer.param_groups for param in group["params"])
 
 
 def _sends(model: nn.Module) -> bool:

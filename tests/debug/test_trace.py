@@ -25,7 +25,7 @@ from plants import (
     the_cause,
     train,
 )
-from support import trains
+from support import scaled_backward, trains
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -521,6 +521,29 @@ def test_without_a_loss_scale_a_loss_that_is_not_finite_is_traced(amp, level: st
     model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=1.0)
     train(amp, model, optimizer, lambda outputs: square(outputs) * torch.inf)
     assert the_cause(amp).where == "loss"
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O0", {}), ("O2", {}), ("O4", {}), ("O5", {}), ("O5", {"fused_step": True})],
+)
+def test_without_a_loss_scale_a_backward_that_is_not_finite_is_traced(
+    amp, level: str, options: dict[str, Any]
+) -> None:
+    model, optimizer = prepared(amp, around(RootOfZero()), level, loss_scale=1.0, **options)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.module) == ("backward", "sqrt", "1.1")
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=1.0)
+    scaled_backward(amp, square(model(torch.randn(4, WIDTH))), optimizer)
+    for param in amp.master_params(optimizer):
+        param.grad.div_(0.0)
+    optimizer.step()
+    assert the_cause(amp).where == "written"
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
