@@ -214,6 +214,7 @@ class OptimizerBackward:
     def drop(self) -> None:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
         self._close()
+        self.zeroing.end_step()
         self.gradients.drop(self.pairs())
 
     def _end_pass(self) -> None:

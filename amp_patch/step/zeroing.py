@@ -37,6 +37,7 @@ class Zeroing:
         self.was_cleared = False
         self._passes_stepped = 0
         self._had_used = False
+        self._has_left = False  # whether the last pass has left any, while it is watched
 
     def begin(self, pairs: Callable[[], ParamPairs]) -> None:
         """A pass begins, and nothing was done about the gradients yet.
@@ -45,7 +46,7 @@ class Zeroing:
             pairs: returns those of the optimizer. It takes the host time, and is seldom called.
         """
         self._had_used = self.is_watched and self._has_used(pairs)
-        self.was_cleared = False
+        self.was_cleared = self._has_left = False
         self.passes += 1
         self.is_watched = self.passes <= WATCHED_PASSES
 
@@ -54,11 +55,11 @@ class Zeroing:
 
         Warn, once, where plain PyTorch would have added to used gradients.
         """
-        if self.has_written and not self._had_used:
+        if self.has_written and not self._had_used and not self.is_watched:
             return
         had_used, self._had_used = self._had_used, False
         if self._gradients.wrote(pairs):
-            self.has_written = True
+            self.has_written = self._has_left = True
             if had_used:
                 _warn_of_used("a scale_loss() block")
 
@@ -83,17 +84,19 @@ class Zeroing:
             pairs: as for `begin`.
         """
         if self.was_cleared:
-            self._tell_of_cleared(pairs())
+            self._tell_of_cleared(pairs(), "optimizer.zero_grad()")
+        elif self.is_watched and self._has_left and self.passes > self._passes_stepped:
+            self._tell_of_cleared(pairs(), "`p.grad = None`")
         elif self.is_watched and self._has_used(pairs):
             _warn_of_used("an optimizer.step()")
 
-    def _tell_of_cleared(self, pairs: ParamPairs) -> None:
+    def _tell_of_cleared(self, pairs: ParamPairs, by: str) -> None:
         self.was_cleared = False
         if self._gradients.are_cleared(pairs):
             warn_once(
-                "gradients must last until the step; got an optimizer.step() after "
-                "optimizer.zero_grad() has cleared what scale_loss() left, so that it has none. "
-                "Call optimizer.zero_grad() behind optimizer.step(), or before the block."
+                f"gradients must last until the step; got an optimizer.step() after {by} has "
+                "cleared what scale_loss() left, so that it has none. Call optimizer.zero_grad() "
+                "behind optimizer.step(), or before the block."
             )
 
     def _has_used(self, pairs: Callable[[], ParamPairs]) -> bool:

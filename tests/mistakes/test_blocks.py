@@ -184,6 +184,23 @@ def test_cleared_between_backward_and_step(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_cleared_by_hand_between_backward_and_step(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            for param in model.parameters():
+                param.grad = None
+            optimizer.step()
+    told = [str(one.message)[:85] for one in caught if one.filename == __file__]
+    assert told == [
+        "gradients must last until the step; got an optimizer.step() after `p.grad = None` has"
+    ]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 @pytest.mark.parametrize("before", [True, False])
 def test_clearing_elsewhere_is_right(amp: ModuleType, level: str, by: str, before: bool) -> None:
