@@ -63,9 +63,11 @@ def _range(reader: Reader, arguments: Arguments) -> Value | None:
 
 def _enumerate(reader: Reader, arguments: Arguments) -> Value | None:
     items = reader.elements(arguments.positional[0]) if arguments.positional else None
-    if items is None:
+    start = arguments.get("start", 1) or Const(0)
+    first = start.value if isinstance(start, Const) else None
+    if items is None or not isinstance(first, int):
         return None
-    return Items(Items([Const(number), item]) for number, item in enumerate(items))
+    return Items(Items([Const(number), item]) for number, item in enumerate(items, first))
 
 
 def _zip(reader: Reader, arguments: Arguments) -> Value | None:

@@ -174,7 +174,9 @@ class Reader:
             for condition, one in alternatives(owner, self.guards):
                 one.attrs.write(target.attr, self.guards | condition, value)
         elif isinstance(target, ast.Subscript):
-            self._assign_item(self.evaluate(target.value), self.evaluate(target.slice), value)
+            owner = self.evaluate(target.value)
+            self.note("=[]", target, Arguments([value]), owner)
+            self._assign_item(owner, self.evaluate(target.slice), value)
 
     def _assign_item(self, owner: Value, index: Value, value: Value) -> None:
         for _, one in alternatives(owner, self.guards):

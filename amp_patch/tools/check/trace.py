@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from . import names
 from .guards import NO_GUARDS, Guards, contradict
 from .truth import truth_of
-from .values import Arguments, Const, Instance, Made, Params, Value, flat, root
+from .values import Arguments, Const, Instance, Made, Member, Params, Value, flat, root
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Call:
 
     Attributes:
         name: of `names.canonical`; ``".name"`` of a method; ``"=name"`` of an assignment to an
-            attribute; ``"with autocast"`` where an autocast begins.
+            attribute, ``"=[]"`` to an item; ``"with autocast"`` where an autocast begins.
         node: where it stands.
         receiver: the object whose method it is.
         guards: the branches that lead to it.
@@ -209,6 +209,16 @@ def is_module(value: Value) -> bool:
 def owners_of(optimizer: Value) -> list[Value]:
     """Return the modules whose ``parameters()`` an optimizer was given."""
     return [one.owner for one in root(optimizer).deps if isinstance(one, Params)]
+
+
+def lies_in(part: Value, whole: Value, depth: int = 3) -> bool:
+    """Return whether a module is another, or was looked up in it; not whether it holds it."""
+    part, whole = root(part), root(whole)
+    is_looked_up = type(part) in (Member, Value) and part.source is None and whole in part.deps
+    if part is whole or is_looked_up:
+        return True
+    inside = (whole.attrs.read(name, frozenset()) for name in whole.attrs.names() if depth)
+    return any(lies_in(part, one, depth - 1) for held in inside for one in flat(held))
 
 
 def is_part_of(part: Value, whole: Value, depth: int = 3) -> bool:

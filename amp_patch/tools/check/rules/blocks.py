@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import contradict
-from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer
+from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, owners_of
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root
 
@@ -66,12 +66,22 @@ def unscaled_loss(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         block = call.blocks[-1]
         inside = [one for other, one in backwards(trace) if block in other.blocks]
         is_loss = block.loss is not None and root(block.loss) is value
-        if is_loss or not any(_is_scaled(one, block) for one in inside):
+        is_alone = not any(_is_scaled(one, block) for one in inside)
+        if is_loss or is_alone or _is_beside(trace, call, value, block):
             yield call.node, "a backward inside of scale_loss that is not of its scaled loss"
     for call in trace.named(".backward"):
         source = call.receiver and root(call.receiver).source
         if source and source.name == "amp.scale_loss":
             yield call.node, "scale_loss(...).backward() without a with statement"
+
+
+def _is_beside(trace: Trace, call: Call, value: Value, block: Block) -> bool:
+    """Return whether another loss adds to the gradients of the scaled one, where that is scaled."""
+    return not _is_scaled(value, block) and any(
+        owner in value.deps and any(one.scales for one in trace.initializations_of(optimizer, call))
+        for optimizer in block.optimizers()
+        for owner in owners_of(optimizer)
+    )
 
 
 def _is_scaled(value: Value, block: Block) -> bool:

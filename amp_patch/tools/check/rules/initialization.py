@@ -12,6 +12,7 @@ from amp_patch.tools.check.trace import (
     Trace,
     is_module,
     is_part_of,
+    lies_in,
     owners_of,
 )
 from amp_patch.tools.check.values import Cast, Const, Instance, Items, Made, Value, Wrapper, root
@@ -218,15 +219,15 @@ def _is_zero(eps: object) -> bool:
     "replace layers before amp.initialize, and before the optimizer is made",
 )
 def replaced_layer(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``model.fc = nn.Linear(...)``, late."""
+    """``model.fc = nn.Linear(...)`` and ``model.classifier[6] = nn.Linear(...)``, late."""
     for call in trace.calls:
         if not call.name.startswith("=") or call.receiver is None or call.name == "=initialize":
             continue
         new = call.arguments.positional[0]
         if not is_module(new):
             continue
-        for one in trace.of_models(call.receiver, call):
-            if one.call.order < call.order and (
-                new.source is None or new.source.order > one.call.order
-            ):
-                yield call.node, f"a new layer .{call.name[1:]} after amp.initialize"
+        for one in trace.initializations(call):
+            is_new = new.source is None or new.source.order > one.call.order
+            is_inside = any(lies_in(call.receiver, model) for model in one.models)
+            if one.call.order < call.order and is_new and is_inside:
+                yield call.node, f"a new layer, {ast.unparse(call.node)}, after amp.initialize"
