@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from running import ROOT
+from torch import nn
 
 PAGE = (ROOT / "docs" / "apex.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("<!-- supplied:begin -->")[2].partition("<!-- supplied:end -->")[0]
@@ -126,3 +127,36 @@ def test_the_page_has_every_argument_of_distributed_data_parallel(apex: types.Mo
     arguments = inspect.signature(apex.parallel.DistributedDataParallel).parameters
     told = set(re.findall(r"\w+", section))
     assert set(arguments) - told == set()
+
+
+#: What the page says, what it is in the place of, and what a reader builds.
+LAYERS = [
+    (
+        "torch.nn.RMSNorm(shape, eps=1e-5)",
+        lambda apex: apex.normalization.FusedRMSNorm(6),
+        [nn.RMSNorm(6, eps=1e-5)],
+    ),
+    (
+        "with a `ReLU` behind the last `Linear`, too",
+        lambda apex: apex.mlp.MLP([6, 5, 4]),
+        [nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU()],
+    ),
+    (
+        '`Linear`, `torch.nn.GELU(approximate="tanh")`, `Linear`',
+        lambda apex: apex.fused_dense.FusedDenseGeluDense(6, 5, 4),
+        [nn.Linear(6, 5), nn.GELU(approximate="tanh"), nn.Linear(5, 4)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "make", "layers"), LAYERS, ids=["rms norm", "mlp", "gelu"])
+def test_layers_of_torch_compute_what_those_of_apex_do(apex, words, make, layers) -> None:
+    for name in ("normalization", "mlp", "fused_dense"):
+        importlib.import_module(f"apex.{name}")
+    old, new = make(apex), nn.Sequential(*layers)
+    with torch.no_grad():
+        for mine, theirs in zip(new.parameters(), old.parameters(), strict=True):
+            mine.copy_(theirs)
+    inputs = 1e-2 * torch.randn(3, 6)
+    torch.testing.assert_close(new(inputs), old(inputs))
+    assert words in LEAVING
