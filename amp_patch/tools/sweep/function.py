@@ -165,7 +165,8 @@ def _refuse_numbers(steps: Any, repeat: Any, seed: Any, timeout: Any) -> None:
     """
     for name, value, least in (("steps", steps, 1), ("repeat", repeat, 1), ("seed", seed, 0)):
         is_left_out = value is None and name == "steps"
-        if not is_left_out and not (isinstance(value, numbers.Integral) and int(value) >= least):
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_left_out and not (is_whole and int(value) >= least):
             raise ValueError(
                 f"{name} must be a whole number of at least {least}; got {value!r}; call "
                 f"amp_patch.sweep(train, {name}={least or 1})."

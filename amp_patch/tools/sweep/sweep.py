@@ -113,6 +113,14 @@ class Result:
     runs: Sequence[Run]
     interrupted: int
 
+    def __repr__(self) -> str:
+        """Leave out the steps of the runs: a notebook shows what a cell ends with."""
+        verdicts = ", ".join(f"{row.level} {row.verdict.short}" for row in self.comparison.rows)
+        return (
+            f"<Result of a sweep: {verdicts}; recommended: {self.recommendation.level}; files in "
+            f"{self.folder}>"
+        )
+
     @property
     def exit_code(self) -> int:
         """0; 1 where no run came to its end; 130 after Ctrl-C, or 128 and a signal's number."""

@@ -306,6 +306,7 @@ def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, 
         ({"levels": []}, "levels must be some of O0"),
         ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
         ({"steps": "10"}, "steps must be a whole number of at least 1; got '10'"),
+        ({"steps": True}, "steps must be a whole number of at least 1; got True"),
         ({"repeat": 0}, "repeat must be a whole number of at least 1; got 0"),
         ({"repeat": 1.5}, "repeat must be a whole number of at least 1; got 1.5"),
         ({"seed": None}, "seed must be a whole number of at least 0; got None"),
@@ -349,6 +350,8 @@ def test_the_function_is_called_in_its_process(tmp_path: Path, monkeypatch) -> N
     assert commands[0][1:3] == ["-m", "amp_patch.tools.sweep.function"]
     assert result.recommendation.level == "O1"
     assert result.folder == tmp_path / "out"
+    assert repr(result).startswith("<Result of a sweep: O0 ok, O1 ok, ")
+    assert "Step(" not in repr(result)
     assert not list((tmp_path / "out").glob("*.pickle"))
     settings = json.loads((tmp_path / "out" / "sweep.json").read_text())["settings"]
     assert (settings["command"], settings["steps"]) == (["train_at"], 5)
