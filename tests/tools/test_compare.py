@@ -138,6 +138,13 @@ def test_the_culprit_stands_above_those_who_hand_its_error_on() -> None:
     assert by_name["a"].came_with == 0
 
 
+def test_who_makes_an_error_of_a_rounding_stands_above_who_doubles_it() -> None:
+    reference = record(line("makes", 1, 1.0), line("doubles", 1, 1.0))
+    level = record(line("makes", 1, 1.05, 1.0005), line("doubles", 1, 1.11, 1.05))
+    found = compare("O1", level, reference, None)
+    assert [one.module for one in found.worst()] == ["makes", "doubles"]
+
+
 def test_where_inf_is_made_stands_above_where_it_is_handed_on() -> None:
     inf = math.inf
     reference = record(line("a", 1, 1.0), line("b", 1, 1.0), line("c", 1, 1.0))

@@ -46,10 +46,14 @@ class ModuleError:
 
     @property
     def made_here(self) -> float:
-        """The part of the error that neither an input nor a module inside explains."""
+        """How much of the error is this module's own, to compare modules by.
+
+        Behind a large error a norm that doubles it adds more than the module that made it of a
+        rounding: what tells them apart is how often it was multiplied.
+        """
         if math.isinf(self.error):
             return 0.0 if math.isinf(self.came_with) else math.inf
-        return max(0.0, self.error - self.came_with)
+        return self.error * math.log(max(1.0, self.amplification))
 
 
 @dataclass(frozen=True)
