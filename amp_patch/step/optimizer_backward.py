@@ -209,6 +209,7 @@ class OptimizerBackward:
         """End the pass as if there had been none: gradients are as before, see `put_back`."""
         self._close()
         self.zeroing.end_step()
+        self.zeroing.was_abandoned = True
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:

@@ -27,6 +27,7 @@ class Zeroing:
         has_written: True once the backward of one has written gradients.
         is_watched: True in the first of them, in which mistakes of the script are looked for.
         was_cleared: True where the gradients of the last one were cleared before a step.
+        was_abandoned: True where an exception has ended the last one, which drops its gradients.
     """
 
     def __init__(self, gradients: Gradients, drops_used: bool) -> None:
@@ -34,7 +35,7 @@ class Zeroing:
         self.passes = 0
         self.has_written = False
         self.is_watched = True
-        self.was_cleared = False
+        self.was_cleared = self.was_abandoned = False
         self._passes_stepped = 0
         self._had_used = False
         self._has_left = False  # whether the last pass has left any, while it is watched
@@ -46,7 +47,7 @@ class Zeroing:
             pairs: returns those of the optimizer. It takes the host time, and is seldom called.
         """
         self._had_used = self.is_watched and self._has_used(pairs)
-        self.was_cleared = self._has_left = False
+        self.was_cleared = self.was_abandoned = self._has_left = False
         self.passes += 1
         self.is_watched = self.passes <= WATCHED_PASSES
 
@@ -73,7 +74,7 @@ class Zeroing:
         Args:
             is_lost: whether there are some that no step has used, if there was a pass.
         """
-        self._had_used = False
+        self._had_used = self.was_abandoned = False
         if self.passes > self._passes_stepped:
             self.was_cleared = is_lost
 
@@ -85,6 +86,8 @@ class Zeroing:
         """
         if self.was_cleared:
             self._tell_of_cleared(pairs(), "optimizer.zero_grad()")
+        elif self.was_abandoned:
+            self._tell_of_abandoned(pairs())
         elif self.is_watched and self._has_left and self.passes > self._passes_stepped:
             self._tell_of_cleared(pairs(), "`p.grad = None`")
         elif self.is_watched and self._has_used(pairs):
@@ -97,6 +100,15 @@ class Zeroing:
                 f"gradients must last until the step; got an optimizer.step() after {by} has "
                 "cleared what scale_loss() left, so that it has none. Call optimizer.zero_grad() "
                 "behind optimizer.step(), or before the block."
+            )
+
+    def _tell_of_abandoned(self, pairs: ParamPairs) -> None:
+        self.was_abandoned = False
+        if self._gradients.are_cleared(pairs):
+            warn_once(
+                "a scale_loss() block that an exception ends, or the close of a generator, drops "
+                "its gradients; got an optimizer.step() behind one, which has none. Do after the "
+                "block what may raise, or yields."
             )
 
     def _has_used(self, pairs: Callable[[], ParamPairs]) -> bool:

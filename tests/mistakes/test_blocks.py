@@ -201,6 +201,28 @@ def test_cleared_by_hand_between_backward_and_step(amp: ModuleType, level: str) 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_step_behind_a_block_that_an_exception_has_ended(
+    amp: ModuleType, level: str, is_cleared: bool
+) -> None:
+    """Who clears the gradients means to go on without them."""
+    model, optimizer = prepared(amp, level)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for inputs in batches():
+            optimizer.zero_grad()
+            block = amp.scale_loss(loss_of(model, inputs), optimizer)
+            with contextlib.suppress(ZeroDivisionError), block as scaled_loss:
+                scaled_loss.backward()
+                raise ZeroDivisionError
+            if is_cleared:
+                optimizer.zero_grad()
+            optimizer.step()
+    told = [str(one.message)[:45] for one in caught if one.filename == __file__]
+    assert told == ["a scale_loss() block that an exception ends, "][is_cleared:]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 @pytest.mark.parametrize("before", [True, False])
 def test_clearing_elsewhere_is_right(amp: ModuleType, level: str, by: str, before: bool) -> None:
