@@ -248,11 +248,6 @@ class Gradients:
         if grads and not self._buffers.is_in_place:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
-            if not self._received:
-                # those that go back to parameters which got none since are used still
-                aside = self._aside.grads
-                self._used.begin(self._used.among(aside) if aside else ())
-            self._used.add(self._buffers.references(grads))
         self.scaled.forget()
         return check, self._buffers.params
 
@@ -285,9 +280,7 @@ class Gradients:
         if self._lazy is not None or self._written is None or is_shown:
             return
         if self._has_added or any(map(_IS_SPARSE, self._halves)):
-            if replaced := show(self._written):
-                self._used.add(map(weakref.ref, replaced))
-            self._halves = list(map(_GRAD, self._written.model))
+            show(self._written)
         else:
             self._buffers.copy_back(self._halves, unscaled)
 
@@ -300,10 +293,16 @@ class Gradients:
 
     def finish(self) -> None:
         """End a pass: half gradients are as the script gets them, and those set aside are back."""
-        written, self._written = self._written, None
-        halves, self._halves = self._halves, []
+        written, self._written, self._halves = self._written, None, []
         if written is not None:
-            self._received.note(written.model, halves, self._buffers.references(halves))
+            halves: list[Any] = look_up(_GRAD, written.model)  # any optimizer may have shown others
+            references = self._buffers.references(halves)
+            if not self._received:
+                # those that go back to parameters which got none since are used still
+                aside = self._aside.grads
+                self._used.begin(self._used.among(aside) if aside else ())
+            self._used.add(references)
+            self._received.note(written.model, halves, references)
         self._aside.give_back()
 
     def receive_unscaled(self, pairs: ParamPairs) -> None:

@@ -139,6 +139,22 @@ def test_two_optimizers_that_share_a_parameter_both_receive_it(amp: ModuleType) 
         torch.testing.assert_close(param.grad.float(), other.grad, rtol=2e-3, atol=1e-3)
 
 
+def test_two_optimizers_that_share_a_sparse_one_take_no_write_for_the_scripts(
+    amp: ModuleType,
+) -> None:
+    """Each puts another tensor into its place: sparse ones cannot be written to."""
+    table = nn.Embedding(5, 3, sparse=True)
+    both = [torch.optim.SGD(table.parameters(), lr=0.5) for _ in range(2)]
+    table, both = amp.initialize(table, both, opt_level="O2", loss_scale=64.0, verbosity=0)
+    before = table.weight.detach().float()
+    for _ in range(2):
+        scaled_backward(amp, table(torch.tensor([1, 1, 3])).float().sum(), both)
+    for optimizer in both:
+        optimizer.step()
+    expected = torch.tensor([0.0, 4.0, 0.0, 2.0, 0.0])[:, None].expand(5, 3)
+    torch.testing.assert_close(table.weight.float(), before - expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_sparse_ones_are_true(amp: ModuleType, passes: int) -> None:
     table = nn.Embedding(5, 3, sparse=True)
