@@ -104,7 +104,7 @@ class GradientBuffers:
         )
 
     def unscale_small(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool = True
+        self, grads: list[Tensor], scale: float, is_checked: bool = True
     ) -> GradCheck | None:
         """Check all gradients, and unscale those that take little memory, or have no master.
 
@@ -120,7 +120,7 @@ class GradientBuffers:
         if not self._large or self._devices or self.is_spread or any(map(_IS_SPARSE, grads)):
             return None
         large = [grads[row] for row in self._large]
-        if isinstance(scale, Tensor) or scale < 1.0 or not set(map(_DTYPE, large)).issubset(HALVES):
+        if scale < 1.0 or not set(map(_DTYPE, large)).issubset(HALVES):
             return None
         if self._rest is None:
             is_rest = [True] * len(grads)

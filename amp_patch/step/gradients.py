@@ -17,27 +17,20 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
-from amp_patch.kernels.dense_rows import chosen
 from amp_patch.warn_once import warn
-from amp_patch.weights.half_gradients import (
-    HalfGradients,
-    LargeInHalf,
-)
+from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import (
     LazyGradients,
-    Made,
-    Source,
     are_complete,
     clear_grads,
     have_none,
     look_up,
-    store_grads,
     stored_grad,
 )
 
+from .any_pass import AnyPass
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
-from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs, Params, same
 from .reached_masters import tell_of_zeros
 from .received_gradients import ReceivedGradients
@@ -73,9 +66,9 @@ class Gradients:
         self._written: ParamPairs | None = None
         self._halves: list[Tensor] = []
         self._unscaled: list[Tensor] = []
-        self._has_added = False
         self._used = UsedGradients()
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
+        self._any_pass = AnyPass(lazy, self._aside)
         self._buffers = GradientBuffers(ParamPairs([], []))
         self._has_warned = False
         self.elsewhere: list[Tensor] = []
@@ -89,6 +82,11 @@ class Gradients:
     def may_be_cleared(self) -> bool:
         """True where gradients that no step has used yet are not as a backward left them."""
         return self.scaled.scale is not None or not self._received.are_untouched()
+
+    @property
+    def _are_waiting(self) -> bool:
+        """True while the masters' gradients wait until somebody reads them."""
+        return self._lazy is not None and self._lazy.are_waiting
 
     def are_delayed(self, pairs: ParamPairs) -> bool:
         """True while gradients are still multiplied by a loss scale."""
@@ -111,29 +109,26 @@ class Gradients:
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
-        waiting = self._lazy is not None and self._lazy.are_waiting
         used = set(map(id, self._used.alive()))
         left = [grad for param in pairs.model if id(grad := param.grad) in used]
         # a float32 parameter is its own master, and keeps its gradient
         masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
-        if waiting or not left or any(map(_has_grad, masters)):
+        if self._are_waiting or not left or any(map(_has_grad, masters)):
             return False
         return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
-        waiting = self._lazy is not None and self._lazy.are_waiting
-        return not waiting and not self._aside and not any(map(_has_grad, chain(*pairs)))
+        return not self._are_waiting and not self._aside and not any(map(_has_grad, chain(*pairs)))
 
     def are_zero(self, pairs: ParamPairs) -> bool:
         """Return whether those that wait aside are 0, and so those of masters; waits for a device.
 
         Nothing but 0 is what a script leaves that clears in place.
         """
-        waiting = self._lazy is not None and self._lazy.are_waiting
         found = chain(self._aside.grads, map(stored_grad, pairs.master))
         grads = [kernels.values(local(grad)) for grad in found if grad is not None]
-        return not waiting and not any(bool(grad.any()) for grad in grads)
+        return not self._are_waiting and not any(bool(grad.any()) for grad in grads)
 
     def drop(self, pairs: ParamPairs) -> None:
         """Clear all gradients: those of parameters and masters, set aside or waiting."""
@@ -243,8 +238,7 @@ class Gradients:
             self._buffers = GradientBuffers(pairs)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
-        self._has_added = False
-        check = self._take_in(pairs, grads, scale, is_checked)
+        check = self._any_pass.take(self._buffers, pairs, grads, scale, is_checked)
         if grads and not self._buffers.is_in_place:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
@@ -276,10 +270,10 @@ class Gradients:
             scale: of which they were unscaled; where it was 1 they may hold it already.
         """
         unscaled, self._unscaled = self._unscaled, []
-        is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._has_added
+        is_shown = not isinstance(scale, Tensor) and scale == 1.0 and not self._any_pass.has_added
         if self._lazy is not None or self._written is None or is_shown:
             return
-        if self._has_added or any(map(_IS_SPARSE, self._halves)):
+        if self._any_pass.has_added or any(map(_IS_SPARSE, self._halves)):
             show(self._written)
         else:
             self._buffers.copy_back(self._halves, unscaled)
@@ -311,7 +305,7 @@ class Gradients:
         Not where they have gradients. Those that a step has used are left where they are, too.
         None may be pending (`are_pending`).
         """
-        if same(*pairs) or (self._lazy is not None and self._lazy.are_waiting):
+        if same(*pairs) or self._are_waiting:
             return
         not_new = {id(grad) for grad in (*self._used.alive(), None)}
         rows = [
@@ -324,87 +318,6 @@ class Gradients:
         elif given.model:
             self.receive(given, 1.0, is_checked=False)
             self.finish()
-
-    def _take_in(
-        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
-    ) -> GradCheck:
-        buffers, lazy = self._buffers, self._lazy
-        masters = [] if lazy is None else buffers.masters
-        if lazy is None or not masters or lazy.are_waiting or not have_none(masters):
-            return self._unscale_and_add(pairs, grads, scale, is_checked)
-        checked = buffers.check(grads, scale)
-        late = None if checked is not None else buffers.unscale_small(grads, scale, is_checked)
-        check = checked or late or buffers.unscale(grads, scale, is_checked)
-        received = buffers.of_masters(check.grads)
-        if checked is None and any(map(_IS_SPARSE, received)):
-            check.found_inf += self._add_earlier(pairs, check.grads)
-            return check
-        source: Source = Made(received)
-        if checked is not None:  # by kernels, which take dense ones
-            source = HalfGradients(received, scale, checked, buffers.rows_of_masters)
-        elif late is not None and not isinstance(scale, Tensor):
-            source = LargeInHalf(received, scale)
-        lazy.hold(masters, source)
-        if len(masters) < len(grads):
-            others = ParamPairs(*map(buffers.in_place, pairs))
-            check.found_inf += self._add_earlier(others, buffers.in_place(check.grads))
-        return check
-
-    def _unscale_and_add(
-        self, pairs: ParamPairs, grads: list[Tensor], scale: float | Tensor, is_checked: bool
-    ) -> GradCheck:
-        """Unscale gradients and add them to earlier ones, many of them a share at a time."""
-        buffers, lazy = self._buffers, self._lazy
-        is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
-        if is_first or buffers.is_spread or not buffers.shares():
-            return self._unscale_share(buffers, pairs, grads, scale, is_checked)
-        # The backward did not fail: earlier half gradients are in the masters', or wait to be.
-        self._aside.drop({id(p) for p, m in zip(*pairs, strict=True) if p is not m})
-        if lazy is not None:
-            lazy.materialize()
-        found_inf: list[Tensor] = []
-        for rows, some, one in buffers.shares():
-            check = self._unscale_share(one, some, chosen(grads, rows), scale, is_checked)
-            found_inf += check.found_inf
-            del check  # it holds what was unscaled
-        return GradCheck(grads, found_inf)
-
-    def _unscale_share(
-        self,
-        buffers: GradientBuffers,
-        pairs: ParamPairs,
-        grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
-    ) -> GradCheck:
-        check = buffers.unscale(grads, scale, is_checked)
-        if self._aside or not buffers.is_in_place:
-            unscaled = buffers.spread(grads, check.grads)
-            if not self._aside and not buffers.are_all_masters:  # others have theirs in place
-                pairs = ParamPairs(*map(buffers.of_masters, pairs))
-                unscaled = buffers.of_masters(unscaled)
-            check.found_inf += self._add_earlier(pairs, unscaled)
-        return check
-
-    def _add_earlier(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
-        """Add what was there before the backward: gradients set aside, or a master's own.
-
-        Returns:
-            Flags as `GradCheck` has them, not 0 where only the sum overflowed.
-        """
-        if self._aside:
-            return self._add(pairs, targets)
-        masters = pairs.master
-        are_waiting = self._lazy is not None and self._lazy.are_waiting
-        if not are_waiting and have_none(masters):
-            store_grads(masters, targets)
-            return []
-        return [] if same(list(map(_GRAD, masters)), targets) else self._add(pairs, targets)
-
-    def _add(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
-        found_inf, were_made = add_to_earlier(pairs, targets, self._aside.by_param())
-        self._has_added |= were_made
-        return found_inf
 
     def drop_cleared(self, pairs: ParamPairs, by_value: bool = False) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too.

@@ -1,0 +1,158 @@
+"""What any backward wrote, taken in: unscaled, checked, and given to masters or added to.
+
+`usual_pass` does the same by fewer calls, for what most backwards write. Knows pairs of parameters
+and masters; no optimizer and no loss scaler.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import Tensor
+
+from amp_patch.kernels import GradCheck
+from amp_patch.kernels.dense_rows import chosen
+from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
+from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source, have_none, store_grads
+
+from .earlier_gradients import EarlierGradients
+from .gradient_buffers import GradientBuffers
+from .gradient_sums import add_to_earlier
+from .param_pairs import ParamPairs, same
+
+
+class AnyPass:
+    """Unscales and checks the gradients of one optimizer, and adds what was there before.
+
+    Args:
+        lazy: see `Gradients`.
+        earlier: gradients that were there before the pass.
+
+    Attributes:
+        has_added: whether the last pass has added any gradient to an earlier one.
+    """
+
+    def __init__(self, lazy: LazyGradients | None, earlier: EarlierGradients) -> None:
+        self._lazy, self._earlier = lazy, earlier
+        self.has_added = False
+
+    def take(
+        self,
+        buffers: GradientBuffers,
+        pairs: ParamPairs,
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
+    ) -> GradCheck:
+        """Take gradients in.
+
+        Args:
+            buffers: of these parameters.
+            pairs: parameters that have gradients, with their masters.
+            grads: what the backward wrote to them.
+            scale, is_checked: see `Gradients.receive`.
+
+        Returns:
+            What was found, with the gradients where `GradientBuffers.unscale` has put them.
+        """
+        self.has_added = False
+        lazy, masters = self._lazy, buffers.masters
+        if lazy is None or not masters or lazy.are_waiting or not have_none(masters):
+            return self._unscale_and_add(buffers, pairs, grads, scale, is_checked)
+        return self._hold(lazy, buffers, pairs, grads, scale, is_checked)
+
+    def _hold(
+        self,
+        lazy: LazyGradients,
+        buffers: GradientBuffers,
+        pairs: ParamPairs,
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
+    ) -> GradCheck:
+        """Let gradients wait for masters that have none: in half, where the step unscales them."""
+        source: Source
+        check: GradCheck
+        if (
+            checked := buffers.check(grads, scale)
+        ) is not None:  # by kernels, which take dense ones
+            check, halves = checked, buffers.of_masters(checked.grads)
+            source = HalfGradients(halves, scale, checked, buffers.rows_of_masters)
+        elif not isinstance(scale, Tensor) and (
+            late := buffers.unscale_small(grads, scale, is_checked)
+        ):
+            check, source = late, LargeInHalf(buffers.of_masters(late.grads), scale)
+        else:
+            check = buffers.unscale(grads, scale, is_checked)
+            received = buffers.of_masters(check.grads)
+            if any(map(_IS_SPARSE, received)):
+                check.found_inf += self._add_earlier(pairs, check.grads)
+                return check
+            source = Made(received)
+        lazy.hold(buffers.masters, source)
+        if not buffers.are_all_masters:
+            others = ParamPairs(*map(buffers.in_place, pairs))
+            check.found_inf += self._add_earlier(others, buffers.in_place(check.grads))
+        return check
+
+    def _unscale_and_add(
+        self,
+        buffers: GradientBuffers,
+        pairs: ParamPairs,
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
+    ) -> GradCheck:
+        """Unscale gradients and add them to earlier ones, many of them a share at a time."""
+        lazy = self._lazy
+        is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
+        if is_first or buffers.is_spread or not buffers.shares():
+            return self._unscale_share(buffers, pairs, grads, scale, is_checked)
+        # The backward did not fail: earlier half gradients are in the masters', or wait to be.
+        self._earlier.drop({id(p) for p, m in zip(*pairs, strict=True) if p is not m})
+        if lazy is not None:
+            lazy.materialize()
+        found_inf: list[Tensor] = []
+        for rows, some, one in buffers.shares():
+            check = self._unscale_share(one, some, chosen(grads, rows), scale, is_checked)
+            found_inf += check.found_inf
+            del check  # it holds what was unscaled
+        return GradCheck(grads, found_inf)
+
+    def _unscale_share(
+        self,
+        buffers: GradientBuffers,
+        pairs: ParamPairs,
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
+    ) -> GradCheck:
+        check = buffers.unscale(grads, scale, is_checked)
+        if self._earlier or not buffers.is_in_place:
+            unscaled = buffers.spread(grads, check.grads)
+            if not self._earlier and not buffers.are_all_masters:  # others have theirs in place
+                pairs = ParamPairs(*map(buffers.of_masters, pairs))
+                unscaled = buffers.of_masters(unscaled)
+            check.found_inf += self._add_earlier(pairs, unscaled)
+        return check
+
+    def _add_earlier(self, pairs: ParamPairs, targets: list[Tensor]) -> list[Tensor]:
+        """Add what was there before the backward: gradients set aside, or a master's own.
+
+        Returns:
+            Flags as `GradCheck` has them, not 0 where only the sum overflowed.
+        """
+        masters, lazy = pairs.master, self._lazy
+        if not self._earlier:
+            if (lazy is None or not lazy.are_waiting) and have_none(masters):
+                store_grads(masters, targets)
+                return []
+            if same(list(map(_GRAD, masters)), targets):
+                return []
+        found_inf, were_made = add_to_earlier(pairs, targets, self._earlier.by_param())
+        self.has_added |= were_made
+        return found_inf
+
+
+_GRAD = operator.attrgetter("grad")
+_IS_SPARSE = operator.attrgetter("is_sparse")
