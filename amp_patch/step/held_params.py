@@ -28,6 +28,7 @@ class HeldParams:
         steps_halves: whether half parameters without masters may be trained.
 
     Attributes:
+        masters: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
     """
 
@@ -39,7 +40,7 @@ class HeldParams:
         steps_halves: bool = True,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._masters = masters
+        self.masters = masters
         self._pairs = ParamPairs(listed(()), listed(()))
         self._steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
@@ -62,7 +63,7 @@ class HeldParams:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
         if not are_still(self._pairs.master, stepped):
             stepped = listed(stepped)
-            masters = self._masters
+            masters = self.masters
             if masters is not None and masters.has_master_of_any(stepped):
                 # The script has put the model's own parameters into the groups.
                 for group in groups:
@@ -78,11 +79,11 @@ class HeldParams:
 
     def _follow_unfrozen(self, optimizer: Optimizer) -> None:
         """Half parameters that the optimizer has held, frozen, are to be trained from now on."""
-        if self._masters is None:
+        if self.masters is None:
             refuse_half_params(optimizer, self._frozen)
             return
         for group in optimizer.param_groups:
-            group["params"][:] = self._masters.replace(group["params"])
+            group["params"][:] = self.masters.replace(group["params"])
 
 
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")

@@ -26,7 +26,6 @@ from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
 from amp_patch.weights.lazy_gradients import have_none, stored_grad
-from amp_patch.weights.master_weights import MasterWeights
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
@@ -56,15 +55,13 @@ class OptimizerBackward:
 
     Args:
         optimizer: held weakly.
-        masters: of its half parameters; None where it steps the parameters themselves.
+        held: its parameters.
         fused: what steps in its place; None where it steps itself.
         skip: gets the checks whose result is pending.
-        ranks: that step together; None: they follow from the parameters.
-        steps_halves: whether half parameters without masters may be trained.
 
     Attributes:
-        masters, skip: as given.
-        pairs: returns the parameters that the optimizer holds now, see `HeldParams`.
+        skip: as given.
+        masters, pairs: see `HeldParams`.
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
         zeroing: counts these, and tells where gradients are not cleared when they should be.
@@ -78,22 +75,19 @@ class OptimizerBackward:
     def __init__(
         self,
         optimizer: Optimizer,
-        masters: MasterWeights | None,
+        held: HeldParams,
         fused: FusedStep | None,
         skip: Skip,
-        ranks: StepRanks | None = None,
-        steps_halves: bool = True,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._fused = fused
-        self._held = HeldParams(optimizer, masters, ranks, steps_halves)
-        self.pairs = self._held.pairs
-        self.masters = masters
+        self._held = held
+        self.pairs, self.masters = held.pairs, held.masters
         self.skip = skip
         self.gradients = Gradients(None if fused is None else fused.lazy)
         self._foreign = ForeignGradients()
         self.is_open = False
-        self.zeroing = Zeroing(self.gradients, drops_used=masters is not None)
+        self.zeroing = Zeroing(self.gradients, drops_used=self.masters is not None)
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self.reached = ReachedMasters()

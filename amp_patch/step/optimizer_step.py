@@ -29,6 +29,7 @@ from amp_patch.weights.master_weights import MasterWeights
 
 from .added_groups import AddedGroups
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
+from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
@@ -47,11 +48,11 @@ class OptimizerStep:
         scalers: the index of the loss scaler that each loss_id of this optimizer uses.
         announce: gets the message of each skipped step.
         observers: told of each step.
+        running: gets the steps that run without a closure, for as long as they do.
         fused: step by `FusedStep`; with a store only.
         ranks: that step together; None: they follow from the parameters.
         steps_halves: step half parameters that have no masters; else these are refused when they
             are to be trained.
-        running: gets the steps that run without a closure, for as long as they do.
 
     Attributes:
         scalers: as given.
@@ -73,33 +74,31 @@ class OptimizerStep:
         scalers: dict[int, int],
         announce: Callable[[str], None],
         observers: Observers,
-        fused: bool = False,
-        ranks: StepRanks | None = None,
-        steps_halves: bool = True,
-        running: list[OptimizerStep] | None = None,
+        running: list[OptimizerStep],
+        *,
+        fused: bool,
+        ranks: StepRanks | None,
+        steps_halves: bool,
     ) -> None:
-        self._observers = observers
-        self._running = [] if running is None else running
+        self._observers, self._running = observers, running
         self._optimizer = weakref.ref(optimizer)
         self.methods = ReplacedMethods()
         self._undo: list[Callable[[], object]] = []
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
-        is_direct = not fused and DirectStep.suits(optimizer)
-        self._direct = DirectStep(optimizer) if is_direct else None
+        self._direct = DirectStep(optimizer) if not fused and DirectStep.suits(optimizer) else None
+        is_foreign = self._fused is None and self._direct is None
         lazy = None if self._fused is None else self._fused.lazy
-        moves = not fused and not is_direct
         wrapped = wrapped_by(optimizer)
         self.masters = (
-            None if store is None else MasterWeights(optimizer, store, lazy, moves, wrapped)
+            None if store is None else MasterWeights(optimizer, store, lazy, is_foreign, wrapped)
         )
         if self._fused is not None and self.masters is not None:
             self._fused.masters = self.masters
         self._lock = threading.RLock() if self.masters is None else self.masters.lock
         self.skip = Skip(announce)
-        self.backward = OptimizerBackward(
-            optimizer, self.masters, self._fused, self.skip, ranks, steps_halves
-        )
+        held = HeldParams(optimizer, self.masters, ranks, steps_halves)
+        self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
@@ -109,12 +108,10 @@ class OptimizerStep:
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._writes = (
-            None
-            if self.masters is None
-            else WritesInStep(optimizer, self.masters, is_foreign=moves)
+            None if self.masters is None else WritesInStep(optimizer, self.masters, is_foreign)
         )
         self.state = OptimizerState(
-            optimizer, wrapped, self.masters, self._direct or self._fused, self.backward.pairs
+            optimizer, wrapped, self.masters, self._direct or self._fused, held.pairs
         )
         self.groups = AddedGroups(optimizer, self.masters, self.methods, fused, steps_halves)
         self._patch_methods(optimizer, wrapped)

@@ -93,10 +93,10 @@ class PreparedOptimizers:
                 scaler_ids,
                 self._announce,
                 self._observers,
-                fused_step and _has_dense_parts(optimizer),
-                together,
-                not level.casts_functions or _trains_halves(optimizer),
                 self.running,
+                fused=fused_step and _has_dense_parts(optimizer),
+                ranks=together,
+                steps_halves=not level.casts_functions or _trains_halves(optimizer),
             )
             is_scaled = scale_rule.dynamic or scale_rule.init_scale != 1.0
             if is_scaled:

@@ -51,9 +51,9 @@ class MasterWeights:
         self,
         optimizer: Optimizer,
         values: FP32Values,
-        lazy: LazyGradients | None = None,
-        may_move: bool = False,
-        wrapped: Sequence[Optimizer] = (),
+        lazy: LazyGradients | None,
+        may_move: bool,
+        wrapped: Sequence[Optimizer],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._have_state = [weakref.ref(one) for one in (optimizer, *wrapped)]

@@ -9,6 +9,7 @@ from support import scaled_backward
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from amp_patch.step.held_params import HeldParams
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.shown_gradients import WATCHED_PASSES
 from amp_patch.step.skip import Skip
@@ -21,7 +22,12 @@ def optimizer() -> Optimizer:
 
 @pytest.fixture
 def backward(optimizer: Optimizer) -> OptimizerBackward:
-    return OptimizerBackward(optimizer, masters=None, fused=None, skip=Skip(print))
+    return backward_of(optimizer)
+
+
+def backward_of(optimizer: Optimizer) -> OptimizerBackward:
+    held = HeldParams(optimizer, masters=None)
+    return OptimizerBackward(optimizer, held, fused=None, skip=Skip(print))
 
 
 def make_pass(
@@ -41,14 +47,13 @@ def gradients(optimizer: Optimizer) -> list[list[float] | None]:
 
 
 def test_without_its_optimizer_it_skips_nothing() -> None:
-    backward = OptimizerBackward(SGD([nn.Parameter(torch.zeros(1))]), None, None, Skip(print))
-    assert not backward.skips_by_flag
+    assert not backward_of(SGD([nn.Parameter(torch.zeros(1))])).skips_by_flag
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_torchs_fused_optimizers_skip_by_a_flag(fused: bool) -> None:
     optimizer = AdamW([nn.Parameter(torch.zeros(1))], fused=fused)
-    assert OptimizerBackward(optimizer, None, None, Skip(print)).skips_by_flag == fused
+    assert backward_of(optimizer).skips_by_flag == fused
 
 
 def test_passes_add_up(optimizer: Optimizer, backward: OptimizerBackward) -> None:
