@@ -37,6 +37,7 @@ from .replaced_methods import ReplacedMethods
 from .skip import Skip
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
+from .zero_shares import ZeroShares
 
 
 class OptimizerStep:
@@ -84,6 +85,7 @@ class OptimizerStep:
         self._optimizer = weakref.ref(optimizer)
         self.methods = ReplacedMethods()
         self._undo: list[Callable[[], object]] = []
+        self._shares: ZeroShares | None = None
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         self._direct = DirectStep(optimizer) if not fused and DirectStep.suits(optimizer) else None
@@ -156,31 +158,12 @@ class OptimizerStep:
         """The optimizer is the local one of a `ZeroRedundancyOptimizer`, by which users step it.
 
         Args:
-            zero: it; also has the parameters that other ranks step.
-            store: of fp32 values, which this rank keeps of its own share alone.
+            zero: the latter.
+            store: see `ZeroShares`.
         """
         self.groups.are_own = True
         self.state.save_masters(zero)
-        if self.masters is not None:
-            self._shares_of = weakref.ref(zero), store
-            self._follow_shares()
-            self.methods.replace(zero, "add_param_group", self._add_to_zero, is_wrapped=True)
-
-    def _add_to_zero(self, original: Callable[..., Any], param_group: Any) -> None:
-        """Add a group, of which the local optimizer is given this rank's share."""
-        with self.methods.in_original():
-            original(param_group)
-        self._follow_shares()
-
-    def _follow_shares(self) -> None:
-        """Note what other ranks step: it has no values here, and gradients that nobody steps."""
-        reference, store = self._shares_of
-        zero = reference()
-        assert zero is not None  # whoever calls has it
-        params = {p for group in zero.param_groups for p in group["params"]}
-        elsewhere = params.difference(self.backward.pairs().model)
-        store.forget(elsewhere)
-        self.backward.gradients.elsewhere = list(elsewhere)
+        self._shares = ZeroShares(zero, store, self.backward, self.methods)
 
     def refuse_join(self, zero: Optimizer) -> None:
         """The user steps by this `ZeroRedundancyOptimizer`, whose steps may be skipped."""
