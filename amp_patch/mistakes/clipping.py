@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -139,14 +139,14 @@ def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         wanted = set(map(id, given))
-        true: dict[int, Tensor] = {}
-        for step in list(optimizers.steps.values()):
-            model, _ = step.backward.pairs()
-            params = [param for param in model if id(param.grad) in wanted]
-            stepped, _ = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
-            for param, one in zip(params, stepped, strict=True):
-                if one.grad is not None:
-                    true[id(param.grad)] = one.grad
+        models = [step.backward.pairs().model for step in list(optimizers.steps.values())]
+        params = [one for one in chain.from_iterable(models) if id(one.grad) in wanted]
+        stepped, _ = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
+        true = {
+            id(param.grad): one.grad
+            for param, one in zip(params, stepped, strict=True)
+            if one.grad is not None
+        }
         return original([true.get(id(grad), grad) for grad in given], *args, **kwargs)
 
     return get_total_norm
@@ -163,27 +163,41 @@ def _stepped(
     if not isinstance(parameters, Iterable):
         return parameters, []
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    left = wanted = set(map(id, given))
+    if not given:
+        return parameters, []  # of an empty generator torch warns
+    owners: list[OptimizerBackward] = []
     masters: dict[int, Tensor] = {}
-    owners = []
-    # Of two that step a parameter, one after the other, that is meant which has a gradient for it.
-    steps = [step.backward for step in list(optimizers.steps.values())]
-    for one in sorted(steps, key=_has_none):
-        pairs, is_pending = one.pairs(), one.gradients.are_pending
-        # This rank may step none of the parameters that all ranks clip together (ZeRO).
-        own = chain(*pairs, one.gradients.elsewhere)
-        if (wanted if is_pending else left).isdisjoint(map(id, own)):
-            continue
-        if is_pending and len(steps) > 1:
-            left = left.difference(map(id, chain(*pairs)))
-        one.refuse_scaled(call)
-        owners.append(one)
+    for owner in _owners(optimizers, set(map(id, given))):
+        owner.refuse_scaled(call)
+        owners.append(owner)
+        pairs = owner.pairs()
         if pairs.model is not pairs.master:
             for param, master in zip(*pairs, strict=True):
                 masters.setdefault(id(param), master)
-    if not given:
-        return parameters, []  # of an empty generator torch warns
     return [masters.get(id(param), param) for param in given], owners
+
+
+def _owners(optimizers: PreparedOptimizers, wanted: set[int]) -> Iterator[OptimizerBackward]:
+    """Yield the optimizers that step some parameters, those first whose gradients wait for a step.
+
+    Of several that step a parameter, one after the other, those are meant that have a gradient for
+    it: the others are left out, unless they step more.
+
+    Args:
+        optimizers: the prepared ones.
+        wanted: ids of parameters, or of masters.
+    """
+    taken: list[list[Tensor]] = []  # parameters and masters of those whose gradients wait
+    for one in sorted((step.backward for step in list(optimizers.steps.values())), key=_has_none):
+        pairs, is_pending, left = one.pairs(), one.gradients.are_pending, wanted
+        if taken and not is_pending:
+            left = wanted.difference(map(id, chain.from_iterable(taken)))
+        # This rank may step none of the parameters that all ranks clip together (ZeRO).
+        if left.isdisjoint(map(id, chain(*pairs, one.gradients.elsewhere))):
+            continue
+        if is_pending:
+            taken += pairs
+        yield one
 
 
 def _has_none(backward: OptimizerBackward) -> bool:
