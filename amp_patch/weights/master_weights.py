@@ -27,6 +27,7 @@ from amp_patch.kernels import small_tensors, torch_kernels
 from .fp32_values import FP32Values, Versions
 from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, listed, look_up
 from .lost_writes import tell_of_lost_writes
+from .stepped_state import SteppedState
 
 _VERSION = operator.attrgetter("_version")
 
@@ -56,7 +57,7 @@ class MasterWeights:
         wrapped: Sequence[Optimizer],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._have_state = [weakref.ref(one) for one in (optimizer, *wrapped)]
+        self._state = SteppedState((optimizer, *wrapped))
         self._lazy = lazy
         self._may_move = may_move
         self._values = values
@@ -120,6 +121,8 @@ class MasterWeights:
             params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
         """
         known = dict(zip(map(id, self._params), self._masters, strict=True))
+        # What `listed` has made knows the classes of its tensors: it is not added to.
+        self._params, self._masters = list(self._params), list(self._masters)
         replaced: list[Any] = []
         for given in params:
             names = given[:-1] if isinstance(given, tuple) else ()
@@ -134,12 +137,12 @@ class MasterWeights:
 
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
-        while len(self._masters) > count:
-            param, master = self._params.pop(), self._masters.pop()
+        for param, master in list(self.pairs())[count:]:
             self._values.forget_versions(param, self._versions)
-            self._versions.equal.pop()
             del self._params_by_master[id(master)]
-            self._move_state(master, param)
+            self._state.move(master, param)
+        del self._versions.equal[count:]
+        self._params, self._masters = listed(self._params[:count]), listed(self._masters[:count])
 
     def _make(self, param: Tensor) -> Tensor:
         value = self._values.take(param)
@@ -158,7 +161,7 @@ class MasterWeights:
         self._versions.equal.append(0)
         self._params_by_master[id(master)] = param
         self._values.set(param, master, self._versions, len(self._masters) - 1)
-        self._move_state(param, master)
+        self._state.move(param, master)
         return master
 
     def expose(self) -> None:
@@ -166,7 +169,7 @@ class MasterWeights:
         self.end_exposure()
         self.reconcile()
         self._note_exposed()
-        for param, master in zip(self._params, self._masters, strict=True):
+        for param, master in self.pairs():
             if param.requires_grad is not master.requires_grad:
                 master.requires_grad_(param.requires_grad)
 
@@ -326,9 +329,9 @@ class MasterWeights:
         optimizer = self._optimizer()
         assert optimizer is not None
         halves = [param.data for param in self._params]
-        for param, master in zip(self._params, self._masters, strict=True):
+        for param, master in self.pairs():
             set_data(param, master.data)
-            self._move_state(master, param)
+            self._state.move(master, param)
         for group in optimizer.param_groups:
             group["params"][:] = map(self.param_of, group["params"])
         try:
@@ -338,7 +341,7 @@ class MasterWeights:
                 if param.data_ptr() != master.data_ptr():
                     master.data.copy_(param.data)
                 set_data(param, half)
-                self._move_state(param, master)
+                self._state.move(param, master)
             for group in optimizer.param_groups:
                 group["params"][:] = self.replace(group["params"])
 
@@ -366,12 +369,12 @@ class MasterWeights:
         self.end_exposure()
         self.reconcile()
         optimizer = self._optimizer()
-        for param, master in zip(self._params, self._masters, strict=True):
+        for param, master in self.pairs():
             param.grad = None
             set_data(param, master.data)
             param.grad = master.grad
             self._values.forget_versions(param, self._versions)
-            self._move_state(master, param)
+            self._state.move(master, param)
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"][:] = [self.param_of(param) for param in group["params"]]
         self._params.clear()
@@ -423,27 +426,9 @@ class MasterWeights:
 
     def _follow_devices(self) -> None:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""
-        optimizer = self._optimizer()
-        for param, master in zip(self._params, self._masters, strict=True):
-            if master.device == param.device or optimizer is None:
-                continue
-            grad, master.grad = master.grad, None
-            set_data(master, master.data.to(param.device))
-            master.grad = None if grad is None else grad.to(param.device)
-            for state in self._states():
-                own = state.get(master, {})
-                for key, value in own.items():
-                    if isinstance(value, Tensor) and value.shape == master.shape:
-                        own[key] = value.to(param.device)
-
-    def _move_state(self, old: Tensor, new: Tensor) -> None:
-        """Enter the state of one tensor for another, if there is any."""
-        for state in self._states():
-            if old in state:
-                state[new] = state.pop(old)
-
-    def _states(self) -> Iterator[dict[Any, Any]]:
-        for reference in self._have_state:
-            optimizer = reference()
-            if optimizer is not None:
-                yield optimizer.state
+        for param, master in self.pairs():
+            if master.device != param.device:
+                grad, master.grad = master.grad, None
+                set_data(master, master.data.to(param.device))
+                master.grad = None if grad is None else grad.to(param.device)
+                self._state.follow_device(master)
