@@ -238,7 +238,12 @@ class MasterWeights:
             # and back. The comparison would take what it saw last for what is there.
             comparison.forget()
         judged: list[int] = []
-        if comparison.reconcile(lambda: self._masters_that_win(judged)):
+
+        def wins() -> list[bool]:
+            judged[:] = self._versions_of(self._masters)
+            return self._masters_that_win(judged)
+
+        if comparison.reconcile(wins):
             self._note_equal()
         elif judged:  # kernels have made them equal, without a word
             self._versions.equal[:] = judged
@@ -271,7 +276,7 @@ class MasterWeights:
             map(operator.is_, stepped, self._masters)
         )
         self._compare(places if are_all else None)
-        all_wins = self._masters_that_win([])
+        all_wins = self._masters_that_win(self._versions_of(self._masters))
         if are_all:
             return all_wins
         wins = dict(zip(map(id, self._masters), all_wins, strict=True))
@@ -293,9 +298,8 @@ class MasterWeights:
         """Return which parameters have to follow their masters; the others are followed.
 
         Args:
-            versions: gets the versions of the masters that this was found for.
+            versions: of the masters, as they are.
         """
-        versions[:] = self._versions_of(self._masters)
         if versions == self._versions.equal and self._exposed is None:
             return [False] * len(versions)
         wins = list(map(self._values.wins, self._params))
