@@ -22,7 +22,7 @@ from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.warn_once import warn, warn_once
 from amp_patch.weights.fp32_values import FP32Values
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.parameter_lists import stored_grad
 
 _MEND = (
     "call amp.initialize(model, [optimizer, other_optimizer]) with every optimizer that the loss "

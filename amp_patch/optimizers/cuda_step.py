@@ -21,10 +21,11 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.resident import Resident, scalar
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import HalfGradients
-from amp_patch.weights.lazy_gradients import LazyGradients, are_none, stored_grads
+from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.parameter_lists import are_none, are_same, stored_grads
 
-from .groups import CachedGroups, GroupUpdate, are_same
+from .groups import CachedGroups, GroupUpdate
 
 
 class CudaStep:

@@ -19,8 +19,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.lazy_gradients import LazyGradients, as_plain_tensors
+from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.parameter_lists import as_plain_tensors
 
 from .cuda_step import CudaStep
 from .device_flag import step_by_flag

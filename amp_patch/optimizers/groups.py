@@ -19,7 +19,7 @@ from amp_patch.distributed.shards import any_spread
 from amp_patch.kernels.cuda_optimizers import Column, GroupRows, OptimizerKernels
 from amp_patch.kernels.strips import Strips
 from amp_patch.kernels.torch_kernels import clip_factor, combined
-from amp_patch.weights.lazy_gradients import Tensors, are_complete
+from amp_patch.weights.parameter_lists import Tensors, are_complete, are_same
 
 #: What an optimizer keeps for one parameter, ``optimizer.state[param]``.
 ParamState = dict[str, Any]
@@ -375,8 +375,3 @@ class CachedGroups:
         if len(self.state) > count:  # known from now on, so that the next look sees it taken away
             self._states = list(self.state.values())
         return states
-
-
-def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))

@@ -20,14 +20,8 @@ from amp_patch.kernels import small_tensors, torch_kernels, torch_optimizers
 from amp_patch.kernels.strips import Strips, cut, lie_alike, strip_length
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import LargeInHalf
-from amp_patch.weights.lazy_gradients import (
-    LazyGradients,
-    LazyGradParameter,
-    are_still,
-    listed,
-    stored_grad,
-    stored_grads,
-)
+from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter
+from amp_patch.weights.parameter_lists import are_still, listed, stored_grad, stored_grads
 
 from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
 

@@ -17,7 +17,7 @@ from amp_patch.kernels.cuda_optimizers import (
     OptimizerKernels,
     learning_rate,
 )
-from amp_patch.weights.lazy_gradients import are_complete
+from amp_patch.weights.parameter_lists import are_complete
 
 from .groups import GroupUpdate, ParamState, StepInputs
 

@@ -13,12 +13,13 @@ from torch import Tensor
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.dense_rows import chosen
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
-from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source, have_none, store_grads
+from amp_patch.weights.lazy_gradients import LazyGradients, Made, Source
+from amp_patch.weights.parameter_lists import are_same, have_none, store_grads
 
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .gradient_sums import add_to_earlier
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs
 
 
 class AnyPass:
@@ -147,7 +148,7 @@ class AnyPass:
             if (lazy is None or not lazy.are_waiting) and have_none(masters):
                 store_grads(masters, targets)
                 return []
-            if same(list(map(_GRAD, masters)), targets):
+            if are_same(list(map(_GRAD, masters)), targets):
                 return []
         found_inf, were_made = add_to_earlier(pairs, targets, self._earlier.by_param())
         self.has_added |= were_made

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp_patch.weights.lazy_gradients import clear_grads, look_up
+from amp_patch.weights.parameter_lists import clear_grads, look_up
 
 
 class EarlierGradients:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from amp_patch import kernels
-from amp_patch.weights.lazy_gradients import stored_grad, stored_grads
+from amp_patch.weights.parameter_lists import are_same, stored_grad, stored_grads
 
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs
 
 
 class Watch(NamedTuple):
@@ -36,7 +36,7 @@ class Watch(NamedTuple):
     def written(self) -> list[tuple[Tensor, Tensor]]:
         """Return those that have got a gradient since then, or another one, with it."""
         now = stored_grads(self.params)
-        if same(now, self.grads) and _versions(now) == self.versions:  # as nearly always
+        if are_same(now, self.grads) and _versions(now) == self.versions:  # as nearly always
             return []
         return [
             (param, grad)

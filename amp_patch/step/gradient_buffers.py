@@ -23,9 +23,9 @@ from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.lazy_gradients import all_are, listed, look_up
+from amp_patch.weights.parameter_lists import Tensors, all_are, are_same, listed, look_up
 
-from .param_pairs import ParamPairs, Params, same
+from .param_pairs import ParamPairs
 
 
 class GradientBuffers:
@@ -50,12 +50,12 @@ class GradientBuffers:
 
     def __init__(self, pairs: ParamPairs) -> None:
         self._pairs = pairs
-        self.params = Params(pairs.model)
+        self.params = Tensors(pairs.model)
         self.is_spread = any_spread(pairs.model)
         # What is unscaled is what this rank holds.
         self._parts = ParamPairs(*(self._local(column) for column in pairs))
         self._devices = _devices(pairs)
-        self.is_in_place = same(*pairs)
+        self.is_in_place = are_same(*pairs)
         self._has_master = list(map(operator.is_not, *pairs))
         self._without_master = [not has for has in self._has_master]
         self.are_all_masters = all(self._has_master)
@@ -89,7 +89,7 @@ class GradientBuffers:
 
     def fits(self, pairs: ParamPairs) -> bool:
         """Return whether this was made for the same tensors, and they are where they were."""
-        is_known = pairs is self._pairs or all(map(same, pairs, self._pairs))
+        is_known = pairs is self._pairs or all(map(are_same, pairs, self._pairs))
         return is_known and _devices(pairs) == self._devices
 
     def check(self, grads: list[Tensor], scale: float | Tensor) -> CudaCheck | None:
@@ -270,7 +270,7 @@ class GradientBuffers:
 
     def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
         """Return whether these are what `take` has unscaled into."""
-        return same(grads, self._targets)
+        return are_same(grads, self._targets)
 
     @without_grad
     def take_more(

@@ -13,9 +13,9 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.lazy_gradients import store_grads
+from amp_patch.weights.parameter_lists import are_same, store_grads
 
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs
 
 
 class Sums(NamedTuple):
@@ -73,7 +73,7 @@ def add_to_earlier(pairs: ParamPairs, grads: list[Tensor], aside: Mapping[int, T
 
 def _earlier(pairs: ParamPairs, aside: Mapping[int, Tensor]) -> list[Any]:
     """Return what each had, or None."""
-    if same(*pairs):
+    if are_same(*pairs):
         return list(map(aside.get, map(id, pairs.model)))
     return [
         aside.get(id(param)) if param is master else master.grad

@@ -19,9 +19,11 @@ from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
-from amp_patch.weights.lazy_gradients import (
-    LazyGradients,
+from amp_patch.weights.lazy_gradients import LazyGradients
+from amp_patch.weights.parameter_lists import (
+    Tensors,
     are_complete,
+    are_same,
     clear_grads,
     have_none,
     look_up,
@@ -31,7 +33,7 @@ from amp_patch.weights.lazy_gradients import (
 from .any_pass import AnyPass
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
-from .param_pairs import ParamPairs, Params, same
+from .param_pairs import ParamPairs
 from .reached_masters import tell_of_zeros
 from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients
@@ -219,7 +221,7 @@ class Gradients:
 
     def receive(
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
-    ) -> tuple[GradCheck, Params]:
+    ) -> tuple[GradCheck, Tensors]:
         """Unscale and check what the backward wrote, and add what was set aside.
 
         Args:
@@ -247,7 +249,7 @@ class Gradients:
 
     def receive_alone(
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
-    ) -> tuple[GradCheck, Params]:
+    ) -> tuple[GradCheck, Tensors]:
         """Do `receive`, `show` and `finish`, for a pass in which no other optimizer received.
 
         Most often it is a `UsualPass`.
@@ -305,7 +307,7 @@ class Gradients:
         Not where they have gradients. Those that a step has used are left where they are, too.
         None may be pending (`are_pending`).
         """
-        if same(*pairs) or self._are_waiting:
+        if are_same(*pairs) or self._are_waiting:
             return
         not_new = {id(grad) for grad in (*self._used.alive(), None)}
         rows = [

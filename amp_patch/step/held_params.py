@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.groups import StepRanks, groups_of
-from amp_patch.weights.lazy_gradients import are_still, listed
 from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.parameter_lists import are_still, listed
 
 from .param_pairs import ParamPairs
 

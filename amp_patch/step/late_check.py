@@ -13,8 +13,7 @@ from torch import Tensor
 
 from amp_patch.distributed.shards import local
 from amp_patch.kernels import Flags, GradCheck
-
-from .param_pairs import Params
+from amp_patch.weights.parameter_lists import Tensors
 
 
 class LateCheck(GradCheck):
@@ -28,7 +27,7 @@ class LateCheck(GradCheck):
     def __init__(self, check: GradCheck, params: Sequence[Tensor]) -> None:
         super().__init__([], [])
         self._kept = check.flags()
-        self._params = weakref.ref(params) if isinstance(params, Params) else None
+        self._params = weakref.ref(params) if isinstance(params, Tensors) else None
         # One of the gradients speaks for all: they are cleared and written to together.
         first = params[0].grad if params else None
         self._first = None if first is None else (weakref.ref(first), first._version)

@@ -25,12 +25,12 @@ from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.lazy_gradients import have_none, stored_grad
+from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, stored_grad
 
 from .foreign_gradients import ForeignGradients, Watch
 from .gradients import Gradients
 from .held_params import HeldParams
-from .param_pairs import Apart, ParamPairs, Params, same
+from .param_pairs import Apart, ParamPairs
 from .reached_masters import ReachedMasters
 from .skip import Skip
 from .zeroing import Zeroing
@@ -181,7 +181,7 @@ class OptimizerBackward:
 
     def receive(
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
-    ) -> tuple[GradCheck, Params]:
+    ) -> tuple[GradCheck, Tensors]:
         """End the pass: take its gradients unscaled and checked, see `Gradients.receive`."""
         self.zeroing.look_at_written(pairs)
         try:
@@ -191,7 +191,7 @@ class OptimizerBackward:
 
     def receive_alone(
         self, pairs: ParamPairs, scale: float | Tensor, is_checked: bool = True
-    ) -> tuple[GradCheck, Params]:
+    ) -> tuple[GradCheck, Tensors]:
         """Do `receive` for a pass of this optimizer alone, see `Gradients.receive_alone`."""
         self.zeroing.look_at_written(pairs)
         try:
@@ -304,7 +304,7 @@ class OptimizerBackward:
             clipped: masters whose gradients these are, perhaps among others; None: all.
         """
         pairs = self.pairs()
-        if clipped is not None and not same(clipped, pairs.master):
+        if clipped is not None and not are_same(clipped, pairs.master):
             ids = set(map(id, clipped))
             pairs = pairs.select([id(master) in ids for master in pairs.master])
         self.gradients.show_again(pairs)

@@ -24,8 +24,8 @@ from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
-from amp_patch.weights.lazy_gradients import clear_grads, stored_grad
 from amp_patch.weights.master_weights import MasterWeights
+from amp_patch.weights.parameter_lists import clear_grads, stored_grad
 
 from .added_groups import AddedGroups
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first

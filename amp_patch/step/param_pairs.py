@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
-
-
-class Params(list[Tensor]):
-    """Parameters in an optimizer's order; unlike a plain list it can be referenced weakly."""
 
 
 class ParamPairs(NamedTuple):
@@ -82,8 +77,3 @@ class Apart:
         if are:
             self._known = [weakref.ref(pairs.master) for pairs in every]
         return are
-
-
-def same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))

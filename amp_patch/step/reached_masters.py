@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from amp_patch import kernels
 from amp_patch.distributed.shards import is_spread, local
 from amp_patch.warn_once import warn_once
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.parameter_lists import stored_grad
 
 from .param_pairs import ParamPairs
 

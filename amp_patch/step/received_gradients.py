@@ -14,9 +14,10 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
-from amp_patch.weights.lazy_gradients import LazyGradients, look_up, stored_grad
+from amp_patch.weights.lazy_gradients import LazyGradients
+from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
 
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs
 from .shown_gradients import WatchedBits
 from .used_gradients import Reference, are_of, is_of
 
@@ -69,11 +70,11 @@ class ReceivedGradients:
             references: to these.
         """
         source = None if self._lazy is None else self._lazy.source
-        if isinstance(source, HalfGradients) and same(source.grads, grads):
+        if isinstance(source, HalfGradients) and are_same(source.grads, grads):
             versions = source.versions  # it has asked these very gradients
         else:
             versions = list(map(_VERSION, grads))
-        self._passes = [row for row in self._passes if not same(row[0], params)]
+        self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references))
         # A step that unscales half gradients later refuses changed ones itself.
         are_read = self._lazy is None or isinstance(source, LargeInHalf)
@@ -167,7 +168,7 @@ def _untouched(params: list[Tensor], versions: list[int], references: Sequence[R
     except AttributeError:  # None has no version
         return False
     # the very list's tensors, where all are small
-    return same(references, grads) or are_of(references, grads)
+    return are_same(references, grads) or are_of(references, grads)
 
 
 _GRAD = operator.attrgetter("grad")

@@ -17,7 +17,7 @@ from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.tensor_lists import alike
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.lazy_gradients import look_up, stored_grads
+from amp_patch.weights.parameter_lists import look_up, stored_grads
 
 from .param_pairs import ParamPairs
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
-from amp_patch.weights.lazy_gradients import (
-    LazyGradients,
-    Made,
+from amp_patch.weights.lazy_gradients import LazyGradients, Made
+from amp_patch.weights.parameter_lists import (
     are_complete,
+    are_same,
     have_none,
     look_up,
     store_grads,
@@ -28,7 +28,7 @@ from amp_patch.weights.lazy_gradients import (
 
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
-from .param_pairs import ParamPairs, same
+from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
 from .used_gradients import UsedGradients
 
@@ -89,7 +89,7 @@ class UsualPass:
         may_overflow = torch.float16 in map(_DTYPE, earlier)
         if may_overflow or any(map(_IS_SPARSE, chain(earlier, grads))):
             return None
-        if not same(params, buffers.params):
+        if not are_same(params, buffers.params):
             return None
         check = buffers.unscale(grads, scale, is_checked)
         kernels.accumulate(earlier, grads)

@@ -6,40 +6,20 @@ An optimizer that reads half gradients itself needs no fp32 ones in memory. Whoe
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import repeat
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-Value = TypeVar("Value")
-
-_GRAD: Any = Tensor.grad
-#: Read, and set, the gradient that is there, without asking for one.
-stored_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-_STORED: Callable[[Tensor], Tensor | None] = operator.attrgetter("_grad")  # the same, of many
-store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-
-_NO_FUNCTION = torch._C._disabled_torch_function_impl
-_switched_off = torch._C.DisableTorchFunctionSubclass
-
-
-def as_plain_tensors(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return a block in which torch asks none of these for its ``__torch_function__``.
-
-    At each call torch looks for it at tensors of a class of their own, as masters are: that takes
-    the host longer than the call. A user's class that has one is asked, as always.
-    """
-    classes: set[Any] = set(map(type, tensors)) - {Tensor}
-    for own in classes:
-        if own.__torch_function__ is not _NO_FUNCTION:
-            return nullcontext()
-    return _switched_off()
+from .parameter_lists import (
+    are_none,
+    have_none,
+    store_grad,
+    store_grads,
+    stored_grad,
+    stored_grads,
+)
 
 
 class Source(Protocol):
@@ -175,128 +155,3 @@ class LazyGradParameter(nn.Parameter):
         plain = nn.Parameter(self.detach(), self.requires_grad)
         vars(plain).update({key: v for key, v in vars(self).items() if key != "_source"})
         return plain.__reduce_ex__(protocol)
-
-
-class Tensors(list[Tensor]):
-    """What `listed` returns; unlike a plain list it can be referenced weakly."""
-
-
-class PlainTensors(Tensors):
-    """Tensors of torch's own classes: there is no other class to be kept out.
-
-    Who asks ten of them for something takes the host a fourth less time without a block.
-
-    Attributes:
-        singles: the rows of those that have no more than one number.
-    """
-
-    singles: Sequence[int] = ()
-
-
-def listed(tensors: Iterable[Tensor]) -> Tensors:
-    """Return a new list of tensors, which knows whether all of them are of torch's own classes."""
-    own = list(tensors)
-    if not _PLAIN.issuperset(map(type, own)):
-        return Tensors(own)
-    plain = PlainTensors(own)
-    plain.singles = [row for row, one in enumerate(own) if one.numel() <= 1]
-    return plain
-
-
-def are_still(known: list[Tensor], tensors: Any) -> bool:
-    """Return whether a list holds the very tensors that are known, as it nearly always does.
-
-    Python's own comparison of lists tells most often, in a fiftieth of the time: it asks no object
-    whether it equals itself. Two tensors it compares number by number, and raises where these are
-    several; where it is one, they may be equal.
-
-    Args:
-        known: what `listed` returned.
-        tensors: any list.
-    """
-    if isinstance(known, PlainTensors) and isinstance(tensors, list):
-        singles = known.singles
-        try:
-            if known != tensors:
-                return False
-        except Exception:
-            return False
-        for row in singles:  # noqa: SIM110  # no generator: faster
-            if tensors[row] is not known[row]:
-                return False
-        return True
-    return len(tensors) == len(known) and all(map(operator.is_, tensors, known))
-
-
-_PLAIN = frozenset({Tensor, nn.Parameter})
-
-
-def look_up(what: Callable[[Tensor], Value], params: Iterable[Tensor]) -> list[Value]:
-    """Return what torch itself knows of each parameter: its class is not asked."""
-    if type(params) is PlainTensors:
-        return list(map(what, params))
-    with _switched_off():
-        return list(map(what, params))
-
-
-def all_are(what: Callable[[Tensor], bool], params: Iterable[Tensor]) -> bool:
-    """Return whether torch itself says so of every parameter."""
-    if type(params) is PlainTensors:
-        return all(map(what, params))
-    with _switched_off():
-        return all(map(what, params))
-
-
-def clear_grads(params: Iterable[Tensor]) -> None:
-    """Drop the gradients that are stored; those that wait stay."""
-    if type(params) is PlainTensors:
-        for param in params:  # half as many instructions as by `map`
-            param.grad = None
-        return
-    store_grads(params, repeat(None))
-
-
-def stored_grads(params: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return the gradients that are there; None where there is none, or one waits."""
-    return look_up(_STORED, params)
-
-
-def have_none(params: Iterable[Tensor]) -> bool:
-    """Return whether no gradient is stored, though some may be waiting."""
-    if type(params) is PlainTensors:
-        return _have_none(params)
-    with _switched_off():
-        return _have_none(params)
-
-
-def _have_none(params: Iterable[Tensor]) -> bool:
-    for param in params:  # noqa: SIM110  # no generator: faster
-        if param._grad is not None:
-            return False
-    return True
-
-
-def store_grads(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Set the gradients that are there; those that wait stay, and are added to these."""
-    if type(params) is PlainTensors:
-        for param, grad in zip(params, grads, strict=False):
-            param.grad = grad
-        return
-    with _switched_off():
-        deque(map(store_grad, params, grads), maxlen=0)
-
-
-def are_none(grads: Iterable[Tensor | None]) -> bool:
-    """Return whether there is no gradient among these."""
-    for grad in grads:  # noqa: SIM110  # a third of what `map` takes
-        if grad is not None:
-            return False
-    return True
-
-
-def are_complete(grads: Iterable[Tensor | None]) -> bool:
-    """Return whether each of these is a gradient."""
-    for grad in grads:  # noqa: SIM110  # as above
-        if grad is None:
-            return False
-    return True

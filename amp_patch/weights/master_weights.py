@@ -25,8 +25,9 @@ from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 
 from .fp32_values import FP32Values, Versions
-from .lazy_gradients import LazyGradients, as_plain_tensors, clear_grads, listed, look_up
+from .lazy_gradients import LazyGradients
 from .lost_writes import tell_of_lost_writes
+from .parameter_lists import are_same, as_plain_tensors, clear_grads, listed, look_up
 from .stepped_state import SteppedState
 
 _VERSION = operator.attrgetter("_version")
@@ -272,9 +273,7 @@ class MasterWeights:
         if not self._is_due:
             return [True] * len(stepped)
         self._is_due = False
-        are_all = len(stepped) == len(self._masters) and all(
-            map(operator.is_, stepped, self._masters)
-        )
+        are_all = are_same(stepped, self._masters)
         self._compare(places if are_all else None)
         all_wins = self._masters_that_win(self._versions_of(self._masters))
         if are_all:

@@ -27,7 +27,8 @@ from amp_patch.kernels import cuda_module
 from amp_patch.optimizers import FusedLAMB
 from amp_patch.optimizers.adam import AdamWUpdate
 from amp_patch.optimizers.cuda_step import CudaStep
-from amp_patch.weights.lazy_gradients import LazyGradients, stored_grad
+from amp_patch.weights.lazy_gradients import LazyGradients
+from amp_patch.weights.parameter_lists import stored_grad
 
 INF = float("inf")
 CPU = torch.device("cpu")

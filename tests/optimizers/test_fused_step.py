@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from amp_patch.kernels import small_tensors
 from amp_patch.optimizers import FusedLAMB, reference_step
 from amp_patch.optimizers.direct_step import DirectStep
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.parameter_lists import stored_grad
 
 # The trainings here clear no gradients between steps, which is told of.
 pytestmark = pytest.mark.filterwarnings(

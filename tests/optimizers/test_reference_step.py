@@ -21,7 +21,7 @@ from amp_patch.living_objects import instances, is_leaf
 from amp_patch.optimizers import FusedLAMB, reference_step
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.tools.sweep.memory import LivingTensors
-from amp_patch.weights.lazy_gradients import stored_grad
+from amp_patch.weights.parameter_lists import stored_grad
 
 WIDTH, DEPTH = 512, 6
 #: Weights, masters and two moments; and half gradients: bytes for each parameter.

@@ -7,14 +7,14 @@ from torch import nn
 
 from amp_patch import kernels
 from amp_patch.step.late_check import LateCheck
-from amp_patch.step.param_pairs import Params
+from amp_patch.weights.parameter_lists import Tensors
 
 INF = float("inf")
 
 
-def checked() -> tuple[Params, LateCheck]:
+def checked() -> tuple[Tensors, LateCheck]:
     """Return two parameters, the second with a gradient of inf, and what is kept of its check."""
-    params = Params([nn.Parameter(torch.zeros(2)) for _ in range(2)])
+    params = Tensors([nn.Parameter(torch.zeros(2)) for _ in range(2)])
     for param, value in zip(params, (1.0, INF), strict=True):
         param.grad = torch.full((2,), value)
     grads = [param.grad for param in params]

@@ -25,8 +25,8 @@ from amp_patch.step.loss_scaling import (
     PendingCheck,
     choose_scaling,
 )
-from amp_patch.step.param_pairs import Params
 from amp_patch.step.skip import Skip
+from amp_patch.weights.parameter_lists import Tensors
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -38,7 +38,7 @@ def found(value: float) -> Found:
     param = nn.Parameter(torch.zeros(1))
     param.grad = torch.tensor([value])
     check = kernels.Unscale([param.grad], [param.grad]).run([param.grad], [param.grad], 1.0)
-    return check, Params([param])
+    return check, Tensors([param])
 
 
 class Case:

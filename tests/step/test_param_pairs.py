@@ -10,8 +10,8 @@ from support import scaled_backward
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from amp_patch.step.param_pairs import Apart, ParamPairs, Params, same
-from amp_patch.weights.lazy_gradients import listed
+from amp_patch.step.param_pairs import Apart, ParamPairs
+from amp_patch.weights.parameter_lists import are_same, listed
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def test_what_was_taken_is_left_out_and_the_rest_is_taken(tensors: list[Tensor])
     pairs = ParamPairs([half, own], [master, own])
     taken = {id(own)}
     shared = pairs.share(taken, "model")
-    assert same(shared.model, [half])
-    assert same(shared.master, [master])
+    assert are_same(shared.model, [half])
+    assert are_same(shared.master, [master])
     assert taken == {id(own), id(half)}
     assert pairs.share(taken, "model") == ParamPairs([], [])
-    assert same(pairs.share({id(other)}, "master").master, [master, own])
+    assert are_same(pairs.share({id(other)}, "master").master, [master, own])
 
 
 def test_of_two_optimizers_the_first_handles_what_both_hold(tensors: list[Tensor]) -> None:
@@ -80,17 +80,3 @@ def test_a_weight_that_was_resized_is_told_of(
     scaled_backward(amp, model(torch.ones(1, 3)).sum(), optimizer)
     optimizer.step()
     torch.testing.assert_close(model.state_dict()["weight"], stepped, rtol=0, atol=1e-3)
-
-
-def test_lists_are_the_same_by_their_objects(tensors: list[Tensor]) -> None:
-    assert same(tensors, list(tensors))
-    assert not same(tensors, [tensor.clone() for tensor in tensors])
-    assert not same(tensors, tensors[:-1])
-
-
-def test_parameters_can_be_referenced_weakly(tensors: list[Tensor]) -> None:
-    params = Params(tensors)
-    reference = weakref.ref(params)
-    assert same(reference(), tensors)
-    del params
-    assert reference() is None
