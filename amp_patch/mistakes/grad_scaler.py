@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from amp_patch import kernels
 from amp_patch.kernels import GradCheck
+from amp_patch.optimizers.groups import params_of
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.backward_pass import BackwardPass
@@ -301,7 +302,7 @@ class ServedScalers:
         """Unscale gradients of a model that was not given to `amp.initialize`, as torch does."""
         if optimizer in self._cycle.checks or not isinstance(optimizer, Optimizer):
             return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         grads = [param.grad for param in params if param.grad is not None]
         unscale = kernels.Unscale(grads, grads)
         self._cycle.checks[optimizer] = unscale.run(grads, grads, self._last_scale)

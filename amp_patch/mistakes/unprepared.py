@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.kernels import values
+from amp_patch.optimizers.groups import params_of
 from amp_patch.step.foreign_gradients import Watch
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
@@ -155,7 +156,7 @@ class UnpreparedParams:
         Raises:
             RuntimeError: as said.
         """
-        params = _params_of([optimizer])
+        params = params_of(optimizer)
         if optimizer not in self._known:
             self._known.add(optimizer)
             count = self._count_unwatched(params, models, optimizers)
@@ -239,12 +240,7 @@ class HalfSteps:
         Raises:
             RuntimeError: it holds parameters of which another optimizer steps masters.
         """
-        halves = [
-            param
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.dtype in HALVES and store.holds(param)
-        ]
+        halves = [one for one in params_of(optimizer) if one.dtype in HALVES and store.holds(one)]
         if not halves or optimizer in self._told:
             return
         kind = type(optimizer).__name__
@@ -273,7 +269,7 @@ def refuse_flat(optimizers: Iterable[Optimizer], models: Collection[nn.Module]) 
         RuntimeError: as said.
     """
     own = {id(param): _memory_of(param) for model in models for param in model.parameters()}
-    for param in _params_of(optimizers):
+    for param in params_of(*optimizers):
         memory = range(0) if id(param) in own else _memory_of(param)
         count = sum(_overlap(memory, one) for one in own.values()) if memory else 0
         if count:
@@ -295,11 +291,6 @@ def _overlap(one: range, other: range) -> bool:
     return max(one.start, other.start) < min(one.stop, other.stop)
 
 
-def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [param for group in groups for param in group["params"]]
-
-
 def warn_of_strangers(optimizers: Sequence[Optimizer], models: Collection[nn.Module]) -> None:
     """Warn of optimizers that hold no parameter of any of the models, if there are models.
 
@@ -308,10 +299,10 @@ def warn_of_strangers(optimizers: Sequence[Optimizer], models: Collection[nn.Mod
     """
     own = {id(param) for model in models for param in model.parameters()}
     trained = {id(one) for model in models for one in model.parameters() if one.requires_grad}
-    if trained and trained.issubset(map(id, _params_of(optimizers))):
+    if trained and trained.issubset(map(id, params_of(*optimizers))):
         return
     for optimizer in optimizers:
-        params = _params_of([optimizer])
+        params = params_of(optimizer)
         is_strange = own and params and own.isdisjoint(map(id, params))
         if is_strange and not _stand_alone(params):
             warn_once(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_none, are_same, stored_grads
 
-from .groups import CachedGroups, GroupUpdate
+from .groups import CachedGroups, GroupUpdate, params_of
 
 
 class CudaStep:
@@ -73,7 +73,7 @@ class CudaStep:
         """
         if not are_on_cuda(_first_of_groups(optimizer)):
             return False  # most often seen at once, in less time than to ask the environment
-        params = _params_of(optimizer)
+        params = params_of(optimizer)
         if not self._are_used(optimizer, params):  # before a state is made for any of them
             return False
         try:
@@ -171,7 +171,7 @@ class CudaStep:
         Returns:
             The norm before, 0-dim; None, with nothing done, where none wait in half.
         """
-        others = [grad for grad in stored_grads(_params_of(optimizer)) if grad is not None]
+        others = [grad for grad in stored_grads(params_of(optimizer)) if grad is not None]
         half = self._half_gradients(bool(others))
         if half is None or half.clip is not None:
             return None
@@ -214,10 +214,6 @@ class CudaStep:
 
 def _first_of_groups(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"][:1]]
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
 class _Launches:

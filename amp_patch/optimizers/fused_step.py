@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from amp_patch.weights.parameter_lists import as_plain_tensors
 
 from .cuda_step import CudaStep
 from .device_flag import step_by_flag
+from .groups import params_of
 from .reference_step import ReferenceStep
 from .registry import refuse_unknown, update_of
 
@@ -138,8 +138,7 @@ class FusedStep:
         if self.masters is None:
             is_over = self._step_or_skip(optimizer, self._found_inf)
         else:
-            params = chain.from_iterable([group["params"] for group in optimizer.param_groups])
-            with as_plain_tensors(params):
+            with as_plain_tensors(params_of(optimizer)):
                 is_over = self._step_or_skip(optimizer, self._found_inf)
         if not is_over:
             self.lazy.materialize()

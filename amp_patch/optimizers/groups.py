@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -176,6 +176,12 @@ class GroupUpdate:
             weights: the half parameters that get the rounded values; None where there is none.
         """
         raise NotImplementedError
+
+
+def params_of(*optimizers: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups of some optimizers, in their order."""
+    groups = chain.from_iterable(one.param_groups for one in optimizers)
+    return list(chain.from_iterable([group["params"] for group in groups]))
 
 
 def values_of(option: Any) -> Sequence[Any]:

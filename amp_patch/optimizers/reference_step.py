@@ -23,7 +23,7 @@ from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter
 from amp_patch.weights.parameter_lists import are_still, listed, stored_grad, stored_grads
 
-from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs
+from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs, params_of
 
 #: How many elements of large parameters are stepped at once, about: a share of all, within these
 #: bounds (0.5 MB to 4 MB of fp32 gradients; with less the host would take longer than the step).
@@ -185,7 +185,7 @@ class ReferenceStep:
         waiting = self._waiting()
         norms: list[Tensor] = []
         others: list[Tensor] = []
-        for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for param in params_of(optimizer):
             row, grad = waiting.get(id(param)), stored_grad(param)
             if row is not None:
                 norms += self._norms_of_waiting(source, row)

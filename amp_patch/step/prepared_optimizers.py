@@ -19,6 +19,7 @@ from amp_patch.distributed.engines import is_zero, local_optimizer
 from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.shards import any_spread
 from amp_patch.levels import OptLevel
+from amp_patch.optimizers.groups import params_of
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.warn_once import warn_once
@@ -338,14 +339,12 @@ class PreparedOptimizers:
 
 
 def _trains_halves(optimizer: Optimizer) -> bool:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return any(param.requires_grad and param.dtype in HALVES for param in params)
+    return any(one.requires_grad and one.dtype in HALVES for one in params_of(optimizer))
 
 
 def _has_dense_parts(optimizer: Optimizer) -> bool:
     """Return whether a fused step can step it; of spread parameters (DTensor) torch's own does."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not any_spread(params):
+    if not any_spread(params_of(optimizer)):
         return True
     warn_once(
         "fused_step=True steps plain tensors; got a "

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from amp_patch.optimizers.groups import params_of
 from amp_patch.weights.fp32_values import FP32Values
 
 from .optimizer_backward import OptimizerBackward
@@ -50,7 +51,6 @@ class ZeroShares:
 
     def _follow(self, zero: Optimizer) -> None:
         """Note what other ranks step: it has no values here, and gradients that nobody steps."""
-        params = {param for group in zero.param_groups for param in group["params"]}
-        elsewhere = params.difference(self._backward.pairs().model)
+        elsewhere = set(params_of(zero)).difference(self._backward.pairs().model)
         self._store.forget(elsewhere)
         self._backward.gradients.elsewhere = list(elsewhere)
