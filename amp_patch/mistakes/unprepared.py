@@ -245,12 +245,14 @@ class HalfSteps:
             return
         kind = type(optimizer).__name__
         mend = "call amp.initialize(model, [optimizer, ...]) with every optimizer of the model"
-        steps = list(optimizers.steps.values())
-        if any(step.backward.has_master_of(halves[0]) for step in steps):
+        masters = [step.masters for step in list(optimizers.steps.values())]
+        stepped = {id(param) for one in masters if one is not None for param, _ in one.pairs()}
+        count = sum(id(param) in stepped for param in halves)
+        if count:
             raise RuntimeError(
                 "parameters that were cast to half are stepped through their fp32 masters; got a "
-                f"step of a {kind} that amp.initialize() did not return, and holds "
-                f"{len(halves)} of them; {mend}."
+                f"step of a {kind} that amp.initialize() did not return, and holds {count} of "
+                f"them; {mend}."
             )
         self._told.add(optimizer)
         warn(

@@ -126,10 +126,6 @@ class OptimizerBackward:
             captures.refuse_waiting(stepped[0].device)
         return can_be
 
-    def has_master_of(self, param: Tensor) -> bool:
-        """Return whether it steps a master of a half parameter."""
-        return self.masters is not None and self.masters.has_master_of(param)
-
     def drop_cleared(self) -> None:
         """Follow the user who cleared gradients of the model's parameters, as may be.
 

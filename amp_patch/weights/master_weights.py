@@ -83,10 +83,6 @@ class MasterWeights:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
         return self._params_by_master.get(id(stepped), stepped)
 
-    def has_master_of(self, param: Tensor) -> bool:
-        """Return whether the optimizer steps a master of a half parameter."""
-        return any(param is one for one in self._params)
-
     def has_master_of_any(self, params: Sequence[Tensor]) -> bool:
         """Return whether half parameters are among these whose masters the optimizer steps."""
         return not set(map(id, self._params)).isdisjoint(map(id, params))

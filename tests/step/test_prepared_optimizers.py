@@ -37,6 +37,19 @@ def test_half_parameters_that_have_masters_are_not_stepped_by_another(
     assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_an_unknown_optimizer_is_refused_whichever_of_its_parameters_have_masters(
+    amp: ModuleType, stepped: int
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    count = len(list(model[stepped].parameters()))
+    optimizer, unknown = SGD(model[stepped].parameters()), SGD(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model(X).float().square().mean().backward()
+    with pytest.raises(RuntimeError, match=rf"did not return, and holds {count} of them"):
+        unknown.step()
+
+
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_an_optimizer_without_masters_is_warned_of_once(amp: ModuleType, level: str) -> None:
     model = amp.initialize(nn.Linear(3, 2), opt_level=level, verbosity=0)
