@@ -18,7 +18,8 @@ from amp_patch.kernels.cuda_optimizers import (
     learning_rate,
 )
 
-from .groups import GroupUpdate, ParamState, StepCounters, StepInputs
+from .groups import GroupUpdate, ParamState, StepInputs
+from .step_counters import StepCounters
 
 
 class AdamUpdate(GroupUpdate):

@@ -25,7 +25,8 @@ from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_none, are_same, stored_grads
 
-from .groups import CachedGroups, GroupUpdate, params_of
+from .cached_groups import CachedGroups
+from .groups import GroupUpdate, params_of
 
 
 class CudaStep:

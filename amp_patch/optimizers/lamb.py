@@ -28,7 +28,8 @@ from amp_patch.kernels.dense_rows import Part
 from amp_patch.kernels.torch_kernels import alike, norms_of
 
 from .adam import state_columns
-from .groups import GroupUpdate, ParamState, StepCounters, StepInputs
+from .groups import GroupUpdate, ParamState, StepInputs
+from .step_counters import StepCounters
 
 __all__ = ["FusedLAMB", "LambUpdate"]
 

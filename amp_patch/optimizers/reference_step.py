@@ -23,7 +23,8 @@ from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter
 from amp_patch.weights.parameter_lists import are_still, listed, stored_grad, stored_grads
 
-from .groups import CachedGroup, CachedGroups, GroupUpdate, StepInputs, params_of
+from .cached_groups import CachedGroup, CachedGroups
+from .groups import GroupUpdate, StepInputs, params_of
 
 #: How many elements of large parameters are stepped at once, about: a share of all, within these
 #: bounds (0.5 MB to 4 MB of fp32 gradients; with less the host would take longer than the step).

@@ -35,8 +35,8 @@ from benchmarks.model_shapes import MODELS, Shape
 from amp_patch import amp, cuda_graph, kernels
 from amp_patch.kernels.cuda_optimizers import Factors, KernelStep
 from amp_patch.optimizers import FusedLAMB
+from amp_patch.optimizers.cached_groups import CachedGroups
 from amp_patch.optimizers.fused_step import FusedStep
-from amp_patch.optimizers.groups import CachedGroups
 from amp_patch.optimizers.registry import update_of
 
 RESULTS = Path(__file__).with_name("results")
