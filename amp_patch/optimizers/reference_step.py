@@ -21,7 +21,13 @@ from amp_patch.kernels.strips import Strips, cut, lie_alike, strip_length
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter
-from amp_patch.weights.parameter_lists import are_still, listed, stored_grad, stored_grads
+from amp_patch.weights.parameter_lists import (
+    are_still,
+    in_shares,
+    listed,
+    stored_grad,
+    stored_grads,
+)
 
 from .cached_groups import CachedGroup, CachedGroups
 from .groups import GroupUpdate, StepInputs, params_of
@@ -225,7 +231,7 @@ class ReferenceStep:
             makes_copies = not is_fused and self._update_type.makes_copies
             on_cpu = bool(members) and members[0].is_cpu
             if makes_copies and not on_cpu and not any(map(_is_large, members)):
-                shares = _cut(members, max(_LEAST_OF_GPU, _SHARE_OF_GPU * elements))
+                shares = in_shares(members, max(_LEAST_OF_GPU, _SHARE_OF_GPU * elements))
             else:
                 shares = _shares(members, at_once, are_alone=not is_fused and on_cpu)
             for rows in shares:
@@ -337,19 +343,5 @@ def _shares(params: Sequence[Tensor], at_once: float, are_alone: bool) -> Iterat
     if rest:
         yield rest
     large = [row for row, is_large in enumerate(are_large) if is_large]
-    for share in _cut([params[row] for row in large], at_once):
+    for share in in_shares([params[row] for row in large], at_once):
         yield [large[place] for place in share]
-
-
-def _cut(params: Sequence[Tensor], at_once: float) -> Iterator[list[int]]:
-    """Yield rows that follow each other, of so many elements together, or one that has more."""
-    share: list[int] = []
-    elements = 0
-    for row, param in enumerate(params):
-        if share and elements + param.numel() > at_once:
-            yield share
-            share, elements = [], 0
-        share.append(row)
-        elements += param.numel()
-    if share:
-        yield share

@@ -23,7 +23,14 @@ from amp_patch.kernels.dense_rows import chosen
 from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.tensor_lists import kind_of
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.parameter_lists import Tensors, all_are, are_same, listed, look_up
+from amp_patch.weights.parameter_lists import (
+    Tensors,
+    all_are,
+    are_same,
+    in_shares,
+    listed,
+    look_up,
+)
 
 from .param_pairs import ParamPairs
 
@@ -141,8 +148,8 @@ class GradientBuffers:
         """
         if self._shares is None:
             self._shares = []
-            sizes = [param.numel() for param in self.params]
-            shares = _in_shares(sizes, max(_LEAST_SHARE, sum(sizes) // _SHARES))
+            at_once = max(_LEAST_SHARE, sum(map(Tensor.numel, self.params)) // _SHARES)
+            shares = list(in_shares(self.params, at_once))
             for rows in shares if len(shares) > 1 else ():
                 pairs = ParamPairs(*(chosen(column, rows) for column in self._pairs))
                 self._shares.append(Share(rows, pairs, GradientBuffers(pairs)))
@@ -336,19 +343,6 @@ class Share(NamedTuple):
     rows: list[int]
     pairs: ParamPairs
     buffers: GradientBuffers
-
-
-def _in_shares(sizes: Sequence[int], at_once: int) -> list[list[int]]:
-    """Return consecutive rows together, as many as have at most so many elements; one at least."""
-    shares: list[list[int]] = [[]]
-    filled = 0
-    for row, size in enumerate(sizes):
-        if shares[-1] and filled + size > at_once:
-            shares.append([])
-            filled = 0
-        shares[-1].append(row)
-        filled += size
-    return shares
 
 
 #: A share has one of so many parts of all elements, or so many elements where that is more.

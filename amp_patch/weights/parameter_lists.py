@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import Any, TypeVar
@@ -98,6 +98,21 @@ def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def in_shares(params: Sequence[Tensor], at_most: float) -> Iterator[list[int]]:
+    """Yield rows that follow each other, of so many elements together, or one that has more."""
+    share: list[int] = []
+    elements = 0
+    for row, param in enumerate(params):
+        size = param.numel()
+        if share and elements + size > at_most:
+            yield share
+            share, elements = [], 0
+        share.append(row)
+        elements += size
+    if share:
+        yield share
 
 
 def look_up(what: Callable[[Tensor], Value], params: Iterable[Tensor]) -> list[Value]:

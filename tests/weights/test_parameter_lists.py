@@ -19,6 +19,7 @@ from amp_patch.weights.parameter_lists import (
     as_plain_tensors,
     clear_grads,
     have_none,
+    in_shares,
     listed,
     look_up,
     store_grads,
@@ -126,3 +127,13 @@ def test_parameters_can_be_referenced_weakly() -> None:
     assert are_same(reference(), tensors)
     del params
     assert reference() is None
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(0, 12))
+def test_shares_have_all_rows_and_as_many_as_fit(sizes: list[int], at_most: int) -> None:
+    shares = list(in_shares([torch.empty(size) for size in sizes], at_most))
+    assert [row for share in shares for row in share] == list(range(len(sizes)))
+    totals = [sum(sizes[row] for row in share) for share in shares]
+    assert all(len(share) == 1 or n <= at_most for share, n in zip(shares, totals, strict=True))
+    firsts = [sizes[share[0]] for share in shares[1:]]
+    assert all(n + first > at_most for n, first in zip(totals, firsts, strict=False))
