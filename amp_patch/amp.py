@@ -369,7 +369,7 @@ def loss_scale(loss_id: int = 0) -> float:
     if session.is_off("amp.loss_scale()"):
         return 1.0
     session.optimizers.settle()
-    return session.scalers[session.optimizers.check_scaler(loss_id)].loss_scale()
+    return session.scalers[session.optimizers.scalers.check(loss_id)].loss_scale()
 
 
 def state_dict(

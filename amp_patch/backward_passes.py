@@ -70,7 +70,7 @@ class BackwardPasses:
         """
         if not steps[0].backward.takes_grads_as_they_are:  # at once, where there are masters
             return None
-        scaler = self._scalers[self._optimizers.scaler_of(steps[0], loss_id)]
+        scaler = self._scalers[self._optimizers.scalers.index_of(steps[0], loss_id)]
         is_alone = len(steps) == len(self._optimizers.steps) == 1
         if (
             scaler.rule.dynamic
@@ -107,7 +107,7 @@ class BackwardPasses:
             running = running_modules()
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)
-        scaler_id = self._optimizers.scaler_of(steps[0], loss_id)
+        scaler_id = self._optimizers.scalers.index_of(steps[0], loss_id)
         if steps[0].backward.zeroing.is_watched and has_others():
             is_moved = self._scalers[scaler_id].rule.dynamic
             self._guard.scale_users.note(steps, scaler_id, is_moved)
@@ -181,7 +181,7 @@ class BackwardPasses:
         self.overflows.note(scaler_id, scale, step, found, self._models.places())
         self._observers.overflowed(scaler_id, found)
         is_low = scale <= 1.0 and self._scalers[scaler_id].rule.dynamic
-        if is_low and self._optimizers.calls_with(scaler_id) > 1:
+        if is_low and self._optimizers.scalers.calls_with(scaler_id) > 1:
             warn_once(
                 "trainings that share a loss scale must find one that suits all of them; got "
                 "overflows down to a scale of 1 in one of several that share loss scaler "

@@ -133,10 +133,10 @@ class Guard:
         steps, own = list(self._optimizers.steps.values()), set(map(id, params))
         stepped = {id(param) for step in steps for param in step.backward.pairs().model}
         halves = any(param.dtype in HALVES for param in params)
-        return (halves or self._optimizers.scale_losses) and not own.isdisjoint(stepped)
+        return (halves or self._optimizers.scalers.scale_losses) and not own.isdisjoint(stepped)
 
     def _scaled_models(self) -> list[nn.Module]:
-        return list(self._models.levels) if self._optimizers.scale_losses else []
+        return list(self._models.levels) if self._optimizers.scalers.scale_losses else []
 
     def look_at(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], level: OptLevel
@@ -164,7 +164,7 @@ class Guard:
         self.unsynced.follow([*models, *self._wrappers])
         self._wrappers = []
         self.plain_averages.follow(models)
-        hooks.tell_of_earlier(models if self._optimizers.scale_losses else ())
+        hooks.tell_of_earlier(models if self._optimizers.scalers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = [model for model in models if self._models.levels[model].stores_half]
         self._copies.follow(halves, patches)

@@ -91,7 +91,7 @@ class UnpreparedParams:
         }
         self._params = [TensorWeakRef(param) for param in found.values()]
         self._known.clear()
-        self._losses_to_look_at = _LOSSES if optimizers.scale_losses else 0
+        self._losses_to_look_at = _LOSSES if optimizers.scalers.scale_losses else 0
 
     def look_at(self, leaves: Iterable[Tensor], optimizers: PreparedOptimizers) -> None:
         """Watch what a scaled loss reaches from now on, its own backward included.
@@ -160,7 +160,7 @@ class UnpreparedParams:
         if optimizer not in self._known:
             self._known.add(optimizer)
             count = self._count_unwatched(params, models, optimizers)
-            has_scaled = optimizers.scale_losses and any(
+            has_scaled = optimizers.scalers.scale_losses and any(
                 step.backward.zeroing.passes for step in optimizers.steps.values()
             )
             if count and has_scaled and not is_plain:
@@ -204,7 +204,7 @@ class UnpreparedParams:
         known |= {id(param) for reference in self._params if (param := reference()) is not None}
         own = {id(param) for model in models for param in model.parameters()}
         new = [param for param in params if id(param) not in known]
-        if not optimizers.scale_losses:
+        if not optimizers.scalers.scale_losses:
             new = [param for param in new if id(param) in own]
         self._params += map(TensorWeakRef, new)
         return sum(stored_grad(param) is not None for param in new if id(param) in own)

@@ -1,8 +1,4 @@
-"""The initialized optimizers, and which loss scaler each of their losses uses.
-
-Knows no model; what an optimizer's step does is `optimizer_step`'s, how a scale moves is
-`loss_scaler`'s.
-"""
+"""The initialized optimizers; what the step of one does is `optimizer_step`'s. Knows no model."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_step import OptimizerStep
+from .shared_scalers import SharedScalers
 from .skip import Pending
 
 
@@ -36,23 +33,24 @@ class PreparedOptimizers:
     """What was set up for each optimizer; both go when the user drops the optimizer.
 
     Args:
-        scalers: the list of the process, extended here; a loss_id of an optimizer points into it.
+        scalers: the list of the process.
         announce: gets the message of each skipped step.
         observers: told of each step.
 
     Attributes:
         steps: what was set up for each optimizer, held weakly.
+        scalers: which loss scalers their losses use.
         running: those of them that are stepping, without a closure.
     """
 
     def __init__(
         self, scalers: list[LossScaler], announce: Callable[[str], None], observers: Observers
     ) -> None:
-        self._scalers = scalers
         self._announce, self._observers = announce, observers
         self.steps: weakref.WeakKeyDictionary[Optimizer, OptimizerStep] = (
             weakref.WeakKeyDictionary()
         )
+        self.scalers = SharedScalers(scalers, self.steps)
         self.running: list[OptimizerStep] = []
         # Each forward asks for them: a list is read in a quarter of the time of a weak dict.
         self._masters: list[weakref.ref[MasterWeights]] = []
@@ -82,15 +80,14 @@ class PreparedOptimizers:
             ranks: returns those that step together with an optimizer, see `ranks_given`.
             on_error: gets what undoes it.
         """
-        on_error.callback(self._set_scalers, list(self._scalers))
-        scaler_ids = self._assign_scalers(scale_rule, num_losses)
+        scaler_ids = self.scalers.assign(scale_rule, num_losses, on_error)
+        is_scaled = scale_rule.dynamic or scale_rule.init_scale != 1.0
         for given in optimizers:
             optimizer = local_optimizer(given) if level.master_weights else given
-            masters_from = store if level.master_weights else None
             together = ranks(given, optimizer is not given)
             step = OptimizerStep(
                 optimizer,
-                masters_from,
+                store if level.master_weights else None,
                 scaler_ids,
                 self._announce,
                 self._observers,
@@ -99,25 +96,29 @@ class PreparedOptimizers:
                 ranks=together,
                 steps_halves=not level.casts_functions or _trains_halves(optimizer),
             )
-            is_scaled = scale_rule.dynamic or scale_rule.init_scale != 1.0
+            on_error.callback(step.release)
+            self._enter(optimizer, step, on_error)
             if is_scaled:
                 step.was_scaled = self._was_scaled
             if is_zero(given) and (is_scaled or level.master_weights):
                 step.refuse_join(given)
-            on_error.callback(step.release)
-            self.steps[optimizer] = step
-            on_error.callback(self.steps.pop, optimizer, None)
-            reference = weakref.ref(step, self._forget_step)
-            self._steps.append(reference)
-            on_error.callback(self._forget_step, reference)
-            if step.masters is not None:
-                self._masters.append(weakref.ref(step.masters, self._masters.remove))
             if optimizer is not given:
                 step.follow_zero(given, store)
             else:
                 self._follow_given(step, given, together, level)
             if level.cast_model_type in HALVES:
                 step.state.match()
+
+    def _enter(
+        self, optimizer: Optimizer, step: OptimizerStep, on_error: contextlib.ExitStack
+    ) -> None:
+        self.steps[optimizer] = step
+        on_error.callback(self.steps.pop, optimizer, None)
+        reference = weakref.ref(step, self._forget_step)
+        self._steps.append(reference)
+        on_error.callback(self._forget_step, reference)
+        if step.masters is not None:
+            self._masters.append(weakref.ref(step.masters, self._masters.remove))
 
     @staticmethod
     def _follow_given(
@@ -168,7 +169,7 @@ class PreparedOptimizers:
 
         A script that scales it by hand is believed.
         """
-        if any(self._scalers[index].is_by_hand for index in step.scalers.values()):
+        if any(scaler.is_by_hand for scaler in self.scalers.of(step)):
             return True
         own = set(map(id, step.backward.pairs().model))
         return any(
@@ -176,16 +177,6 @@ class PreparedOptimizers:
             and not own.isdisjoint(map(id, other.backward.pairs().model))
             for other in list(self.steps.values())
         )
-
-    @property
-    def scale_losses(self) -> bool:
-        """True where a loss may be multiplied by another number than 1."""
-        return any(one.rule.dynamic or one.scale != 1.0 for one in self._scalers)
-
-    def calls_with(self, scaler_id: int) -> int:
-        """Return how many calls of `initialize` have living optimizers that use a scaler."""
-        mappings = {id(step.scalers): step.scalers for step in list(self.steps.values())}
-        return sum(scaler_id in mapping.values() for mapping in mappings.values())
 
     @property
     def have_shares(self) -> bool:
@@ -252,90 +243,6 @@ class PreparedOptimizers:
 
     def _pending(self) -> list[Pending]:
         return [check for step in list(self.steps.values()) for check in step.skip.pending]
-
-    def put_scalers_first(
-        self,
-        scalers: Sequence[LossScaler],
-        instead: Callable[[int, int, LossScaler], LossScaler],
-    ) -> None:
-        """Put scalers at the head of the process's list, and say which of them losses use.
-
-        Behind them come the others that losses go on using; what no loss uses is dropped.
-
-        Args:
-            scalers: at their positions, loss_ids that an optimizer has none of its own for.
-            instead: (loss_id, position in the list, scaler) of a loss of an optimizer -> the
-                scaler that it uses from now on.
-        """
-        before = list(self._scalers)
-        self._scalers[:] = scalers
-        # The optimizers of one call have one mapping.
-        mappings = {id(step.scalers): step.scalers for step in self.steps.values()}
-        for mapping in mappings.values():
-            for loss_id, index in mapping.items():
-                scaler = instead(loss_id, index, before[index])
-                if scaler not in self._scalers:
-                    self._scalers.append(scaler)
-                mapping[loss_id] = self._scalers.index(scaler)
-
-    def scaler_of(self, step: OptimizerStep, loss_id: Any) -> int:
-        """Return the index of the scaler of an optimizer's loss.
-
-        Raises:
-            TypeError, IndexError: no such loss.
-        """
-        known = loss_id in step.scalers if isinstance(loss_id, int) else False
-        return step.scalers[loss_id] if known else self.check_scaler(loss_id)
-
-    def check_scaler(self, index: Any) -> int:
-        """Return ``index`` if the list of scalers has it.
-
-        Raises:
-            TypeError: it is no int.
-            IndexError: there is no such scaler.
-        """
-        if not isinstance(index, int):
-            raise TypeError(
-                f"loss_id must be an int, the number of a loss; got {type(index).__name__}; "
-                "call amp.scale_loss(loss, optimizer, loss_id=0), or amp.loss_scale(loss_id=0)."
-            )
-        count = len(self._scalers)
-        if not 0 <= index < count:
-            mend = f"initialize(..., num_losses={index + 1})"
-            if index < 0:  # the last, as a list would have it
-                mend = f"scale_loss(loss, optimizer, loss_id={count - 1})"
-            raise IndexError(
-                f"loss_id must be at least 0 and below the number of losses ({count}); got "
-                f"{index}; call amp.{mend}."
-            )
-        return index
-
-    def _set_scalers(self, scalers: Iterable[LossScaler]) -> None:
-        self._scalers[:] = scalers
-
-    def _assign_scalers(self, rule: ScaleRule, num_losses: int) -> dict[int, int]:
-        """Return loss_id -> index in the list of scalers for the optimizers of one call.
-
-        A scaler in use by a living optimizer is shared where its rule is the same and not reset;
-        where the rule differs the call gets one of its own at the end of the list. A scale that is
-        lost begins anew: what diverged before, and lives on in a traceback or a scheduler, would
-        leave it to this call.
-        """
-        scalers = self._scalers
-        in_use = {index for step in self.steps.values() for index in step.scalers.values()}
-        del scalers[max(in_use, default=-1) + 1 :]
-        assigned: dict[int, int] = {}
-        for loss_id in range(num_losses):
-            index = loss_id
-            shared = index in in_use and scalers[index].rule == rule
-            taken = index in in_use or index in assigned.values()
-            if index >= len(scalers) or (taken and not shared):
-                index = len(scalers)
-                scalers.append(LossScaler(rule))
-            elif not shared or scalers[index].is_lost():
-                scalers[index] = LossScaler(rule)
-            assigned[loss_id] = index
-        return assigned
 
 
 def _trains_halves(optimizer: Optimizer) -> bool:

@@ -124,7 +124,7 @@ class AmpState(types.ModuleType):
             # Others are of earlier calls, with rules of their own.
             return cores[loss_id] if index == loss_id < len(cores) else scaler
 
-        session.optimizers.put_scalers_first(cores, instead)
+        session.optimizers.scalers.put_first(cores, instead)
         self.num_losses = len(cores)
 
     @property

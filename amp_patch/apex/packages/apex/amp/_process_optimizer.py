@@ -256,5 +256,5 @@ def renew_scalers(optimizer: Optimizer) -> None:
         is_shared = loss_id < len(fresh) and fresh[loss_id].rule == scaler.rule
         return fresh[loss_id] if is_shared else scaler
 
-    session.optimizers.put_scalers_first(fresh, instead)
+    session.optimizers.scalers.put_first(fresh, instead)
     _amp_state.num_losses = len(fresh)

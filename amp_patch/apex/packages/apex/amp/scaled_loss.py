@@ -44,7 +44,7 @@ def scale_loss(
         return block
     tell_of_own_methods(optimizers)
     steps = session.steps_of(optimizers, "with amp.scale_loss(loss, optimizer)") or []
-    scaler = session.scalers[session.optimizers.scaler_of(steps[0], loss_id)]
+    scaler = session.scalers[session.optimizers.scalers.index_of(steps[0], loss_id)]
     return _FollowedLoss(block, view_of(scaler), delay_overflow_check)
 
 
@@ -95,7 +95,7 @@ class _LossWithoutOptimizer(contextlib.AbstractContextManager[Tensor]):
 
     def __init__(self, loss: Tensor, loss_id: int) -> None:
         self._loss = loss
-        self._scaler = session.scalers[session.optimizers.check_scaler(loss_id)]
+        self._scaler = session.scalers[session.optimizers.scalers.check(loss_id)]
         self._others = session.optimizers.others(())
 
     @never_trace
