@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp_patch import kernels
@@ -155,6 +156,22 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
             if param is not master and id(param) in cleared
         )
+
+    @staticmethod
+    def clear_halves(pairs: Iterable[tuple[Tensor, Tensor]], set_to_none: bool) -> None:
+        """Clear those of half parameters, as ``optimizer.zero_grad`` has cleared the masters'.
+
+        A master gets zeros with the step, of its parameter, and what a backward adds to these.
+
+        Args:
+            pairs: each half parameter with its master.
+            set_to_none: False: they are 0 then, where there are some.
+        """
+        for param, master in pairs:
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad, master.grad = torch.zeros_like(param.grad), None
 
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""

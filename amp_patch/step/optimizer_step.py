@@ -352,6 +352,7 @@ class OptimizerStep:
         if self.skip.pending:
             self.skip.settle()
         self.backward.note_cleared()
+        gradients = self.backward.gradients
         if self._clears_plainly and not args and not kwargs:
             if self._fused is not None:
                 self._fused.lazy.drop()
@@ -359,14 +360,15 @@ class OptimizerStep:
             clear_grads(pairs.master)
             if self.masters is not None:
                 clear_grads(pairs.model)
-                self.backward.gradients.clear_elsewhere()
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
             with self.methods.in_original():
                 original(*args, **kwargs)
             if self.masters is not None:
-                self.masters.zero_param_grads(args[0] if args else kwargs.get("set_to_none", True))
-                self.backward.gradients.clear_elsewhere()
+                set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+                # not those of `pairs`: a checkpoint may have put half ones into the groups
+                gradients.clear_halves(self.masters.pairs(), set_to_none)
+        gradients.clear_elsewhere()
         self.backward.forget_gradients()
         self.skip.forget_cleared()  # what overflowed is gone

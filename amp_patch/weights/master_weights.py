@@ -69,15 +69,21 @@ class MasterWeights:
         self._is_due = False
         self.lock = threading.RLock()
         self.agreements = 0
-        self._others: tuple[list[int], torch_kernels.Comparison] | None = None
         self._are_spread = False
-        self._masters_at: Sequence[int] = ()
         self._params_by_master: dict[int, Tensor] = {}
+        self._masters_at: Sequence[int] = ()
         self._forget_places()
         for group in optimizer.param_groups:
             group["params"][:] = self.replace(group["params"])
         small_tensors.move_together([param for param in self._params if not is_spread(param)])
         self._masters_at = self._places()
+
+    def _forget_places(self) -> None:
+        self._known: tuple[int, Sequence[int]] | None = None
+        self._masters_at = ()
+        self._cast = kernels.Cast([], [])
+        self._comparison = kernels.Comparison([], [])
+        self._others: tuple[list[int], torch_kernels.Comparison] | None = None
 
     def param_of(self, stepped: Tensor) -> Tensor:
         """Return the half parameter of a master; a tensor that is no master stands for itself."""
@@ -348,17 +354,6 @@ class MasterWeights:
         """Drop the masters' gradients; those of the parameters go before the next backward."""
         clear_grads(self._masters)
 
-    def zero_param_grads(self, set_to_none: bool) -> None:
-        """Clear the half parameters' gradients, as ``optimizer.zero_grad`` clears the masters'.
-
-        A master gets zeros with the step, of its parameter, and what a backward adds to these.
-        """
-        for param, master in self.pairs():
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad, master.grad = torch.zeros_like(param.grad), None
-
     def release(self) -> None:
         """Give the optimizer its parameters back, with the masters' fp32 values and gradients."""
         for param, master in self.pairs():
@@ -381,13 +376,6 @@ class MasterWeights:
         self._versions = Versions()
         self._params_by_master.clear()
         self._forget_places()
-
-    def _forget_places(self) -> None:
-        self._known: tuple[int, Sequence[int]] | None = None
-        self._masters_at = ()
-        self._cast = kernels.Cast([], [])
-        self._comparison = kernels.Comparison([], [])
-        self._others = None
 
     def _compare(self, places: Sequence[int] | None = None) -> torch_kernels.Comparison:
         """Return the comparison of masters and parameters, made anew where any was replaced.
