@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from amp_patch.casting.torch_compile import never_trace
-from amp_patch.step.backward_pass import refuse_another_backward, refuse_late_backward
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.scalar_backward import short_for_scalars
+from amp_patch.step.watched_backward import refuse_another_backward, refuse_late_backward
 from amp_patch.warn_once import warn_once
 
 #: Nodes of functions whose gradients are no multiples of a factor that their argument has.

@@ -9,23 +9,27 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
-from amp_patch.distributed.groups import has_others, without_repetition
+from amp_patch.distributed.groups import without_repetition
 from amp_patch.distributed.unsynced import Unsynced
-from amp_patch.warn_once import warn, warn_once
 
-from . import reached_masters
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
 from .optimizer_backward import OptimizerBackward
 from .param_pairs import ParamPairs
 from .skip import Skip
+from .watched_backward import (
+    WatchedBackward,
+    refuse_another_backward,
+    tell_of_strays,
+    warn_of_stages,
+)
 
 
 class Other(Protocol):
@@ -95,7 +99,7 @@ class BackwardPass:
         self._received: list[tuple[OptimizerBackward, ParamPairs]] = []
         self._pending: PendingCheck | None = None
         self._watches: list[Watch] = []
-        self._watched: _WatchedBackward | None = None
+        self._watched: WatchedBackward | None = None
         self._open_block = open_block
         self._close_block: Callable[[], None] | None = None
         self._block: weakref.ref[object] | None = None
@@ -110,12 +114,12 @@ class BackwardPass:
         scaled_loss = self.multiply(loss)
         if self._scaling.is_on and scaled_loss.grad_fn is not None:
             if self._optimizers[0].zeroing.is_watched:
-                self._watched = _WatchedBackward(self._optimizers)
+                self._watched = WatchedBackward(self._optimizers)
                 scaled_loss.grad_fn.register_prehook(self._watched)
             if self._open_block is not None:
                 self._close_block = self._open_block(scaled_loss, self._params)
         elif self._scaling.is_on:
-            self._warn_of_stages()
+            warn_of_stages(self._optimizers)
         return scaled_loss
 
     def is_ended_by(self, block: object) -> None:
@@ -191,8 +195,8 @@ class BackwardPass:
             for _, pairs in self._received:
                 pairs.refuse_resized()
             raise
-        if self._watched is not None:
-            self._tell_of_strays(self._watched, found)
+        if self._watched is not None and self._watched.has_run and not any(p for _, p in found):
+            tell_of_strays(self._optimizers)
         if is_on and any(map(_GROUPS, self._optimizers)):
             self._agree(found)
         return found
@@ -309,17 +313,7 @@ class BackwardPass:
     def _params(self) -> Iterable[Tensor]:
         return chain.from_iterable(one.pairs().model for one in self._optimizers)
 
-    def _warn_of_stages(self) -> None:
-        """Warn of the factor of a pipeline's losses on a rank that decides for itself."""
-        if has_others() and not any(one.ranks.groups for one in self._optimizers):
-            warn(
-                "all stages of a pipeline must skip the same steps; got scale_loss() of a number "
-                "without a backward of its own, and no process group, so that each rank would "
-                "skip by its own gradients alone. Call amp.initialize(..., "
-                "process_group=torch.distributed.group.WORLD)."
-            )
-
-    def _refuse_another(self, watched: _WatchedBackward) -> None:
+    def _refuse_another(self, watched: WatchedBackward) -> None:
         """Raise if gradients came from another backward than the scaled loss's.
 
         Raises:
@@ -327,29 +321,6 @@ class BackwardPass:
         """
         if not watched.has_run and any(one.gradients.wrote(pairs) for one, pairs in self._open):
             refuse_another_backward()
-
-    def _tell_of_strays(self, watched: _WatchedBackward, found: Sequence[Found]) -> None:
-        """Warn, once, of a backward that reached none of the parameters it is for.
-
-        Raises:
-            RuntimeError: the script has given gradients to masters in the block.
-        """
-        if not watched.has_run or any(p for _, p in found):
-            return
-        if any(one.reached.were_reached for one in self._optimizers):
-            return
-        for one in self._optimizers:
-            if not one.gradients.are_pending:
-                reached_masters.refuse_given(one.pairs())
-        were_cleared = any(one.zeroing.was_cleared for one in self._optimizers)
-        if not were_cleared and any(param.requires_grad for param in self._params()):
-            warn_once(
-                "the backward() of a scaled loss must reach parameters of its optimizers; got "
-                "one that wrote none of their gradients, so that they train nothing. Compute "
-                "the loss with the model that amp.initialize() returned, not with a copy of "
-                "it, and pass the optimizer of that model to amp.scale_loss(). What "
-                "torch.autograd.grad() returned, assign to .grad inside the block."
-            )
 
     def _share(self, by: Literal["model", "master"]) -> list[tuple[OptimizerBackward, ParamPairs]]:
         """Return what each optimizer handles: of what two of them hold, the first one."""
@@ -363,56 +334,7 @@ class BackwardPass:
         return list(zip(self._optimizers, shares, strict=True))
 
 
-class _WatchedBackward:
-    """Notes that the backward of the scaled loss runs. Holds no graph, for a graph holds it.
-
-    Behind its block, that of a later block may run through the scaled loss: where the script has
-    divided what `torch.autograd.grad` returned by ``scaled_loss / loss``.
-
-    Args:
-        optimizers: of the pass; held weakly.
-    """
-
-    def __init__(self, optimizers: Iterable[OptimizerBackward]) -> None:
-        self._optimizers = [*map(weakref.ref, optimizers)]
-        self.has_run = self.is_over = False
-
-    def __call__(self, grads: tuple[Tensor, ...]) -> None:
-        self.has_run = True
-        if self.is_over:
-            living = (reference() for reference in self._optimizers)
-            if not any(one is not None and one.is_open for one in living):
-                refuse_late_backward()
-
-
 #: Looked up for each optimizer of a pass by `map`, which calls no Python.
 _GROUPS = operator.attrgetter("ranks.groups")
 _SKIP = operator.attrgetter("skip")
 _TAKES_GRADS_AS_THEY_ARE = operator.attrgetter("takes_grads_as_they_are")
-
-
-def refuse_another_backward() -> NoReturn:
-    """Raise for a backward in a block that is not of the scaled loss.
-
-    Raises:
-        RuntimeError: as said.
-    """
-    raise RuntimeError(
-        "the backward() inside a scale_loss() block must be that of the loss it yields; got "
-        "gradients of another one, which are not multiplied by the loss scale and would be divided "
-        "by it. Call scaled_loss.backward() in `with amp.scale_loss(loss + other_loss, optimizer) "
-        "as scaled_loss:`, or give each loss a block of its own."
-    )
-
-
-def refuse_late_backward() -> NoReturn:
-    """Raise for a backward of the scaled loss when its block has unscaled the gradients.
-
-    Raises:
-        RuntimeError: as said.
-    """
-    raise RuntimeError(
-        "scaled_loss.backward() must run inside of its scale_loss() block, before what needs "
-        "unscaled gradients; got one behind it. Indent it below `with amp.scale_loss(loss, "
-        "optimizer) as scaled_loss:`, and call what clips or steps behind the block."
-    )

@@ -1,4 +1,4 @@
-"""A backward that went astray is told: another one's, behind its block, of another optimizer."""
+"""Gradients that another optimizer's scaled loss wrote are told, and not stepped."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -40,106 +40,6 @@ def loss_of(model: nn.Module) -> Tensor:
 
 def values(optimizer: Optimizer) -> list[Tensor]:
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
-
-
-# --- inside and behind the block ---
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_backward_of_another_loss_is_refused_and_its_gradients_go(
-    amp: ModuleType, level: str
-) -> None:
-    model, first, second = prepared(amp, level)
-    both = [first, second]
-    with amp.scale_loss(loss_of(model), both) as scaled_loss:
-        scaled_loss.backward()
-    before = [p.grad.clone() for optimizer in both for p in amp.master_params(optimizer)]
-    loss = loss_of(model)
-    with (
-        pytest.raises(RuntimeError, match=r"got gradients of another one.*scaled_loss\.backward"),
-        amp.scale_loss(loss, both),
-    ):
-        loss.backward()
-    after = [p.grad for optimizer in both for p in amp.master_params(optimizer)]
-    assert all(map(torch.equal, before, after))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_second_backward_of_another_loss_is_refused_while_gradients_are_delayed(
-    amp: ModuleType, level: str, delayed: bool
-) -> None:
-    model, *both = prepared(amp, level)
-    with amp.scale_loss(loss_of(model), both, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
-    loss = loss_of(model)
-    with (
-        pytest.raises(RuntimeError, match="must be that of the loss it yields"),
-        amp.scale_loss(loss, both, delay_unscale=delayed),
-    ):
-        loss.backward()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_scale_of_1_makes_no_difference(amp: ModuleType, level: str) -> None:
-    model, *both = prepared(amp, level, loss_scale=1.0)
-    loss = loss_of(model)
-    with amp.scale_loss(loss, both):
-        loss.backward()
-    assert all(p.grad.any() for optimizer in both for p in amp.master_params(optimizer))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_backward_behind_the_block_is_refused_before_it_writes(
-    amp: ModuleType, level: str
-) -> None:
-    model, *both = prepared(amp, level)
-    with amp.scale_loss(loss_of(model), both) as scaled_loss:
-        pass
-    with pytest.raises(RuntimeError, match="must run inside of its scale_loss.*Indent it"):
-        scaled_loss.backward()
-    assert all(param.grad is None for param in model.parameters())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_is_computed_from_the_scaled_loss_is_its_backward(amp: ModuleType, level: str) -> None:
-    model, *both = prepared(amp, level)
-    with amp.scale_loss(loss_of(model), both) as scaled_loss:
-        (scaled_loss / 2).backward()
-    with amp.scale_loss(loss_of(model), both) as scaled_loss:
-        grads = torch.autograd.grad(scaled_loss, list(model.parameters()))
-        for param, grad in zip(model.parameters(), grads, strict=True):
-            param.grad = grad
-    for optimizer in both:
-        optimizer.step()
-        assert not amp.step_was_skipped(optimizer)
-
-
-@pytest.mark.filterwarnings("ignore:the backward.. of a scaled loss must reach parameters")
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_the_backward_of_a_later_block_may_run_through_the_scaled_loss(
-    amp: ModuleType, level: str
-) -> None:
-    model, *both = prepared(amp, level)
-    norms = []
-    for is_scaled in (False, True):
-        inputs = X.clone().requires_grad_()
-        loss = model(inputs).float().square().mean()
-        if is_scaled:  # as GradAlign takes the gradients of inputs
-            with amp.scale_loss(loss, both) as scaled_loss:
-                (grad,) = torch.autograd.grad(scaled_loss, inputs, create_graph=True)
-                grad = grad / (scaled_loss / loss)
-        else:
-            (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        with amp.scale_loss(grad.float().square().sum(), both) as scaled_loss:
-            scaled_loss.backward()
-        masters = [p for optimizer in both for p in amp.master_params(optimizer)]
-        norms.append(torch.stack([p.grad.norm() for p in masters if p.grad is not None]))
-        model.zero_grad()
-    torch.testing.assert_close(norms[1], norms[0], rtol=1e-2, atol=0)
-
-
-# --- another optimizer's parameters ---
 
 
 @pytest.mark.filterwarnings("ignore:at a level with a loss scale every loss")

@@ -1,0 +1,104 @@
+"""A backward that is not the scaled loss's, or trains nothing: refused, or warned about.
+
+Knows the optimizers of a pass; no scale.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+
+from amp_patch.distributed.groups import has_others
+from amp_patch.warn_once import warn, warn_once
+
+from .optimizer_backward import OptimizerBackward
+from .reached_masters import refuse_given
+
+
+class WatchedBackward:
+    """Notes that the backward of the scaled loss runs. Holds no graph, for a graph holds it.
+
+    Behind its block, that of a later block may run through the scaled loss: where the script has
+    divided what `torch.autograd.grad` returned by ``scaled_loss / loss``.
+
+    Args:
+        optimizers: of the pass; held weakly.
+    """
+
+    def __init__(self, optimizers: Iterable[OptimizerBackward]) -> None:
+        self._optimizers = [*map(weakref.ref, optimizers)]
+        self.has_run = self.is_over = False
+
+    def __call__(self, grads: tuple[Tensor, ...]) -> None:
+        self.has_run = True
+        if self.is_over:
+            living = (reference() for reference in self._optimizers)
+            if not any(one is not None and one.is_open for one in living):
+                refuse_late_backward()
+
+
+def tell_of_strays(optimizers: Sequence[OptimizerBackward]) -> None:
+    """Warn, once, of a backward that reached none of the parameters it is for.
+
+    Args:
+        optimizers: of its pass.
+
+    Raises:
+        RuntimeError: the script has given gradients to masters in the block.
+    """
+    if any(one.reached.were_reached for one in optimizers):
+        return
+    for one in optimizers:
+        if not one.gradients.are_pending:
+            refuse_given(one.pairs())
+    were_cleared = any(one.zeroing.was_cleared for one in optimizers)
+    trains = any(param.requires_grad for one in optimizers for param in one.pairs().model)
+    if trains and not were_cleared:
+        warn_once(
+            "the backward() of a scaled loss must reach parameters of its optimizers; got "
+            "one that wrote none of their gradients, so that they train nothing. Compute "
+            "the loss with the model that amp.initialize() returned, not with a copy of "
+            "it, and pass the optimizer of that model to amp.scale_loss(). What "
+            "torch.autograd.grad() returned, assign to .grad inside the block."
+        )
+
+
+def warn_of_stages(optimizers: Iterable[OptimizerBackward]) -> None:
+    """Warn of the factor of a pipeline's losses on a rank that decides for itself."""
+    if has_others() and not any(one.ranks.groups for one in optimizers):
+        warn(
+            "all stages of a pipeline must skip the same steps; got scale_loss() of a number "
+            "without a backward of its own, and no process group, so that each rank would "
+            "skip by its own gradients alone. Call amp.initialize(..., "
+            "process_group=torch.distributed.group.WORLD)."
+        )
+
+
+def refuse_another_backward() -> NoReturn:
+    """Raise for a backward in a block that is not of the scaled loss.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    raise RuntimeError(
+        "the backward() inside a scale_loss() block must be that of the loss it yields; got "
+        "gradients of another one, which are not multiplied by the loss scale and would be divided "
+        "by it. Call scaled_loss.backward() in `with amp.scale_loss(loss + other_loss, optimizer) "
+        "as scaled_loss:`, or give each loss a block of its own."
+    )
+
+
+def refuse_late_backward() -> NoReturn:
+    """Raise for a backward of the scaled loss when its block has unscaled the gradients.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    raise RuntimeError(
+        "scaled_loss.backward() must run inside of its scale_loss() block, before what needs "
+        "unscaled gradients; got one behind it. Indent it below `with amp.scale_loss(loss, "
+        "optimizer) as scaled_loss:`, and call what clips or steps behind the block."
+    )
