@@ -28,7 +28,7 @@ from amp_patch.casting.patched_functions import PatchedFunctions
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.session import session
 from amp_patch.step import optimizer_state, optimizer_step, prepared_optimizers, shared_scalers
-from amp_patch.weights import half_model
+from amp_patch.weights import half_model, half_storage
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 CASTING = ("O1", "O4")
@@ -74,8 +74,8 @@ HALF = ("O2", "O3", "O5")
 # What raises, at which call, and at which levels it is called at all.
 FAILURES: dict[str, tuple[Any, str, int, tuple[str, ...]]] = {
     "hooks": (torch_sites, "install", 1, LEVELS),
-    "conversion": (half_model, "convert", 1, HALF),
-    "conversion of the second": (half_model, "convert", 2, HALF),
+    "conversion": (half_storage, "convert", 1, HALF),
+    "conversion of the second": (half_storage, "convert", 2, HALF),
     "forward casts": (half_model.ForwardCasts, "attach", 2, LEVELS),
     "cache": (WeightCache, "add_model", 2, CASTING),
     "scalers": (shared_scalers, "LossScaler", 2, LEVELS),

@@ -16,7 +16,7 @@ from amp_patch.casting.mode import HALVES
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
 from amp_patch.warn_once import warn_once
-from amp_patch.weights.half_model import kept_in_fp32
+from amp_patch.weights.half_storage import kept_in_fp32
 
 _METHODS = ("half", "bfloat16", "double", "to", "type")
 

@@ -19,7 +19,7 @@ from torch.nn.utils import stateless
 from amp_patch.casting.mode import FLOATS
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
-from amp_patch.weights.half_model import kept_by_name, kept_in_fp32
+from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
 _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor|BFloat16Tensor|desired output type"

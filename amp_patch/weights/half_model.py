@@ -1,17 +1,15 @@
-"""Stores a model in half precision and casts what goes in and comes out (O0, O2, O3, O5).
+"""Casts what goes into a model, and what comes out (O0, O2, O3, O5); how a forward casts (O1, O4).
 
-Knows nothing of optimizers or masters: `convert` hands back the storage that it replaced.
-What stays on a model are hooks, not a replaced forward: they follow copies, replicas and pickles.
+These are hooks on the model, not a replaced forward: they follow copies, replicas and pickles.
+Knows no optimizer, and not how a model came to be in half (`half_storage`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
-from collections.abc import Callable, Collection, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +21,7 @@ from amp_patch.casting.mode import FLOATS, HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
-from amp_patch.distributed.shards import same_numbers, set_data
 from amp_patch.warn_once import warn_once
-
-from . import parametrizations
 
 
 class FollowsCopies:
@@ -216,181 +211,3 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         value,
         other=lambda item: cast_object(item, dtype, lambda inner: cast_floats(inner, dtype)),
     )
-
-
-class Originals(NamedTuple):
-    """What a model held before it was converted: the old storage, not copies.
-
-    Attributes:
-        params: of each parameter that is stored as the level says now, with its gradient.
-        buffers: those that came in half, by their paths in the model.
-        rounded: of each other buffer that is in half now.
-    """
-
-    params: dict[nn.Parameter, Tensor]
-    buffers: dict[str, Tensor]
-    rounded: dict[Tensor, Tensor]
-
-
-def convert(
-    model: nn.Module,
-    dtype: torch.dtype,
-    keep_batchnorm_fp32: bool,
-    stored: Collection[int] = (),
-    in_float: Collection[nn.Module] = (),
-) -> Originals:
-    """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
-
-    Args:
-        model: its float64, complex and integer tensors are left alone, half parameters that are
-            trained, with all that is in half beside them in a module, and what `kept_by_name` says.
-        dtype: float16, bfloat16 or float32.
-        keep_batchnorm_fp32: see `kept_in_fp32`.
-        stored: ids of parameters and buffers of models that were converted before; these may share
-            some with this one.
-        in_float: modules that compute in fp32: their buffers are stored in it, which nothing trains
-            and so has no master.
-
-    Returns:
-        What it held before; of half parameters also where they are in ``dtype`` already.
-    """
-    kept = kept_in_fp32(model, keep_batchnorm_fp32)
-    stored = {*stored, *map(id, kept_by_name(model, dtype))}
-    originals = Originals({}, {}, {})
-    for path, module in model.named_modules():
-        halves = HALVES if _trains_no_half(module) else ()  # asked before any of it is cast
-        to = torch.float32 if module in kept else dtype
-        _convert_params(module, _cast_to(to, halves), to, originals, stored)
-        to = torch.float32 if module in in_float else to
-        _convert_buffers(module, _cast_to(to, halves), to, path, originals, stored)
-    return originals
-
-
-def _cast_to(dtype: torch.dtype, halves: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the tensors of a module that become ``dtype``."""
-    return halves if dtype is torch.float32 else (*halves, torch.float32)
-
-
-def _convert_params(
-    module: nn.Module,
-    sources: tuple[torch.dtype, ...],
-    dtype: torch.dtype,
-    originals: Originals,
-    stored: Collection[int],
-) -> None:
-    params = [param for param in module._parameters.values() if param is not None]
-    params = [param for param in params if param.dtype in sources and id(param) not in stored]
-    for param in params:
-        if param not in originals.params:
-            original = param.data
-            original.grad, param.grad = param.grad, None
-            originals.params[param] = original
-            set_data(param, _converted(original, dtype))
-    if params and isinstance(module, nn.RNNBase):
-        module.flatten_parameters()
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in another dtype, which other processes see if they see the tensor."""
-    converted = tensor.to(dtype)
-    is_shared = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared()
-    return converted.share_memory_() if is_shared else converted
-
-
-def _convert_buffers(
-    module: nn.Module,
-    sources: tuple[torch.dtype, ...],
-    dtype: torch.dtype,
-    path: str,
-    originals: Originals,
-    stored: Collection[int],
-) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
-            stored_buffer = module._buffers[name] = _converted(buffer, dtype)
-            if buffer.dtype in HALVES:
-                originals.buffers[f"{path}.{name}"] = buffer
-            else:
-                originals.rounded[stored_buffer] = buffer
-
-
-def _trains_no_half(module: nn.Module) -> bool:
-    params = [param for param in module._parameters.values() if param is not None]
-    return not any(param.requires_grad and param.dtype in HALVES for param in params)
-
-
-def kept_in_fp32(model: nn.Module, batch_norms: bool) -> set[nn.Module]:
-    """Return the modules that `convert` stores in fp32: those that compute weights of layers.
-
-    Args:
-        model: any.
-        batch_norms: whether these stay as well, also those without weights.
-    """
-    norms = {module for module in model.modules() if isinstance(module, _BatchNorm)}
-    return parametrizations.modules_of(model) | (norms if batch_norms else set())
-
-
-def kept_by_name(model: nn.Module, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return what a model of transformers, or one in the model, names to be kept in fp32.
-
-    ``_keep_in_fp32_modules`` for float16, ``_keep_in_fp32_modules_strict`` for bfloat16 as well.
-    Its forward casts to what is kept, as to what ``from_pretrained(..., dtype=...)`` keeps.
-    """
-    kept: list[Tensor] = []
-    for module in model.modules() if dtype in HALVES else ():
-        names = _names_in(module, "_keep_in_fp32_modules_strict")
-        if dtype is torch.float16:
-            names |= _names_in(module, "_keep_in_fp32_modules")
-        if names:
-            named = re.compile(rf"(^|\.)({'|'.join(map(re.escape, names))})($|\.)")
-            tensors = chain(module.named_parameters(), module.named_buffers())
-            kept += [tensor for path, tensor in tensors if named.search(path)]
-    return kept
-
-
-def _names_in(module: nn.Module, attribute: str) -> set[str]:
-    """Return the names in an attribute of a module, whose ``__getattr__`` may know any."""
-    names = vars(module).get(attribute, getattr(type(module), attribute, None))
-    return set(names) if isinstance(names, (list, tuple, set)) else set()
-
-
-def restore(
-    model: nn.Module,
-    dtype: torch.dtype,
-    exact: Callable[[Tensor], Tensor],
-    buffers: Mapping[str, Tensor],
-) -> None:
-    """Undo `convert`: what ``exact`` says of a parameter or buffer stands in its place.
-
-    Args:
-        model: as `convert` left it.
-        dtype: that it got.
-        exact: returns the value of a parameter or buffer in the dtype that it is to have.
-        buffers: those that came in half, as `convert` returned them.
-    """
-    for path, module in model.named_modules():
-        for param in module._parameters.values():
-            if param is not None and param.dtype in FLOATS:
-                _set_value(param, exact(param))
-        for name, buffer in module._buffers.items():
-            original = buffers.get(f"{path}.{name}")
-            if buffer is not None and original is not None:
-                module._buffers[name] = _as_it_came(buffer, original)
-            elif buffer is not None and buffer.dtype is dtype:
-                module._buffers[name] = exact(buffer)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-
-
-def _set_value(param: nn.Parameter, value: Tensor) -> None:
-    """Let a parameter hold a value; in its own dtype it is what it holds already."""
-    if value.dtype is not param.dtype:
-        grad, param.grad = param.grad, None
-        set_data(param, value)
-        param.grad = None if grad is None else grad.to(value.dtype)
-
-
-def _as_it_came(buffer: Tensor, original: Tensor) -> Tensor:
-    """Return a buffer in the dtype of the original, with its very bits if nobody wrote to it."""
-    is_same = same_numbers(original.to(buffer), buffer)
-    return (original if is_same else buffer).to(buffer.device, original.dtype)

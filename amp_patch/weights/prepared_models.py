@@ -25,7 +25,7 @@ from amp_patch.distributed.fully_sharded import (
 from amp_patch.distributed.shards import set_data
 from amp_patch.levels import OptLevel
 
-from . import half_model, module_rules, parametrizations
+from . import half_model, half_storage, module_rules, parametrizations
 from .fp32_values import FP32Values
 from .half_model import ForwardCasts, WeightCasts
 
@@ -158,7 +158,7 @@ class PreparedModels:
         for model, level in models:
             if model in self._converted and level.cast_model_type is not None:
                 came_in_half, stored = self._converted[model], list(model.buffers())
-                half_model.restore(model, level.cast_model_type, self._store.exact, came_in_half)
+                half_storage.restore(model, level.cast_model_type, self._store.exact, came_in_half)
                 self._store.forget(stored)
                 del self._converted[model]
                 follow_parameters(model)
@@ -183,10 +183,10 @@ class PreparedModels:
             refuse_other_dtypes(models, level.half_dtype, level.name, other)
         if level.stores_half:
             norms = bool(level.keep_batchnorm_fp32)
-            kept = [one for model in models for one in half_model.kept_in_fp32(model, norms)]
+            kept = [one for model in models for one in half_storage.kept_in_fp32(model, norms)]
             params = {id(p) for module in kept for p in module.parameters(recurse=False)}
             dtype = level.cast_model_type
-            params.update(id(p) for one in models for p in half_model.kept_by_name(one, dtype))
+            params.update(id(p) for one in models for p in half_storage.kept_by_name(one, dtype))
             refuse_mixed_groups(models, params)
 
     def holds(self, module: nn.Module) -> bool:
@@ -261,7 +261,7 @@ class PreparedModels:
         stepped: set[int],
         in_float: Collection[nn.Module],
     ) -> Collection[Tensor]:
-        params, came_in_half, rounded = half_model.convert(
+        params, came_in_half, rounded = half_storage.convert(
             model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half(), in_float
         )
         if dtype in HALVES or params or came_in_half:
@@ -309,7 +309,7 @@ class PreparedModels:
 
     def _compute_weights_in_fp32(self, model: nn.Module, level: OptLevel) -> None:
         """Let parametrizations run as models in fp32 do; layers get their weights as stored."""
-        kept = half_model.kept_in_fp32(model, bool(level.keep_batchnorm_fp32))
+        kept = half_storage.kept_in_fp32(model, bool(level.keep_batchnorm_fp32))
         for layer, weight in parametrizations.weights_of(model):
             outputs = None if layer in kept else level.cast_model_type
             WeightCasts(OFF, level.half_dtype, outputs=outputs).attach(weight)
