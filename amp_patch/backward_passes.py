@@ -6,12 +6,11 @@ Knows what was prepared and who looks out for mistakes; `BackwardPass` does the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .casting.mode import mode
 from .casting.running_modules import running_modules
@@ -165,8 +164,8 @@ class BackwardPasses:
         Raises:
             RuntimeError: it is not the same.
         """
-        every = list(self._optimizers.steps.values())
-        for wrapper in self._guard.unsynced.take_new(_params_of(steps), _params_of(every)):
+        params = chain.from_iterable(step.backward.params() for step in steps)
+        for wrapper in self._guard.unsynced.take_new(params, self._optimizers.params()):
             dtypes = sorted({str(param.dtype) for param in wrapper.parameters()})
             # a scale that never moves needs no count
             count = f" for {scaler.unskipped} steps" if scaler.rule.dynamic else ""
@@ -189,10 +188,3 @@ class BackwardPasses:
                 "rule, and so a scale, of its own: amp.initialize(..., growth_interval=2001). Or "
                 "call amp.initialize(..., opt_level='O4'), which needs no scale."
             )
-
-
-def _params_of(steps: Sequence[OptimizerStep]) -> Iterable[Tensor]:
-    """Return what optimizers step, and what other ranks step for them (ZeRO)."""
-    backwards = [step.backward for step in steps]
-    both = [(one.pairs().model, one.gradients.elsewhere) for one in backwards]
-    return chain.from_iterable(chain.from_iterable(both))

@@ -139,8 +139,7 @@ def _measuring(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> 
     def get_total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         wanted = set(map(id, given))
-        models = [step.backward.pairs().model for step in list(optimizers.steps.values())]
-        params = [one for one in chain.from_iterable(models) if id(one.grad) in wanted]
+        params = [one for one in optimizers.params() if id(one.grad) in wanted]
         stepped, _ = _stepped(optimizers, params, "torch.nn.utils.get_total_norm()")
         true = {
             id(param.grad): one.grad

@@ -130,9 +130,8 @@ class Guard:
 
     def _sets_aside(self, params: Sequence[Tensor]) -> bool:
         """Return whether a block of `scale_loss` sets aside gradients of some parameters."""
-        steps, own = list(self._optimizers.steps.values()), set(map(id, params))
-        stepped = {id(param) for step in steps for param in step.backward.pairs().model}
-        halves = any(param.dtype in HALVES for param in params)
+        own, halves = set(map(id, params)), any(param.dtype in HALVES for param in params)
+        stepped = map(id, self._optimizers.params())
         return (halves or self._optimizers.scalers.scale_losses) and not own.isdisjoint(stepped)
 
     def _scaled_models(self) -> list[nn.Module]:

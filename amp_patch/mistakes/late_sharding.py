@@ -26,8 +26,7 @@ def replacements(
     def refuse(module: Any, call: str) -> None:
         modules = module if isinstance(module, (list, tuple)) else [module]
         params = [p for one in modules if isinstance(one, nn.Module) for p in one.parameters()]
-        steps = list(optimizers.steps.values())
-        stepped = {id(param) for step in steps for param in step.backward.pairs().model}
+        stepped = set(map(id, optimizers.params()))
         count = sum(id(param) in stepped or store.holds(param) for param in params)
         if count:
             raise RuntimeError(

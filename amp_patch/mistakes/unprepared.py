@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class UnpreparedParams:
 
     def find(self, models: Iterable[nn.Module], optimizers: PreparedOptimizers) -> None:
         """Look for them anew: models or optimizers were prepared."""
-        stepped = _stepped_by(optimizers)
+        stepped = set(map(id, optimizers.params()))
         found = {
             id(param): param
             for model in models
@@ -101,9 +102,9 @@ class UnpreparedParams:
             optimizers: those that are prepared.
         """
         self._losses_to_look_at -= 1
-        pairs = [step.backward.pairs() for step in list(optimizers.steps.values())]
-        known = _stepped_by(optimizers) | {id(param) for both in pairs for param in both.master}
-        known |= {id(param) for reference in self._params if (param := reference()) is not None}
+        steps = list(optimizers.steps.values())
+        masters = chain.from_iterable(step.backward.pairs().master for step in steps)
+        known = set(map(id, chain(optimizers.params(), masters, self._alive())))
         new = [leaf for leaf in leaves if id(leaf) not in known]
         self._params += map(TensorWeakRef, new)
         self._reached.append(Watch.of(new, self._plain_backwards()))
@@ -117,9 +118,10 @@ class UnpreparedParams:
             for key, one in self._scaled.items()
             if (grad := one.left()) is not None and values(grad).any()
         }
-        alive = [(one, param) for one in self._params if (param := one()) is not None]
-        self._params = [reference for reference, _ in alive]
-        return Watch.of([param for _, param in alive], self._plain_backwards())
+        alive = self._alive()
+        if len(alive) < len(self._params):
+            self._params = list(map(TensorWeakRef, alive))
+        return Watch.of(alive, self._plain_backwards())
 
     def note_foreign(self, watch: Watch, optimizers: Sequence[OptimizerBackward]) -> None:
         """See `OptimizerBackward.note_foreign`."""
@@ -128,6 +130,9 @@ class UnpreparedParams:
             # else another thread trains its own model, or the block does
             if one.params and one.own_passes == self._plain_backwards():
                 self._note(one)
+
+    def _alive(self) -> list[Tensor]:
+        return [param for reference in self._params if (param := reference()) is not None]
 
     def _note(self, watch: Watch) -> None:
         for param, grad in watch.written():
@@ -167,7 +172,7 @@ class UnpreparedParams:
                 raise RuntimeError(_refusal(optimizer, count))
         scaled = self._scaled_of(params)
         # A prepared optimizer may have got them since, of which this is the one within.
-        if scaled and (count := len(scaled - _stepped_by(optimizers))):
+        if scaled and (count := len(scaled - set(map(id, optimizers.params())))):
             raise RuntimeError(_refusal(optimizer, count))
 
     def refuse_clip(self, params: Iterable[Tensor], call: str) -> None:
@@ -200,8 +205,7 @@ class UnpreparedParams:
             How many of the prepared models' have a gradient, of which nobody knows whether it is
             scaled. One of another model most likely is not.
         """
-        known = _stepped_by(optimizers)
-        known |= {id(param) for reference in self._params if (param := reference()) is not None}
+        known = set(map(id, chain(optimizers.params(), self._alive())))
         own = {id(param) for model in models for param in model.parameters()}
         new = [param for param in params if id(param) not in known]
         if not optimizers.scalers.scale_losses:
@@ -216,12 +220,6 @@ def _refusal(optimizer: Optimizer, count: int) -> str:
         f"step of a {type(optimizer).__name__} that amp.initialize() never got, with {count} "
         f"gradients that are multiplied by the loss scale; {_MEND}."
     )
-
-
-def _stepped_by(optimizers: PreparedOptimizers) -> set[int]:
-    all_of = [one.backward for one in list(optimizers.steps.values())]
-    both = [params for one in all_of for params in (one.pairs().model, one.gradients.elsewhere)]
-    return {id(param) for params in both for param in params}
 
 
 class HalfSteps:

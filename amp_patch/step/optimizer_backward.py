@@ -9,7 +9,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -104,10 +104,14 @@ class OptimizerBackward:
         """
         return self._held.ranks
 
+    def params(self) -> Iterator[Tensor]:
+        """Return the model's parameters that are stepped, here or by another rank (ZeRO)."""
+        return chain(self.pairs().model, self.gradients.elsewhere)
+
     @property
     def device(self) -> torch.device:
         """Where the parameters are, also on a rank whose share of them is empty (ZeRO)."""
-        return (self.pairs().model or self.gradients.elsewhere)[0].device
+        return next(self.params()).device
 
     @property
     def takes_grads_as_they_are(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -163,6 +164,11 @@ class PreparedOptimizers:
             if masters is not None and (param := masters.param_of(stepped)) is not stepped:
                 return param
         return stepped
+
+    def params(self) -> list[Tensor]:
+        """Return the models' parameters that any of them steps, here or on another rank (ZeRO)."""
+        steps = list(self.steps.values())
+        return list(chain.from_iterable(step.backward.params() for step in steps))
 
     def _was_scaled(self, step: OptimizerStep) -> bool:
         """Return whether a loss was scaled for an optimizer, or one that shares its parameters.
