@@ -64,7 +64,7 @@ class OptimizerBackward:
         masters, pairs: see `HeldParams`.
         gradients: of its parameters.
         is_open: True inside a ``scale_loss`` of this optimizer.
-        zeroing: counts these, and tells where gradients are not cleared when they should be.
+        zeroing: counts its passes, and tells where gradients are not cleared when they should be.
         unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
             a later one to share, which takes the same; None where there are none.
         decides_alone: True where there are other ranks, and no engine shares gradients with them.
