@@ -46,14 +46,15 @@ def clip_by_norm(
     Returns:
         The total norm before, 0-dim, the same on all ranks.
     """
-    if stages is None and not ranks.have_parts and not any_spread(grads):
+    are_parts = ranks.have_parts and bool(ranks.groups)
+    if stages is None and not are_parts and not any_spread(grads):
         return kernels.clip_by_norm(grads, max_norm, norm_type)
     # Gradients that the same ranks hold parts of are added by the same collectives.
     together: dict[tuple[str, ...], tuple[Sequence[ProcessGroup], list[Tensor]]] = {}
-    if ranks.have_parts:  # of which this rank may hold none
+    if are_parts:  # of which this rank may hold none
         together[_names(ranks.groups)] = ranks.groups, []
     for given, grad in zip(grads, map(summed, grads), strict=True):
-        is_part = ranks.have_parts and id(given) not in whole
+        is_part = are_parts and id(given) not in whole
         groups = _holders(grad) if is_spread(grad) else ranks.groups if is_part else ()
         together.setdefault(_names(groups), (groups, []))[1].append(local(grad))
     parts = [local(grad) for grad in grads]

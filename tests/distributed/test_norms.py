@@ -32,6 +32,11 @@ def test_a_rank_without_gradients_sends_by_the_backend_of_the_others(
     assert sent[2:] == [devices[0]] * 2
 
 
+def test_a_rank_that_is_alone_may_have_no_gradients() -> None:
+    """As of a ZeroRedundancyOptimizer in one process: it has parts, and no group shares them."""
+    assert clip_by_norm([], 1.0, 2.0, StepRanks([], have_parts=True)) == 0
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_parts_have_the_norm_of_the_whole(
     norm_type: float, monkeypatch: pytest.MonkeyPatch
