@@ -14,6 +14,7 @@ from amp_patch.optimizers.half_eps import warn_of_eps
 from amp_patch.optimizers.registry import refuse_options
 from amp_patch.weights.master_weights import MasterWeights
 
+from .held_params import HeldParams
 from .replaced_methods import ReplacedMethods
 
 
@@ -22,10 +23,9 @@ class AddedGroups:
 
     Args:
         optimizer: held weakly.
-        masters: of its half parameters; None for levels without.
+        held: its parameters.
         methods: that stand in the place of the optimizer's own.
         is_fused: whether a fused step refuses some options of a group.
-        steps_halves: whether half parameters without masters may be trained.
 
     Attributes:
         are_own: True where a wrapper (ZeRO) has groups that are not these.
@@ -35,16 +35,12 @@ class AddedGroups:
     def __init__(
         self,
         optimizer: Optimizer,
-        masters: MasterWeights | None,
+        held: HeldParams,
         methods: ReplacedMethods,
         is_fused: bool,
-        steps_halves: bool,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._masters = masters
-        self._methods = methods
-        self._is_fused = is_fused
-        self._steps_halves = steps_halves
+        self._held, self._methods, self._is_fused = held, methods, is_fused
         self.are_own = False
         self.when_added: Callable[[], object] = lambda: None
 
@@ -61,14 +57,14 @@ class AddedGroups:
         optimizer = self._optimizer()
         if self._is_fused and optimizer is not None:
             refuse_options(optimizer, param_group)
-        if self._masters is not None:
-            self._add_masters(self._masters, original, param_group)
+        if self._held.masters is not None:
+            self._add_masters(self._held.masters, original, param_group)
             return
         with self._methods.in_original():
             original(param_group)
         if optimizer is None:
             return
-        if self._steps_halves:
+        if self._held.steps_halves:
             warn_of_eps(optimizer)
             return
         try:

@@ -28,7 +28,7 @@ class HeldParams:
         steps_halves: whether half parameters without masters may be trained.
 
     Attributes:
-        masters: as given.
+        masters, steps_halves: as given.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
     """
 
@@ -42,7 +42,7 @@ class HeldParams:
         self._optimizer = weakref.ref(optimizer)
         self.masters = masters
         self._pairs = ParamPairs(listed(()), listed(()))
-        self._steps_halves = steps_halves
+        self.steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
@@ -71,7 +71,7 @@ class HeldParams:
                 stepped = listed(chain.from_iterable(group["params"] for group in groups))
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
             self._pairs = ParamPairs(params, stepped)
-            if masters is not None or not self._steps_halves:
+            if masters is not None or not self.steps_halves:
                 self._frozen = [one for one in stepped if one.dtype in HALVES]
             if self._ranks_follow:
                 self.ranks = StepRanks(groups_of(params))

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.half_eps import warn_of_eps
-from amp_patch.weights.master_weights import MasterWeights
+
+from .held_params import HeldParams
 
 
 class HoldsState(Protocol):
@@ -29,22 +30,19 @@ class OptimizerState:
     Args:
         optimizer: held weakly.
         wrapped: optimizers that it wraps, which have state of their own.
-        masters: of its half parameters; None for levels without.
+        held: its parameters.
         holder: steps in the optimizer's place; None where it steps itself.
-        follow_groups: is called before a load; makes masters of parameters that were unfrozen, for
-            torch loads state in their dtype. Of an object that is held weakly.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         wrapped: Sequence[Optimizer],
-        masters: MasterWeights | None,
+        held: HeldParams,
         holder: HoldsState | None,
-        follow_groups: Callable[[], object],
     ) -> None:
         self._optimizers = [weakref.ref(one) for one in (optimizer, *wrapped)]
-        self._masters = masters
+        self._masters = held.masters
         self._stored_in: dict[Tensor, torch.dtype] = {}  # before the parameters are restored
         self._undo: list[Callable[[], None]] = []
         # a wrapper that never was initialized as an optimizer has no hooks
@@ -52,8 +50,9 @@ class OptimizerState:
             return
         if holder is not None:
             self._call_after_loads(optimizer, holder.forget)
-        if masters is not None:
-            self._call_before_loads(optimizer, follow_groups)
+        if held.masters is not None:
+            # makes masters of parameters that were unfrozen, for torch loads state in their dtype
+            self._call_before_loads(optimizer, held.pairs)
         else:  # a state that another optimizer has saved may bring another eps
             self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
 

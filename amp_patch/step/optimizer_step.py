@@ -112,10 +112,8 @@ class OptimizerStep:
         self._writes = (
             None if self.masters is None else WritesInStep(optimizer, self.masters, is_foreign)
         )
-        self.state = OptimizerState(
-            optimizer, wrapped, self.masters, self._direct or self._fused, held.pairs
-        )
-        self.groups = AddedGroups(optimizer, self.masters, self.methods, fused, steps_halves)
+        self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
+        self.groups = AddedGroups(optimizer, held, self.methods, fused)
         self._patch_methods(optimizer, wrapped)
 
     def _patch_methods(self, optimizer: Optimizer, wrapped: Sequence[Optimizer]) -> None:
