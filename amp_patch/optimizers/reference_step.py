@@ -1,63 +1,30 @@
 """One optimizer's step on functions of torch: the reference for the kernels, on every device.
 
-Large parameters whose gradients wait in half are stepped some at a time, so that few gradients are
-in memory in fp32 at once; on a CPU a parameter larger than that is stepped in strips. So are those
-that the optimizer would step one by one. On a GPU it would step all at once, and make as much of
-what it computes on the way: a share of them is stepped there, which is larger. Knows groups and
-waiting gradients; no hooks, masters or loss scales.
+It goes part by part (`step_parts`), and unscales gradients that wait in half when it comes to them.
+Knows groups and waiting gradients; no hooks, masters or loss scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.kernels import small_tensors, torch_kernels, torch_optimizers
+from amp_patch.kernels import torch_kernels, torch_optimizers
 from amp_patch.kernels.strips import Strips, cut, lie_alike, strip_length
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.half_gradients import LargeInHalf
-from amp_patch.weights.lazy_gradients import LazyGradients, LazyGradParameter
+from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import (
-    are_still,
-    in_shares,
-    listed,
     stored_grad,
     stored_grads,
 )
 
-from .cached_groups import CachedGroup, CachedGroups
 from .groups import GroupUpdate, StepInputs, params_of
-
-#: How many elements of large parameters are stepped at once, about: a share of all, within these
-#: bounds (0.5 MB to 4 MB of fp32 gradients; with less the host would take longer than the step).
-_SHARE, _LEAST, _MOST = 1 / 32, 1 << 17, 1 << 20
-#: The same where all gradients are there and a GPU steps, which the host must keep busy: a dozen
-#: calls step a share, whatever its size.
-_SHARE_OF_GPU, _LEAST_OF_GPU = 1 / 4, 1 << 24
-
-
-class _Part(NamedTuple):
-    """Parameters of one group that are stepped at once.
-
-    Attributes:
-        group: its place in ``optimizer.param_groups``.
-        params: in the group's order.
-        places: theirs among the parameters of all groups.
-        are_large: whether their gradients may wait in half.
-        strip: the length of a strip, where there is one parameter that is cut; else None.
-        cached: what was looked up for them.
-    """
-
-    group: int
-    params: list[Tensor]
-    places: list[int]
-    are_large: bool
-    strip: int | None
-    cached: CachedGroup
+from .step_parts import Part, StepParts
 
 
 class _Waiting(NamedTuple):
@@ -72,6 +39,9 @@ class _Waiting(NamedTuple):
     own: list[int]
 
 
+_NONE_WAIT = _Waiting([], [])
+
+
 class _Work(NamedTuple):
     """What is stepped of a part: those of its parameters that have gradients.
 
@@ -81,7 +51,7 @@ class _Work(NamedTuple):
         rows: of these gradients in their source; empty where all are there.
     """
 
-    part: _Part
+    part: Part
     inputs: StepInputs
     rows: list[int]
 
@@ -96,20 +66,16 @@ class ReferenceStep:
 
     def __init__(self, update_type: type[GroupUpdate], lazy: LazyGradients) -> None:
         self._update_type, self._lazy = update_type, lazy
-        self._groups = CachedGroups(update_type)
-        self._parts: list[_Part] = []
-        self._params = listed(())
-        self._lengths: list[int] = []
-        self._at_once: float = _LEAST
+        self._parts = StepParts(update_type)
         # The parameters whose gradients waited last, and which of these each part has.
         self._waited: Sequence[Tensor] = ()
         self._waiting_of_parts: list[_Waiting] = []
-        self._none_waiting: list[_Waiting] = []
+        self._known_parts: list[Part] = []
 
     def forget(self) -> None:
         """Let go of what was looked up, the state of the optimizer with it."""
-        self._groups = CachedGroups(self._update_type)
-        self._parts, self._params, self._lengths, self._waited = [], listed(()), [], ()
+        self._parts.forget()
+        self._waited, self._known_parts = (), []
 
     def takes_flag(self, optimizer: Optimizer) -> bool:
         """Return whether `step` takes a flag for all groups."""
@@ -128,12 +94,12 @@ class ReferenceStep:
         Raises:
             RuntimeError: see `UnscaledLater.refuse_written`; nothing has changed.
         """
-        self._groups.look_up(optimizer)
-        self._look_up_parts(optimizer)
+        self._parts.groups.look_up(optimizer)
+        self._parts.look_up(optimizer)
         if isinstance(self._lazy.source, LargeInHalf):
             self._lazy.source.refuse_written()
         work: list[_Work] = []
-        for part, waiting in zip(self._parts, self._look_up_waiting(), strict=True):
+        for part, waiting in zip(self._parts.every, self._look_up_waiting(), strict=True):
             one = self._work(optimizer, part, waiting)
             if one is None:
                 continue
@@ -188,7 +154,7 @@ class ReferenceStep:
         if not self._lazy.are_alone():
             return None
         source.refuse_written()
-        self._look_up_parts(optimizer)  # how much is looked at once, too
+        self._parts.look_up(optimizer)  # how much is looked at once, too
         waiting = self._waiting()
         norms: list[Tensor] = []
         others: list[Tensor] = []
@@ -208,42 +174,11 @@ class ReferenceStep:
     def _norms_of_waiting(self, source: LargeInHalf, row: int) -> list[Tensor]:
         """Return the 2-norms of the parts of a gradient: strips, where it is large."""
         grad = source.stored(row)
-        length = strip_length(grad.numel(), self._at_once)
+        length = strip_length(grad.numel(), self._parts.at_once)
         if length is None or not lie_alike([grad]):
             return torch_kernels.norms_of(source.make([row]), 2.0)
         strips = source.strips(row, length)
         return list(chain.from_iterable(torch_kernels.norms_of([one], 2.0) for one in strips))
-
-    def _look_up_parts(self, optimizer: Optimizer) -> None:
-        """Share the parameters among parts, unless they are those of the last step."""
-        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-        params = groups[0] if len(groups) == 1 else list(chain.from_iterable(groups))
-        lengths = list(map(len, groups))
-        if lengths == self._lengths and are_still(self._params, params):
-            return
-        self._params, self._lengths, self._parts = listed(params), lengths, []
-        self._waited = ()
-        begin = 0
-        elements = sum(map(Tensor.numel, params))
-        self._at_once = at_once = min(max(_LEAST, _SHARE * elements), _MOST)
-        for group, members in enumerate(groups):
-            is_fused = optimizer.param_groups[group].get("fused")
-            makes_copies = not is_fused and self._update_type.makes_copies
-            on_cpu = bool(members) and members[0].is_cpu
-            if makes_copies and not on_cpu and not any(map(_is_large, members)):
-                shares = in_shares(members, max(_LEAST_OF_GPU, _SHARE_OF_GPU * elements))
-            else:
-                shares = _shares(members, at_once, are_alone=not is_fused and on_cpu)
-            for rows in shares:
-                places = [begin + row for row in rows]
-                are_large = _is_large(members[rows[0]])
-                cached = CachedGroup(self._groups, self._update_type())
-                own = listed([members[row] for row in rows])
-                saves_memory = are_large or makes_copies
-                strip = _length_of_strips(own, at_once) if saves_memory else None
-                self._parts.append(_Part(group, own, places, are_large, strip, cached))
-            begin += len(members)
-        self._none_waiting = [_Waiting([], [])] * len(self._parts)
 
     def _waiting(self) -> Mapping[int, int]:
         """Return the rows of gradients that wait, by the ids of their parameters."""
@@ -255,22 +190,22 @@ class ReferenceStep:
 
         Looked up again only where other parameters wait, or parts are others.
         """
-        lazy = self._lazy
+        lazy, parts = self._lazy, self._parts.every
         if lazy.source is not None and not lazy.are_alone():
             lazy.materialize()
         if lazy.source is None:
-            return self._none_waiting
-        if lazy.params is not self._waited:
+            return [_NONE_WAIT] * len(parts)
+        if lazy.params is not self._waited or parts is not self._known_parts:
             row_of = self._waiting()
-            self._waiting_of_parts = []
-            for part in self._parts:
+            self._waiting_of_parts, self._known_parts = [], parts
+            for part in parts:
                 rows = list(map(row_of.get, map(id, part.params)))
                 own = [row for row in rows if row is not None]
                 self._waiting_of_parts.append(_Waiting(rows, own))
             self._waited = lazy.params
         return self._waiting_of_parts
 
-    def _work(self, optimizer: Optimizer, part: _Part, waiting: _Waiting) -> _Work | None:
+    def _work(self, optimizer: Optimizer, part: Part, waiting: _Waiting) -> _Work | None:
         """Return what is to be stepped of a part; None where no parameter has a gradient."""
         rows, own = waiting
         grads: list[Tensor | None]
@@ -313,35 +248,3 @@ class ReferenceStep:
                 for norm in torch_kernels.norms_of([grad], 2.0):
                     norms[places[id(param)]] = norm
         return [norms[place] for place in sorted(norms)]
-
-
-def _is_large(param: Tensor) -> bool:
-    """Return whether a parameter's gradient may wait in half, as `LargeInHalf` has it."""
-    return isinstance(param, LazyGradParameter) and not small_tensors.is_small(param)
-
-
-def _length_of_strips(params: Sequence[Tensor], at_once: float) -> int | None:
-    """Return how long the strips of a part are; None where it is stepped as a whole."""
-    if len(params) > 1 or not params[0].is_cpu:
-        return None
-    return strip_length(params[0].numel(), at_once)
-
-
-def _shares(params: Sequence[Tensor], at_once: float, are_alone: bool) -> Iterator[list[int]]:
-    """Yield the rows that are stepped at once: all but the large ones, then some of these.
-
-    Args:
-        params: of one group.
-        at_once: the most elements of large ones, but for one that has more.
-        are_alone: whether the optimizer's own step takes one parameter after the other, on a CPU.
-            All large ones count then, for what is computed for many takes memory for many.
-    """
-    are_large = [
-        _is_large(one) or (are_alone and not small_tensors.is_small(one)) for one in params
-    ]
-    rest = [row for row, is_large in enumerate(are_large) if not is_large]
-    if rest:
-        yield rest
-    large = [row for row, is_large in enumerate(are_large) if is_large]
-    for share in in_shares([params[row] for row in large], at_once):
-        yield [large[place] for place in share]

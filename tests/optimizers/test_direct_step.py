@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.optimizers import reference_step
+from amp_patch.optimizers import step_parts
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.tools.sweep.memory import LivingTensors
 
@@ -257,7 +257,7 @@ def test_on_a_gpu_a_share_is_stepped_at_once(
         return list(model.parameters()), living.peak - before
 
     theirs, of_theirs = stepped(is_direct=False)
-    monkeypatch.setattr(reference_step, "_LEAST_OF_GPU", 1)
+    monkeypatch.setattr(step_parts, "_LEAST_OF_GPU", 1)
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda self: False))
     ours, of_ours = stepped(is_direct=True)
     assert of_theirs >= sum(param.nbytes for param in theirs)

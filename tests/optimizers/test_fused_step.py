@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
 
 from amp_patch.kernels import small_tensors
-from amp_patch.optimizers import FusedLAMB, reference_step
+from amp_patch.optimizers import FusedLAMB, step_parts
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.weights.parameter_lists import stored_grad
 
@@ -83,7 +83,7 @@ def test_any_training_is_the_same_with_large_gradients_in_half(
     amp: ModuleType, name: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(small_tensors, "_SMALL", 5)  # weights are large, biases are small
-    monkeypatch.setattr(reference_step, "_MOST", 20)
+    monkeypatch.setattr(step_parts, "_MOST", 20)
     kept = Run(amp, True, level, OPTIMIZERS[name])
 
     # to write to gradients that wait in half is refused

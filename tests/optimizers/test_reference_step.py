@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from amp_patch.kernels.strips import Strips
 from amp_patch.living_objects import instances, is_leaf
-from amp_patch.optimizers import FusedLAMB, reference_step
+from amp_patch.optimizers import FusedLAMB, step_parts
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.tools.sweep.memory import LivingTensors
 from amp_patch.weights.parameter_lists import stored_grad
@@ -109,14 +109,14 @@ def test_bytes_per_parameter(
 def test_the_step_makes_a_strip_of_gradients_at_once(
     amp: ModuleType, make: Any, temporary: int, clips: bool
 ) -> None:
-    of_a_strip = reference_step._LEAST
+    of_a_strip = step_parts._LEAST
     taken = Training(amp, make, fused_step=True).taken_by_a_step(clips)
     assert 4 * of_a_strip <= taken <= 1.02 * of_a_strip * (4 + temporary)
 
 
 def test_lamb_makes_few_gradients_at_once(amp: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer's: its norms are of whole tensors."""
-    monkeypatch.setattr(reference_step, "_MOST", WIDTH * WIDTH)
+    monkeypatch.setattr(step_parts, "_MOST", WIDTH * WIDTH)
     of_a_layer = 4 * WIDTH * WIDTH
     taken = Training(amp, FusedLAMB, fused_step=True).taken_by_a_step()
     # clipped gradients, updates, denominators
@@ -191,8 +191,8 @@ def test_steps_in_strips_have_torchs_bits(
     )
     def run(steps: list[tuple[int, str]], about: int) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(reference_step, "_LEAST", about)
-            patch.setattr(reference_step, "_MOST", about)
+            patch.setattr(step_parts, "_LEAST", about)
+            patch.setattr(step_parts, "_MOST", about)
             results = []
             for model, optimizer in (started(True), started(False)):
                 for seed, missing in (*first, *steps, (0, ""), (1, "")):
@@ -264,8 +264,8 @@ def test_a_norm_of_many_elements_is_nearer_to_float64_than_torchs(amp: ModuleTyp
 def test_a_norm_taken_in_strips_is_that_of_float64(
     amp: ModuleType, clip: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference_step, "_LEAST", 500)
-    monkeypatch.setattr(reference_step, "_MOST", 500)
+    monkeypatch.setattr(step_parts, "_LEAST", 500)
+    monkeypatch.setattr(step_parts, "_MOST", 500)
     torch.manual_seed(0)
     model = Large()
     optimizer = SGD(model.parameters(), lr=1.0)
@@ -286,8 +286,8 @@ def test_a_norm_taken_in_strips_is_that_of_float64(
 def test_lamb_without_clipping_steps_large_parameters_as_a_whole(
     amp: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference_step, "_LEAST", 500)
-    monkeypatch.setattr(reference_step, "_MOST", 500)
+    monkeypatch.setattr(step_parts, "_LEAST", 500)
+    monkeypatch.setattr(step_parts, "_MOST", 500)
     results = []
     for fused_step in (True, False):
         torch.manual_seed(0)
