@@ -92,6 +92,11 @@ def combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     if not norms:
         return torch.zeros((), dtype=torch.float32)
+    return _norm_of_norms(norms, norm_type)
+
+
+@without_default_device
+def _norm_of_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
     )

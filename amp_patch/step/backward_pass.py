@@ -18,6 +18,7 @@ from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
 from amp_patch.distributed.groups import without_repetition
 from amp_patch.distributed.unsynced import Unsynced
+from amp_patch.kernels.default_device import without_default_device
 
 from .foreign_gradients import Watch
 from .loss_scaling import Found, LossScaling, PendingCheck
@@ -134,6 +135,7 @@ class BackwardPass:
         """Whether the pass was of a block that is gone."""
         return self._block is not None and self._block() is None
 
+    @without_default_device
     def begin(self) -> None:
         """Make room for the gradients of a loss that `multiply` returns.
 
@@ -201,6 +203,7 @@ class BackwardPass:
             self._agree(found)
         return found
 
+    @without_default_device
     def _take_in(self, is_on: bool) -> list[Found]:
         if len(self._received) == 1 or self._share_nothing():
             return [one.receive_alone(pairs, self._scale, is_on) for one, pairs in self._received]

@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
+from amp_patch.kernels.default_device import without_default_device
 from amp_patch.warn_once import warn
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
@@ -297,6 +298,7 @@ class Gradients:
         else:
             self._buffers.copy_back(self._halves, unscaled)
 
+    @without_default_device
     def show_again(self, pairs: ParamPairs) -> None:
         """The gradients of these masters were clipped."""
         if self._received and self._lazy is None:

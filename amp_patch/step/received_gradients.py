@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.kernels.default_device import without_default_device
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
@@ -98,6 +99,7 @@ class ReceivedGradients:
         """Return the parameters, those of the first pass first."""
         return [param for params, _, _ in self._passes for param in params]
 
+    @without_default_device
     def are_untouched(self) -> bool:
         """Return whether no gradient was written to, cleared, or replaced."""
         for row in self._passes:

@@ -23,6 +23,7 @@ from amp_patch import kernels
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
+from amp_patch.kernels.default_device import without_default_device
 
 from .fp32_values import FP32Values, Versions
 from .lazy_gradients import LazyGradients
@@ -231,6 +232,7 @@ class MasterWeights:
         self._versions.end_giving()
         self._exposed = None
 
+    @without_default_device
     def reconcile(self) -> None:
         """Make each half parameter agree with its master, by the rule of `FP32Values`."""
         self.agreements += 1
@@ -308,6 +310,7 @@ class MasterWeights:
             tell_of_lost_writes(self.pairs(), wins, now, self._exposed)
         return wins
 
+    @without_default_device
     def publish(self, are_written: bool = False) -> None:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.agreements += 1

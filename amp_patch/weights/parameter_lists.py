@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from amp_patch.kernels.default_device import without_default_device
+
 Value = TypeVar("Value")
 
 _GRAD: Any = Tensor.grad
@@ -131,6 +133,7 @@ def all_are(what: Callable[[Tensor], bool], params: Iterable[Tensor]) -> bool:
         return all(map(what, params))
 
 
+@without_default_device
 def clear_grads(params: Iterable[Tensor]) -> None:
     """Drop the gradients that are stored; those that wait stay."""
     if type(params) is PlainTensors:
