@@ -32,6 +32,6 @@ def _noting(optimizers: PreparedOptimizers, original: Callable[..., None]) -> Ca
             step.backward.note_cleared_by_model(cleared)
         original(self, *args, **kwargs)
         for step in steps:
-            step.backward.follow_cleared()
+            step.backward.follow_cleared(cleared)
 
     return zero_grad

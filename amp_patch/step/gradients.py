@@ -340,16 +340,20 @@ class Gradients:
             self.receive(given, 1.0, is_checked=False)
             self.finish()
 
-    def drop_cleared(self, pairs: ParamPairs, by_value: bool = False) -> None:
+    def drop_cleared(
+        self, pairs: ParamPairs, by_value: bool = False, among: set[int] | None = None
+    ) -> None:
         """Where the user cleared a half gradient, drop what its master was given of it, too.
 
         Args:
             pairs: of the optimizer.
             by_value: see `ReceivedGradients.changes`.
+            among: ids of the parameters that are looked at; None: all.
         """
         if self.are_delayed(pairs):
             return
-        (params, masters), written = self._received.changes(pairs, by_value)
+        own = pairs if among is None else pairs.select([id(one) in among for one in pairs.model])
+        (params, masters), written = self._received.changes(own, by_value)
         for grad, is_another in written:
             self._tell_of_write(grad, is_another)
         self._clear_masters(masters)

@@ -401,11 +401,20 @@ class OptimizerBackward:
         if self.is_open:  # else `follow_cleared` comes behind it
             self.gradients.clear(self.pairs(), cleared)
 
-    def follow_cleared(self) -> None:
-        """The model has cleared gradients: masters are rid of theirs before others are given."""
-        if not self.is_open and self.gradients.may_be_cleared:
-            self.drop_cleared()
-            if self.gradients.are_cleared(self.pairs()):
+    def follow_cleared(self, cleared: set[int]) -> None:
+        """A model has cleared gradients: masters are rid of theirs before others are given.
+
+        What was written to gradients that are left is told of where they are used.
+
+        Args:
+            cleared: ids of the model's parameters.
+        """
+        if self.is_open or not self.gradients.may_be_cleared:
+            return
+        pairs = self.pairs()
+        if not cleared.isdisjoint(map(id, pairs.model)):
+            self.gradients.drop_cleared(pairs, self.skip.is_certain, cleared)
+            if self.gradients.are_cleared(pairs):
                 self.forget_gradients()
 
     def end_step(self) -> None:

@@ -145,6 +145,20 @@ def test_gradients_that_are_put_back_behind_model_zero_grad_are_added_to(amp, op
 
 
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_model_zero_grad_says_nothing_of_gradients_that_it_leaves(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    model[0].zero_grad()
+    have_grads = [master.grad is not None for master in amp.master_params(optimizer)]
+    assert have_grads == [False, False, True, True]
+    with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_gradients_that_the_user_gave_the_masters_count_alone(amp, opt_level):
     model, optimizer = start(amp, opt_level)
     backward(model)
