@@ -67,6 +67,7 @@ class Zeroing:
     def end_step(self) -> None:
         """All that passes have left was stepped, or is gone without the script's doing."""
         self._passes_stepped = self.passes
+        self.was_abandoned = False
 
     def note_cleared(self, is_lost: bool) -> None:
         """The script is about to clear the gradients.
@@ -86,8 +87,12 @@ class Zeroing:
         """
         if self.was_cleared:
             self._tell_of_cleared(pairs(), "optimizer.zero_grad()")
-        elif self.was_abandoned:
-            self._tell_of_abandoned(pairs())
+        elif self.was_abandoned and self._gradients.are_cleared(pairs()):
+            warn_once(
+                "a scale_loss() block that an exception ends, or the close of a generator, drops "
+                "its gradients; got an optimizer.step() behind one, which has none. Do after the "
+                "block what may raise, or yields."
+            )
         elif self.is_watched and self._has_left and self.passes > self._passes_stepped:
             self._tell_of_cleared(pairs(), "`p.grad = None`")
         elif self.is_watched and self._has_used(pairs):
@@ -100,15 +105,6 @@ class Zeroing:
                 f"gradients must last until the step; got an optimizer.step() after {by} has "
                 "cleared what scale_loss() left, so that it has none. Call optimizer.zero_grad() "
                 "behind optimizer.step(), or before the block."
-            )
-
-    def _tell_of_abandoned(self, pairs: ParamPairs) -> None:
-        self.was_abandoned = False
-        if self._gradients.are_cleared(pairs):
-            warn_once(
-                "a scale_loss() block that an exception ends, or the close of a generator, drops "
-                "its gradients; got an optimizer.step() behind one, which has none. Do after the "
-                "block what may raise, or yields."
             )
 
     def _has_used(self, pairs: Callable[[], ParamPairs]) -> bool:

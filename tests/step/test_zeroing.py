@@ -35,6 +35,13 @@ class Script:
         self.zeroing.look_at_written(self.pairs)
         self.gradients.receive_alone(self.pairs, 1.0)
 
+    def abandoned_block(self) -> None:
+        self.zeroing.begin(lambda: self.pairs)
+        self.gradients.set_aside(self.pairs, 1.0)
+        self.zeroing.end_step()
+        self.zeroing.was_abandoned = True
+        self.gradients.put_back(self.pairs)
+
     def step(self) -> None:
         self.zeroing.tell_of_no_gradients(lambda: self.pairs)
         self.pairs.master[0].grad = None
@@ -81,6 +88,13 @@ def test_gradients_that_are_never_cleared_are_told_once() -> None:
 
 def test_a_step_without_a_block_since_the_last_is_told() -> None:
     (message,) = told("block", "step", "step")
+    assert message.startswith("optimizer.step() with those of the last step")
+
+
+def test_a_step_behind_an_abandoned_block_alone_is_told_of_it() -> None:
+    (message,) = told("block", "step", "zero_grad", "abandoned_block", "step")
+    assert message.startswith("optimizer.step() behind one, which has none")
+    (message,) = told("block", "step", "abandoned_block", "step", "zero_grad", "step")
     assert message.startswith("optimizer.step() with those of the last step")
 
 
