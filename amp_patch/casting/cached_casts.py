@@ -22,8 +22,9 @@ from amp_patch.kernels.reusable import Reusable, is_held
 #: it again takes the host about 4 us, as long as casting that many elements takes one core. Beside
 #: a GPU, which casts them in no time, the host is what takes long, and half a megabyte is little.
 LARGE, LARGE_ON_GPU = 1 << 14, 1 << 18
-#: So many elements give their memory back together, at most one cast more. A hook in the backward
-#: takes the host 8 us beside a GPU, and what it gives back twice as long, so far from all else.
+#: So many elements at most give their memory back together, or one cast that has more. A hook in
+#: the backward takes the host 8 us beside a GPU, and what it gives back twice as long, so far from
+#: all else.
 TOGETHER, TOGETHER_ON_GPU = 1, 1 << 23
 _NO_VERSION = -1
 #: In which backward passes all large casts are looked at for those that no graph reads. An odd
@@ -190,12 +191,13 @@ class Batch:
         self._elements += entry.param.numel()
         self._entries.append(weakref.ref(entry))
 
-    def is_full(self) -> bool:
-        """Return whether others are to have another batch, for this one is large or is lost."""
+    def has_room(self, entry: Entry) -> bool:
+        """Return whether another one is to wait for the first, which lives."""
         first = self._entries[0]()
         if first is None:
-            return True
-        return self._elements >= (TOGETHER if first.param.is_cpu else TOGETHER_ON_GPU)
+            return False
+        at_most = TOGETHER if first.param.is_cpu else TOGETHER_ON_GPU
+        return self._elements + entry.param.numel() <= at_most
 
     def is_first(self, entry: Entry) -> bool:
         """Return whether the others wait for this one's gradient."""

@@ -203,7 +203,7 @@ class WeightCache:
     def _add_to_batch(self, entry: Entry, node: Any) -> None:
         """Have a large cast give its memory back in each backward that reaches its batch."""
         group = entry.group
-        if group.batch is None or group.batch.is_full():
+        if group.batch is None or not group.batch.has_room(entry):
             group.batch = Batch()
             # The node must keep nothing that keeps the node.
             node.register_prehook(partial(_release, weakref.ref(self), weakref.ref(group.batch)))

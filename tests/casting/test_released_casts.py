@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -117,8 +118,9 @@ def test_each_goes_as_soon_as_its_gradient_is_known(
     assert bytes_of(cache) == 0
 
 
-def layers(cache: WeightCache, device: torch.device) -> nn.Sequential:
-    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4))).to(device)
+def layers(cache: WeightCache, device: torch.device, last: int = 3) -> nn.Sequential:
+    widths = [3, 3, 3, 3, last]
+    model = nn.Sequential(*(nn.Linear(*both, bias=False) for both in pairwise(widths))).to(device)
     cache.add_model(model)
     return model
 
@@ -146,6 +148,19 @@ def test_a_batch_goes_with_its_first_layers_gradient(
         left = [4, 2, 2] if together else [3, 2, 1]
         assert found[:3] == [2 * 9 * count for count in left]
         assert bytes_of(cache) == 0
+
+
+def test_a_cast_larger_than_a_batch_waits_for_no_other(
+    cache: WeightCache, device: torch.device, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a language model's head, beside whose gradient little memory is left."""
+    if together:
+        monkeypatch.setattr(cached_casts, "TOGETHER", 36)
+        monkeypatch.setattr(cached_casts, "TOGETHER_ON_GPU", 36)
+    found: list[int] = []
+    pass_through(cache, layers(cache, device, last=30), found)
+    assert found[0] == 2 * 9 * 3
+    assert bytes_of(cache) == 0
 
 
 def test_those_of_a_batch_whose_first_was_replaced_go_all_the_same(
