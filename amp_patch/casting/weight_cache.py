@@ -128,7 +128,7 @@ class WeightCache:
         # Runs once per use of a weight, so each comparison is of what is cheapest to read. The
         # entry keeps its parameter alive: no other one has its id.
         if entry is not None:
-            cast = entry.cast  # before its version is looked at: see Entry.release
+            cast = entry.cast  # before its version is looked at: see Entry.give_back
             if (
                 not entry.group.stale
                 and entry.version == param._version

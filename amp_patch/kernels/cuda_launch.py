@@ -31,7 +31,7 @@ def launch(
         part: the rows.
         source: the file in csrc/.
         name: the kernel's, with a {} for each dtype of the mix.
-        parameters: the kernel's, a letter of `cuda_module.C_TYPES` each.
+        parameters: the kernel's, a letter each, see `cuda_module.packed`.
         rows: the table of tensors, as `TensorTable.rows` returns it.
         arguments: what the kernel takes after the tables of tensors and of chunks.
         per_chunk: memory with a row for each chunk of the part; each launch gets that of its own

@@ -85,7 +85,7 @@ class OptimizerKernels:
     Args:
         source: the file in csrc/.
         coefficient_bytes: the size of its ``struct Coefficients``.
-        letters: the C types of `GroupRows.arguments`, as in `cuda_module.C_TYPES`.
+        letters: the C types of `GroupRows.arguments`, as `cuda_module.packed` has them.
     """
 
     def __init__(self, source: str, coefficient_bytes: int, letters: str) -> None:
