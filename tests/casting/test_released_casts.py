@@ -20,11 +20,11 @@ from cache_programs import (
     TwiceNet,
     TwiceRun,
     bits,
-    clears_early,
     maker,
     programs,
     run_both,
     shared_fixtures,
+    steps_without_gradients,
 )
 from cast_counter import CastCounter
 from hypothesis import given
@@ -547,7 +547,7 @@ def test_reads_of_casts_are_counted_as_those_of_casts_that_are_kept(
 # -- against the same programs with every cast made afresh ---------------------------------------
 
 
-@clears_early
+@steps_without_gradients
 @shared_fixtures
 @given(program=programs())
 def test_a_program_sees_bit_for_bit_what_it_sees_without_the_cache(
@@ -558,7 +558,7 @@ def test_a_program_sees_bit_for_bit_what_it_sees_without_the_cache(
         assert torch.equal(bits(found), bits(expected)), what
 
 
-@clears_early
+@steps_without_gradients
 @shared_fixtures
 @given(program=programs(without=("penalty",)))
 def test_weights_used_twice_see_the_same_outputs(

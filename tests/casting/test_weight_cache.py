@@ -22,11 +22,11 @@ from cache_programs import (
     TwiceNet,
     TwiceRun,
     bits,
-    clears_early,
     maker,
     programs,
     run_both,
     shared_fixtures,
+    steps_without_gradients,
 )
 from cast_counter import CastCounter
 from hypothesis import given
@@ -98,7 +98,7 @@ def warm_up(request: pytest.FixtureRequest, cache: WeightCache) -> Callable[...,
 # -- random programs -------------------------------------------------------------------------
 
 
-@clears_early
+@steps_without_gradients
 @pytest.mark.parametrize("opt_level", ["O1", "O4"])
 @shared_fixtures
 @given(program=programs())
@@ -111,7 +111,7 @@ def test_a_program_sees_bit_for_bit_what_it_sees_without_the_cache(
         assert torch.equal(bits(found), bits(expected)), what
 
 
-@clears_early
+@steps_without_gradients
 @pytest.mark.parametrize(("opt_level", "unit_roundoff"), [("O1", 2.0**-11), ("O4", 2.0**-8)])
 @shared_fixtures
 @given(program=programs(without=("penalty",)))
