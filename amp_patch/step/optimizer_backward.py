@@ -87,7 +87,7 @@ class OptimizerBackward:
         self.gradients = Gradients(None if fused is None else fused.lazy)
         self._foreign = ForeignGradients()
         self.is_open = False
-        self.zeroing = Zeroing(self.gradients, drops_used=self.masters is not None)
+        self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
         self.unshared_scale: float | Tensor | None = None
         self.decides_alone = False
         self.reached = ReachedMasters()

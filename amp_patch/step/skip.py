@@ -172,6 +172,11 @@ class Skip:
             self.cleared = bool(self.cleared.wait().item())
         return self.cleared
 
+    def has_overflowed(self) -> bool:
+        """Return whether gradients overflowed since the last step; may wait for their device."""
+        is_here = self.flag is None or not captures.are_made(self.flag.device)
+        return self.has_cleared() or (is_here and self.found())
+
     @property
     def outcome(self) -> bool | HostCopy:
         """Whether the last step was skipped; not 0 then, where a device has yet to tell."""

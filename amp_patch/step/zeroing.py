@@ -1,6 +1,6 @@
 """Whether a script clears its gradients where it must: behind each step, and not before it.
 
-Knows the passes and the gradients of one optimizer; no scale.
+Knows the passes and the gradients of one optimizer, and whether these overflowed; no scale.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from amp_patch.warn_once import warn_once
 from .gradients import Gradients
 from .param_pairs import ParamPairs
 from .shown_gradients import WATCHED_PASSES
+from .skip import Skip
 
 
 class Zeroing:
@@ -19,6 +20,7 @@ class Zeroing:
 
     Args:
         gradients: of the optimizer.
+        skip: of the optimizer.
         drops_used: True where a step drops what masters were given; the half gradients that it was
             made of may still be there then, and plain PyTorch would add to them.
 
@@ -30,8 +32,8 @@ class Zeroing:
         was_abandoned: True where an exception has ended the last one, which drops its gradients.
     """
 
-    def __init__(self, gradients: Gradients, drops_used: bool) -> None:
-        self._gradients, self._drops_used = gradients, drops_used
+    def __init__(self, gradients: Gradients, skip: Skip, drops_used: bool) -> None:
+        self._gradients, self._skip, self._drops_used = gradients, skip, drops_used
         self.passes = 0
         self.has_written = False
         self.is_watched = True
@@ -100,7 +102,8 @@ class Zeroing:
 
     def _tell_of_cleared(self, pairs: ParamPairs, by: str) -> None:
         self.was_cleared = False
-        if self._gradients.are_cleared(pairs):
+        # a step without those that overflowed is what is meant
+        if self._gradients.are_cleared(pairs) and not self._skip.has_overflowed():
             warn_once(
                 f"gradients must last until the step; got an optimizer.step() after {by} has "
                 "cleared what scale_loss() left, so that it has none. Call optimizer.zero_grad() "

@@ -9,6 +9,7 @@ from torch import nn
 from amp_patch.step.gradients import Gradients
 from amp_patch.step.param_pairs import ParamPairs
 from amp_patch.step.shown_gradients import WATCHED_PASSES
+from amp_patch.step.skip import Skip
 from amp_patch.step.zeroing import Zeroing
 from amp_patch.warn_once import warn_once
 
@@ -25,7 +26,8 @@ class Script:
         self.param = nn.Parameter(torch.ones(2, dtype=torch.float16))
         self.pairs = ParamPairs([self.param], [nn.Parameter(torch.ones(2))])
         self.gradients = Gradients()
-        self.zeroing = Zeroing(self.gradients, drops_used=True)
+        self.skip = Skip(announce=lambda _: None)
+        self.zeroing = Zeroing(self.gradients, self.skip, drops_used=True)
 
     def block(self, reaches: bool = True) -> None:
         self.zeroing.begin(lambda: self.pairs)
@@ -42,11 +44,20 @@ class Script:
         self.zeroing.was_abandoned = True
         self.gradients.put_back(self.pairs)
 
+    def forget_cleared(self) -> None:
+        self.skip.forget_cleared()
+
     def step(self) -> None:
         self.zeroing.tell_of_no_gradients(lambda: self.pairs)
         self.pairs.master[0].grad = None
         self.zeroing.end_step()
         self.gradients.forget()
+
+    def overflow(self) -> None:
+        self.skip.ask("Gradient overflow")
+
+    def clear_by_hand(self) -> None:
+        self.gradients.drop(self.pairs)
 
     def zero_grad(self, is_lost: bool = True) -> None:
         self.zeroing.note_cleared(is_lost)
@@ -79,6 +90,19 @@ def test_a_loop_that_clears_between_step_and_block_is_not_told(lines: tuple[str,
 def test_a_step_behind_cleared_gradients_is_told_once() -> None:
     (message,) = told("block", "zero_grad", "step", "block", "zero_grad", "step")
     assert message.startswith("optimizer.step() after optimizer.zero_grad()")
+
+
+def test_a_step_behind_gradients_that_are_cleared_by_hand_is_told_once() -> None:
+    (message,) = told("block", "clear_by_hand", "step", "block", "clear_by_hand", "step")
+    assert message.startswith("optimizer.step() after `p.grad = None`")
+
+
+@pytest.mark.parametrize("clear", ["zero_grad", "clear_by_hand"])
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_script_may_clear_what_overflowed(clear: str, is_forgotten: bool) -> None:
+    """As one does that looks for inf and NaN in its gradients before each step."""
+    forget = ["forget_cleared"] * is_forgotten
+    assert told("block", "overflow", clear, *forget, "step", "block", "step") == []
 
 
 def test_gradients_that_are_never_cleared_are_told_once() -> None:
