@@ -153,9 +153,10 @@ class BackwardPass:
         for one in self._optimizers:
             if one.gradients.may_be_cleared or one.skip.is_certain:
                 one.drop_cleared()
+        is_alone = len(self._optimizers) == 1
         for one, pairs in self._share("model"):
             self._open.append((one, pairs))
-            one.begin(pairs, self._scale, self, is_on)
+            one.begin(pairs, self._scale, self, is_on, is_alone)
 
     def multiply(self, loss: Tensor) -> Tensor:
         """Return the loss in fp32 (float64 stays) times the scale."""

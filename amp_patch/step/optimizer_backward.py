@@ -144,6 +144,7 @@ class OptimizerBackward:
         scale: float | Tensor,
         backward_pass: OpenPass | None = None,
         is_scaled: bool = True,
+        is_alone: bool = True,
     ) -> None:
         """Make room for the gradients of a loss multiplied by ``scale``.
 
@@ -152,10 +153,11 @@ class OptimizerBackward:
             scale: factor of the loss.
             backward_pass: is ended where unscaled gradients are asked for before its end.
             is_scaled: False where the scale is 1, and hooks of the backward may step.
+            is_alone: whether the backward is for this optimizer alone.
         """
         if self._foreign.found:
             self._foreign.add_to()
-        self.zeroing.begin(self.pairs)
+        self.zeroing.begin(self.pairs, is_alone)
         self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self._thread = threading.get_ident()
@@ -268,6 +270,7 @@ class OptimizerBackward:
         Returns:
             What `note_foreign` needs.
         """
+        self.zeroing.note_other()
         is_here = self._thread in (None, threading.get_ident())
         source = None if self._fused is None else self._fused.lazy.source
         if is_here and self._fused is not None and source is not None and source.is_half:

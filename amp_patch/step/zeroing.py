@@ -40,16 +40,20 @@ class Zeroing:
         self.was_cleared = self.was_abandoned = False
         self._passes_stepped = 0
         self._had_used = False
-        self._has_left = False  # whether the last pass has left any, while it is watched
+        self._is_alone = True  # whether the last pass was of this optimizer alone
+        self._has_left = False  # whether that pass has left any, while it is watched
 
-    def begin(self, pairs: Callable[[], ParamPairs]) -> None:
+    def begin(self, pairs: Callable[[], ParamPairs], is_alone: bool = True) -> None:
         """A pass begins, and nothing was done about the gradients yet.
 
         Args:
             pairs: returns those of the optimizer. It takes the host time, and is seldom called.
+            is_alone: whether the pass is of this optimizer alone. Who clears by hand what one of
+                several is to step may freeze its parameters so.
         """
         self._had_used = self.is_watched and self._has_used(pairs)
         self.was_cleared = self.was_abandoned = self._has_left = False
+        self._is_alone = is_alone
         self.passes += 1
         self.is_watched = self.passes <= WATCHED_PASSES
 
@@ -62,9 +66,13 @@ class Zeroing:
             return
         had_used, self._had_used = self._had_used, False
         if self._gradients.wrote(pairs):
-            self.has_written = self._has_left = True
+            self.has_written, self._has_left = True, self._is_alone
             if had_used:
                 _warn_of_used("a scale_loss() block")
+
+    def note_other(self) -> None:
+        """A pass of another optimizer begins: the script goes on without what this one has lost."""
+        self.was_abandoned = self._has_left = False
 
     def end_step(self) -> None:
         """All that passes have left was stepped, or is gone without the script's doing."""

@@ -29,8 +29,19 @@ class Script:
         self.skip = Skip(announce=lambda _: None)
         self.zeroing = Zeroing(self.gradients, self.skip, drops_used=True)
 
-    def block(self, reaches: bool = True) -> None:
+    def block_of_several(self) -> None:
+        self.block(is_alone=False)
+
+    def block_of_another(self) -> None:
+        self.zeroing.note_other()
+
+    def failing_block(self) -> None:
         self.zeroing.begin(lambda: self.pairs)
+        self.zeroing.end_step()
+        self.zeroing.was_abandoned = True
+
+    def block(self, reaches: bool = True, is_alone: bool = True) -> None:
+        self.zeroing.begin(lambda: self.pairs, is_alone)
         self.gradients.set_aside(self.pairs, 1.0)
         if reaches:
             self.param.grad = torch.ones_like(self.param)
@@ -95,6 +106,23 @@ def test_a_step_behind_cleared_gradients_is_told_once() -> None:
 def test_a_step_behind_gradients_that_are_cleared_by_hand_is_told_once() -> None:
     (message,) = told("block", "clear_by_hand", "step", "block", "clear_by_hand", "step")
     assert message.startswith("optimizer.step() after `p.grad = None`")
+
+
+def test_a_step_behind_a_block_that_failed_is_told_once() -> None:
+    (message,) = told("failing_block", "step", "failing_block", "step")
+    assert message.startswith("optimizer.step() behind one, which has none")
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("block_of_several", "clear_by_hand", "step"),  # as DINO freezes its last layer
+        ("block", "clear_by_hand", "block_of_another", "step"),
+        ("failing_block", "block_of_another", "step"),
+    ],
+)
+def test_one_of_several_optimizers_may_step_without_gradients(lines: tuple[str, ...]) -> None:
+    assert told(*lines) == []
 
 
 @pytest.mark.parametrize("clear", ["zero_grad", "clear_by_hand"])
