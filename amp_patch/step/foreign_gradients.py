@@ -97,13 +97,17 @@ class ForeignGradients:
         }
         self.found = [row for row in self.found if row[1] is None or id(row[0]) not in given]
 
+    def are_left(self) -> bool:
+        """Return whether there are any, neither cleared nor replaced."""
+        return bool(self.found) and bool(self._left())
+
     def refuse(self, caller: str) -> None:
         """Raise where there are any.
 
         Raises:
             RuntimeError: as said.
         """
-        count = len(self._left())
+        count = len({id(param) for param, _ in self._left()})  # of several backwards, perhaps
         if count:
             raise RuntimeError(
                 f"{caller} needs unscaled gradients; got {count} that the backward() of a "

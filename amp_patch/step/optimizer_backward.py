@@ -386,9 +386,12 @@ class OptimizerBackward:
         return pairs.model if self.gradients.are_delayed(pairs) else ()
 
     def receive_unscaled(self) -> None:
-        """Give masters what a backward outside of ``scale_loss`` left at their parameters."""
+        """Give masters what a backward outside of ``scale_loss`` left at their parameters.
+
+        Not where that of another optimizer's block has left some: they are scaled.
+        """
         expects = self.masters is not None and not self.is_open and not self.gradients.are_pending
-        if expects:
+        if expects and not self._foreign.are_left():
             self.gradients.receive_unscaled(self.pairs())
 
     def note_cleared(self) -> None:

@@ -75,6 +75,21 @@ def test_gradients_that_nobody_unscales_are_refused(
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_they_are_refused_though_the_script_has_looked_at_masters(
+    amp: ModuleType, level: str
+) -> None:
+    model, first, second = prepared(amp, level)
+    before = values(second)
+    for _ in range(2):
+        with amp.scale_loss(loss_of(model), first) as scaled_loss:
+            scaled_loss.backward()
+        amp.master_params(second)
+    with pytest.raises(RuntimeError, match="got 2 that the"):
+        second.step()
+    torch.testing.assert_close(values(second), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_an_own_pass_behind_them_makes_them_no_better(amp: ModuleType, level: str) -> None:
     model, first, second = prepared(amp, level)
     for optimizer in (first, second):
