@@ -350,6 +350,20 @@ def test_a_reason_of_the_host_is_said_when_the_step_is_skipped(
     assert not skip.was_skipped
 
 
+@pytest.mark.parametrize("is_made", [True, False])
+def test_an_overflow_is_known_until_the_step_though_it_was_cleared(is_made: bool) -> None:
+    skip = Skip(lambda _: None)
+    for ask in (lambda: skip.ask("of the host"), lambda: skip.ask_where(torch.ones(1))):
+        assert not skip.has_overflowed()
+        ask()
+        assert skip.has_overflowed()
+        skip.forget_cleared()
+        skip.ask_where(torch.zeros(1))  # of the next block
+        assert skip.has_overflowed()
+        skip.note_made(None) if is_made else skip.note_skipped()
+    assert not skip.has_overflowed()
+
+
 def test_a_line_waits_for_the_step_and_for_every_outcome() -> None:
     said: list[str] = []
     skip, ones, others = Skip(said.append), LossScaler(ScaleRule()), LossScaler(ScaleRule())

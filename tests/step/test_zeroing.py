@@ -35,11 +35,6 @@ class Script:
     def block_of_another(self) -> None:
         self.zeroing.note_other()
 
-    def failing_block(self) -> None:
-        self.zeroing.begin(lambda: self.pairs)
-        self.zeroing.end_step()
-        self.zeroing.was_abandoned = True
-
     def block(self, reaches: bool = True, is_alone: bool = True) -> None:
         self.zeroing.begin(lambda: self.pairs, is_alone)
         self.gradients.set_aside(self.pairs, 1.0)
@@ -108,17 +103,12 @@ def test_a_step_behind_gradients_that_are_cleared_by_hand_is_told_once() -> None
     assert message.startswith("optimizer.step() after `p.grad = None`")
 
 
-def test_a_step_behind_a_block_that_failed_is_told_once() -> None:
-    (message,) = told("failing_block", "step", "failing_block", "step")
-    assert message.startswith("optimizer.step() behind one, which has none")
-
-
 @pytest.mark.parametrize(
     "lines",
     [
         ("block_of_several", "clear_by_hand", "step"),  # as DINO freezes its last layer
         ("block", "clear_by_hand", "block_of_another", "step"),
-        ("failing_block", "block_of_another", "step"),
+        ("abandoned_block", "block_of_another", "step"),
     ],
 )
 def test_one_of_several_optimizers_may_step_without_gradients(lines: tuple[str, ...]) -> None:
