@@ -41,15 +41,15 @@ class Kernel(NamedTuple):
     threads: int = THREADS
 
 
-def packed(parameters: str, arguments: Sequence[Argument]) -> array[int]:
-    """Return the arguments in memory as the driver reads them, 8 bytes for each.
+def packed(parameters: str, arguments: Sequence[Argument]) -> tuple[array[int], array[int]]:
+    """Lay the arguments of a launch in memory, 8 bytes for each, as the driver reads them.
 
     Args:
         parameters: a letter for each of "iqfd", as in the module struct, or P for an address.
         arguments: a tensor goes as its address, None as the null address.
 
     Returns:
-        An array, which must live until the launch has returned.
+        Their addresses, and what these lead to; both must live until the launch has returned.
 
     Raises:
         ValueError: there are more or fewer arguments than parameters.
@@ -68,7 +68,9 @@ def packed(parameters: str, arguments: Sequence[Argument]) -> array[int]:
             for number, letter in zip(numbers, parameters, strict=True)
         ]
         memory = _layout(parameters).pack(*numbers)
-    return array("Q", memory)
+    values = array("Q", memory)
+    first, count = values.buffer_info()
+    return array("Q", range(first, first + 8 * count, 8)), values
 
 
 @functools.cache
@@ -121,9 +123,7 @@ class CudaModules:
             with torch.cuda.device(index):
                 self.launch(kernel, grid, device, *arguments)
             return
-        values = packed(kernel.parameters, arguments)
-        first, count = values.buffer_info()
-        addresses = array("Q", range(first, first + 8 * count, 8))
+        addresses, _values = packed(kernel.parameters, arguments)
         function = self._function(kernel, index)
         # The driver, unlike torch's own launches, does not bind a thread to the device's context.
         if not self._cuda.driver.ctxGetCurrent():

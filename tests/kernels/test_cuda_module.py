@@ -97,9 +97,9 @@ def test_every_argument_has_its_c_type(gpus: Gpus) -> None:
     state = torch.zeros(40, dtype=torch.uint8)
     kinds = ("longlong", "longlong", "int", "double", "double", "longlong", "longlong")
     gpus.kinds = tuple(getattr(ctypes, f"c_{kind}") for kind in (*kinds, "float", "float"))
-    arguments = (state, None, True, 2.0, 0.1, 2**40, 3, 0.1, 1e30)
+    arguments = (state, None, True, 2.0, 0.1, 2**40, 3, 0.1, 1e40)
     CudaModules().launch(UPDATE, 1, gpu(0), *arguments)
-    single = [ctypes.c_float(value).value for value in (0.1, 1e30)]
+    single = [ctypes.c_float(value).value for value in (0.1, 1e40)]  # the last is inf
     assert gpus.values == [state.data_ptr(), 0, 1, 2.0, 0.1, 2**40, 3, *single]
     assert gpus.launches[0][4:7] == (32, 1, 1)
 
