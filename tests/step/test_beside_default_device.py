@@ -74,4 +74,5 @@ def test_a_step_makes_few_calls_that_pass_through_it(
     for _ in train(amp, level, False, 40):
         passed.append(calls)
         calls = 0
-    assert passed[-1] < 12 * 24  # of 24 parameters; what is left is of the forward and the update
+    # of 24 parameters; what is left is of the forward and the update
+    assert passed[-1] < 24 * (9 if level in ("O2", "O5") else 12)
