@@ -36,6 +36,7 @@ from .imported_modules import one_look
 from .levels import OptLevel
 from .living_objects import instances
 from .mistakes.guard import Guard
+from .optimizers.groups import params_of
 from .optimizers.half_eps import warn_of_eps
 from .patching import Patches
 from .scaling.loss_scaler import LossScaler
@@ -178,7 +179,7 @@ class Session:
         self.guard.look_at(models, optimizers, level)
         rules_of_modules.leave_all()
         mode.leave_all_models()
-        stepped = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        stepped = set(map(id, params_of(*optimizers)))
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)

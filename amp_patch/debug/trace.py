@@ -24,6 +24,7 @@ from amp_patch.distributed.flat_parameters import flat_modules
 from amp_patch.distributed.fully_sharded import sharded_modules
 from amp_patch.distributed.groups import has_others, is_on
 from amp_patch.distributed.shards import any_spread
+from amp_patch.optimizers.groups import params_of
 from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
@@ -246,7 +247,7 @@ def _together(cause: Cause, before: Cause) -> Cause:
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    return tuple(param.grad for group in optimizer.param_groups for param in group["params"])
+    return tuple(param.grad for param in params_of(optimizer))
 
 
 def _sends(model: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
 from amp_patch.distributed.groups import rank
+from amp_patch.optimizers.groups import params_of
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -208,7 +209,7 @@ class Recorder(StepObserver):
         if step is not None and step.masters is not None:
             step.backward.show_masters()
         names = self._parameter_names()
-        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+        for param in params_of(optimizer):
             name = names.get(id(param), f"(of no model, {tuple(param.shape)})")
             line = {"step": self._step, "parameter": name}
             if param.grad is not None:
