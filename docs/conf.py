@@ -20,6 +20,7 @@ myst_heading_anchors = 4  # links to headings, [text](page.md#a-heading), are ch
 smartquotes = False  # a message on a page has the quotes that it is raised with
 html_theme = "furo"  # its fonts are the system's: a page asks the network for nothing
 html_static_path = ["_static"]
+html_css_files = ["motion.css"]
 html_copy_source = False
 html_search_scorer = str(ROOT / "docs" / "scorer.js")
 

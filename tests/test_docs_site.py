@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(site: Path, browser: Any) -> Iterator[Any]:
     """Open a page; what it asks for must lie on the disk."""
-    page = browser.new_page()
+    page = browser.new_page(reduced_motion="reduce")  # or each jump to a message takes 2 s
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     yield page
@@ -53,6 +53,8 @@ def test_every_page_is_shown_without_the_network(site: Path, page: Any) -> None:
         broken = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
         assert page.evaluate(broken) == [], path
     assert said == []
+    scrolls = "getComputedStyle(document.documentElement).scrollBehavior"
+    assert page.evaluate(scrolls) == "auto"  # as whoever wants no motion asked
 
 
 def search(site: Path, page: Any, query: str) -> None:
