@@ -477,17 +477,25 @@ def interrupt(at: int, function: Callable[[], Any]) -> int:
 def test_a_deactivate_after_one_that_was_interrupted_ends_it(
     amp: ModuleType, users_module: types.ModuleType, level: str
 ) -> None:
+    def seen(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+        tensors, *rest = observed(model, optimizer)
+        if level == "O3":  # keeps no memory of float32
+            tensors = [(dtype, numbers) for _, dtype, _, numbers in tensors]
+        return [tensors, *rest]
+
     users_module.torch, users_module.table = torch, {"mm": torch.mm}
     before, unpatched = dict(users_module.table), torch_snapshot.take()
     amp.initialize(*make(), opt_level=level, verbosity=0)
     calls = interrupt(0, amp.deactivate)
     for at in range(1, calls, calls // 16):
         model, optimizer = make()
-        expected = observed(model, optimizer)
+        for param in model.parameters():
+            param.data.copy_(param.data.half())  # O3 keeps no other numbers
+        expected = seen(model, optimizer)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         interrupt(at, amp.deactivate)
         amp.deactivate()
-        assert observed(model, optimizer) == expected
+        assert seen(model, optimizer) == expected
         assert users_module.table == before
         assert users_module.mm is before["mm"]
     assert torch_snapshot.differences(unpatched) == []

@@ -133,7 +133,7 @@ def has_frequencies(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.M
     return {
         module
         for path, module in model.named_modules(remove_duplicate=False)
-        if any("inv_freq" in name for name in module._buffers)
+        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
         and next(module.parameters(), None) is None
         and _innermost(path, precisions) is None
     }

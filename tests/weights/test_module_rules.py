@@ -448,6 +448,13 @@ def test_a_rule_says_half_of_frequencies(amp) -> None:
     assert model.rotary.inv_freq.dtype is torch.float16
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_frequencies_of_a_part_that_torch_jit_compiled_are_found() -> None:
+    """O0 leaves such a part as it is, and looks at it all the same."""
+    compiled = torch.jit.trace(Rotary(), (X, POSITIONS))
+    assert module_rules.has_frequencies(nn.Sequential(compiled), {}) == {compiled}
+
+
 @pytest.mark.parametrize("level", STORED)
 def test_buffers_are_in_float32_where_the_innermost_rule_says_float(amp, level: str) -> None:
     shared = Counts()
