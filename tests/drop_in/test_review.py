@@ -15,7 +15,8 @@ import argparse
 from apex import amp
 parser = argparse.ArgumentParser()
 parser.add_argument("--local-rank", type=int)
-print(amp.__name__, "on", parser.parse_args().local_rank)
+# in one piece, which the other rank's does not part
+print(f"{amp.__name__} on {parser.parse_args().local_rank}\\n", end="")
 """
 
 
