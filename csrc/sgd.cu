@@ -44,13 +44,15 @@ struct Coefficients {
     float kept;            // 1 - lr * weight_decay where decay is decoupled, else 1
     float sign;
     int nesterov;
-    int is_first;  // whatever the buffer holds, it is not momentum yet; also where there is none
+    // Not 0: whatever the buffer holds, it is not momentum yet; also where there is none. An int would
+    // spill a register on sm_90.
+    float is_first;
 
     __device__ __forceinline__ void update(float grad, float& master,
                                            float (&state)[STATES]) const {
         auto& [buffer] = state;
         grad += coupled_decay * master;
-        buffer = is_first ? grad : momentum * buffer + gradient_share * grad;
+        buffer = is_first != 0.0f ? grad : momentum * buffer + gradient_share * grad;
         master = master * kept - lr * (nesterov ? grad + momentum * buffer : buffer);
     }
 };
@@ -86,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     result.sign = maximize ? -1.0f : 1.0f;
     result.nesterov = nesterov;
     const bool is_first_step = advance(tensors[i].step);
-    result.is_first = is_first_step || tensors[i].state[0] == nullptr;
+    result.is_first = is_first_step || tensors[i].state[0] == nullptr ? 1.0f : 0.0f;
     coefficients[i] = result;
 }
 
