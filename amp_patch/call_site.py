@@ -28,19 +28,26 @@ _RAISE = opcode.opmap["RAISE_VARARGS"]
 _UNPACK = (opcode.opmap["UNPACK_SEQUENCE"], opcode.opmap["UNPACK_EX"])
 
 
-def errors_at_the_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def errors_at_the_call(
+    function: Callable[_P, _R], larger: Callable[..., Any] | None = None
+) -> Callable[_P, _R]:
     """Return a function whose errors show the user's line, and one of ours.
 
     What users pass is checked some frames deep, and those frames say nothing that the message does
     not. An error that no ``raise`` of ours made, torch's or a defect of ours, keeps its traceback.
     An argument of a name that the function does not have raises `TypeError`.
+
+    Args:
+        function: any of ours.
+        larger: one of the same name in `amp_patch.amp` that takes more arguments.
     """
     names = inspect.signature(function).parameters
+    more = inspect.signature(larger).parameters if larger else ()
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            _refuse_unknown(function.__name__, kwargs, names)
+            _refuse_unknown(function.__name__, kwargs, names, more)
             return function(*args, **kwargs)
         except Exception as error:
             if not _is_raised_by_us(error.__traceback__):
@@ -50,12 +57,16 @@ def errors_at_the_call(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def _refuse_unknown(function: str, given: Iterable[str], names: Collection[str]) -> None:
+def _refuse_unknown(
+    function: str, given: Iterable[str], names: Collection[str], more: Collection[str]
+) -> None:
     """Raise for a keyword that no argument is called by; Python does not say which is meant."""
     for name in given:
         if name not in names:
             word = meant(name, names)
             mend = f"amp.{function}({word}=...)" if word else f"help(amp.{function})"
+            if name in more:
+                mend = f"amp_patch.amp.{function}({name}=...)"
             raise TypeError(
                 f"amp.{function}() takes the arguments that its signature names; got {name!r}, "
                 f"which is none of them; call {mend}."

@@ -68,6 +68,17 @@ def test_so_it_does_for_apex(amp: ModuleType) -> None:
     assert frames(caught.value) == [__file__, call_site.__file__]
 
 
+def test_apex_is_told_what_takes_more_arguments(amp: ModuleType) -> None:
+    with amp_patch.apex.install(force=True):
+        from apex import amp as apex_amp
+
+        rule = r"got 'rules', .*; call amp_patch\.amp\.initialize\(rules=\.\.\.\)"
+        with pytest.raises(TypeError, match=rule):
+            apex_amp.initialize(nn.Linear(1, 1), rules={})
+        with pytest.raises(TypeError, match=r"got 'opt_levl', .* amp\.initialize\(opt_level="):
+            apex_amp.initialize(nn.Linear(1, 1), opt_levl="O1")
+
+
 @pytest.mark.parametrize("what", ["torch's", "a defect"])
 def test_an_error_that_we_did_not_raise_keeps_its_traceback(what: str) -> None:
     def fails() -> None:

@@ -28,6 +28,20 @@ REPLACEMENTS = {
     "apex.transformer": "megatron.core (the package megatron-core)",
 }
 
+#: What `amp_patch.amp` has and apex.amp never had; messages name it to scripts for apex as well.
+ONLY_HERE = (
+    "clip_grad_norm_",
+    "deactivate",
+    "float_region",
+    "half_region",
+    "loss_scale",
+    "overflow_report",
+    "register_library_function",
+    "step_was_skipped",
+    "summary",
+)
+REPLACEMENTS |= {f"apex.amp.{name}": f"amp_patch.amp.{name}" for name in ONLY_HERE}
+
 #: Name of a module that apex compiled -> what stands there today, of what is supplied or of torch.
 COMPILED = {
     "_apex_gpu_direct_storage": "torch.cuda.gds",

@@ -12,7 +12,8 @@ import types
 import pytest
 from running import SUPPLIED
 
-from amp_patch.apex.replacements import COMPILED, REPLACEMENTS
+from amp_patch import amp
+from amp_patch.apex.replacements import COMPILED, ONLY_HERE, REPLACEMENTS
 
 SHARES_APEX = True
 
@@ -45,6 +46,12 @@ def test_what_is_not_supplied_is_an_import_error_with_advice(
 ) -> None:
     with pytest.raises(ImportError, match=words):
         exec(statement)
+
+
+def test_what_apex_never_had_is_said_to_be_in_amp_patch(apex: types.ModuleType) -> None:
+    assert set(ONLY_HERE) == set(amp.__all__) - set(dir(apex.amp))
+    with pytest.raises(AttributeError, match=r"Instead of \w+, use amp_patch.amp.float_region\."):
+        apex.amp.float_region()
 
 
 def test_libraries_that_probe_get_no(apex: types.ModuleType) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from amp_patch import amp as core_amp
 from amp_patch import levels as core_levels
 from amp_patch.amp import load_state_dict, master_params, state_dict
 from amp_patch.arguments import enabled_of, models_of, optimizers_of
@@ -93,7 +95,7 @@ opt_levels = {name: _Level(level) for name, level in core_levels.OPT_LEVELS.item
 O0, O1, O2, O3, O4, O5 = opt_levels.values()
 
 
-@errors_at_the_call
+@functools.partial(errors_at_the_call, larger=core_amp.initialize)
 def initialize(
     models: Any,
     optimizers: Any = None,
