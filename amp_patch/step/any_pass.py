@@ -7,6 +7,7 @@ and masters; no optimizer and no loss scaler.
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +21,21 @@ from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .gradient_sums import add_to_earlier
 from .param_pairs import ParamPairs
+
+
+class Written(NamedTuple):
+    """What a backward wrote to parameters of one optimizer.
+
+    Attributes:
+        pairs: those that have gradients, with their masters.
+        grads: these gradients.
+        scale, is_checked: see `Gradients.receive`.
+    """
+
+    pairs: ParamPairs
+    grads: list[Tensor]
+    scale: float | Tensor
+    is_checked: bool
 
 
 class AnyPass:
@@ -37,21 +53,12 @@ class AnyPass:
         self._lazy, self._earlier = lazy, earlier
         self.has_added = False
 
-    def take(
-        self,
-        buffers: GradientBuffers,
-        pairs: ParamPairs,
-        grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
-    ) -> GradCheck:
+    def take(self, buffers: GradientBuffers, written: Written) -> GradCheck:
         """Take gradients in.
 
         Args:
             buffers: of these parameters.
-            pairs: parameters that have gradients, with their masters.
-            grads: what the backward wrote to them.
-            scale, is_checked: see `Gradients.receive`.
+            written: by the backward.
 
         Returns:
             What was found, with the gradients where `GradientBuffers.unscale` has put them.
@@ -59,24 +66,16 @@ class AnyPass:
         self.has_added = False
         lazy, masters = self._lazy, buffers.masters
         if lazy is None or not masters or lazy.are_waiting or not have_none(masters):
-            return self._unscale_and_add(buffers, pairs, grads, scale, is_checked)
-        return self._hold(lazy, buffers, pairs, grads, scale, is_checked)
+            return self._unscale_and_add(buffers, written)
+        return self._hold(lazy, buffers, written)
 
-    def _hold(
-        self,
-        lazy: LazyGradients,
-        buffers: GradientBuffers,
-        pairs: ParamPairs,
-        grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
-    ) -> GradCheck:
+    def _hold(self, lazy: LazyGradients, buffers: GradientBuffers, written: Written) -> GradCheck:
         """Let gradients wait for masters that have none: in half, where the step unscales them."""
+        pairs, grads, scale, is_checked = written
         source: Source
         check: GradCheck
-        if (
-            checked := buffers.check(grads, scale)
-        ) is not None:  # by kernels, which take dense ones
+        checked = buffers.check(grads, scale)
+        if checked is not None:  # by kernels, which take dense ones
             check, halves = checked, buffers.of_masters(checked.grads)
             source = HalfGradients(halves, scale, checked, buffers.rows_of_masters)
         elif not isinstance(scale, Tensor) and (
@@ -96,38 +95,26 @@ class AnyPass:
             check.found_inf += self._add_earlier(others, buffers.in_place(check.grads))
         return check
 
-    def _unscale_and_add(
-        self,
-        buffers: GradientBuffers,
-        pairs: ParamPairs,
-        grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
-    ) -> GradCheck:
+    def _unscale_and_add(self, buffers: GradientBuffers, written: Written) -> GradCheck:
         """Unscale gradients and add them to earlier ones, many of them a share at a time."""
         lazy = self._lazy
         is_first = (lazy is None or not lazy.are_waiting) and have_none(buffers.masters)
         if is_first or buffers.is_spread or not buffers.shares():
-            return self._unscale_share(buffers, pairs, grads, scale, is_checked)
+            return self._unscale_share(buffers, written)
         # The backward did not fail: earlier half gradients are in the masters', or wait to be.
-        self._earlier.drop({id(p) for p, m in zip(*pairs, strict=True) if p is not m})
+        self._earlier.drop({id(p) for p, m in zip(*written.pairs, strict=True) if p is not m})
         if lazy is not None:
             lazy.materialize()
         found_inf: list[Tensor] = []
-        for rows, some, one in buffers.shares():
-            check = self._unscale_share(one, some, chosen(grads, rows), scale, is_checked)
+        for rows, pairs, one in buffers.shares():
+            share = written._replace(pairs=pairs, grads=chosen(written.grads, rows))
+            check = self._unscale_share(one, share)
             found_inf += check.found_inf
             del check  # it holds what was unscaled
-        return GradCheck(grads, found_inf)
+        return GradCheck(written.grads, found_inf)
 
-    def _unscale_share(
-        self,
-        buffers: GradientBuffers,
-        pairs: ParamPairs,
-        grads: list[Tensor],
-        scale: float | Tensor,
-        is_checked: bool,
-    ) -> GradCheck:
+    def _unscale_share(self, buffers: GradientBuffers, written: Written) -> GradCheck:
+        pairs, grads, scale, is_checked = written
         check = buffers.unscale(grads, scale, is_checked)
         if self._earlier or not buffers.is_in_place:
             unscaled = buffers.spread(grads, check.grads)

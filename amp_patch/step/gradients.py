@@ -32,7 +32,7 @@ from amp_patch.weights.parameter_lists import (
     stored_grad,
 )
 
-from .any_pass import AnyPass
+from .any_pass import AnyPass, Written
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs
@@ -258,7 +258,7 @@ class Gradients:
             self._buffers = GradientBuffers(pairs)
         if self._buffers.is_spread:
             grads = place_gradients(pairs.model, grads)
-        check = self._any_pass.take(self._buffers, pairs, grads, scale, is_checked)
+        check = self._any_pass.take(self._buffers, Written(pairs, grads, scale, is_checked))
         if grads and not self._buffers.is_in_place:
             self._written, self._halves = pairs, grads
             self._unscaled = check.grads
