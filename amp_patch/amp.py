@@ -25,8 +25,8 @@ from .casting.torch_compile import never_trace
 from .debug import overflow_report, summary
 from .debug.logs import logs
 from .debug.trace import tracer
-from .distributed.groups import StepRanks
 from .distributed.norms import clip_by_norm
+from .distributed.process_groups import StepRanks
 from .initialization import initialize_at
 from .requested_level import Resolved
 from .scaling import loss_scaler

@@ -16,7 +16,7 @@ from .casting.mode import mode
 from .casting.running_modules import running_modules
 from .casting.weight_cache import WeightCache
 from .distributed.agreement import require_alike
-from .distributed.groups import has_others
+from .distributed.process_groups import has_others
 from .mistakes.guard import Guard
 from .scaling.loss_scaler import LossScaler
 from .step.backward_pass import BackwardPass, Other

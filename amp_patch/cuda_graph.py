@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .distributed.groups import is_on
+from .distributed.process_groups import is_on
 from .kernels.graph_capture import HostSide, captures, in_living_graphs
 from .scaling.device_scaler import DeviceScaler
 from .session import session

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.distributed.groups import rank
+from amp_patch.distributed.process_groups import rank
 from amp_patch.kernels import HostCopy
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session

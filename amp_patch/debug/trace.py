@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from amp_patch.casting.torch_compile import order_hooks
 from amp_patch.distributed.flat_parameters import flat_modules
 from amp_patch.distributed.fully_sharded import sharded_modules
-from amp_patch.distributed.groups import has_others, is_on
+from amp_patch.distributed.process_groups import has_others, is_on
 from amp_patch.distributed.shards import any_spread
 from amp_patch.optimizers.groups import params_of
 from amp_patch.session import session

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .flat_parameters import spread_modules, spread_params
-from .groups import StepRanks, is_on, without_repetition
+from .process_groups import StepRanks, is_on, without_repetition
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it

@@ -15,7 +15,7 @@ from amp_patch.kernels.torch_norms import CLIP_EPS, clip_factor, combined, norms
 from amp_patch.kernels.without_grad import without_grad
 
 from .agreement import device_of
-from .groups import StepRanks
+from .process_groups import StepRanks
 from .shards import any_spread, is_spread, local, summed
 
 if TYPE_CHECKING:

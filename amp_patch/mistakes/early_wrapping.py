@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from amp_patch.distributed.groups import is_on
+from amp_patch.distributed.process_groups import is_on
 from amp_patch.levels import OptLevel
 from amp_patch.living_objects import instances
 

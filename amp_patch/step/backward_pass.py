@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_patch.casting.mode import HALVES
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.agreement import agree
-from amp_patch.distributed.groups import without_repetition
+from amp_patch.distributed.process_groups import without_repetition
 from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.kernels.default_device import without_default_device
 

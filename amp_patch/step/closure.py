@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.mode import mode
 from amp_patch.distributed.agreement import any_rank
-from amp_patch.distributed.groups import has_others
+from amp_patch.distributed.process_groups import has_others
 
 from .optimizer_backward import OptimizerBackward
 

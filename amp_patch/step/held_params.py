@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from amp_patch.arguments import refuse_half_params
 from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.groups import StepRanks, groups_of
+from amp_patch.distributed.process_groups import StepRanks, groups_of
 from amp_patch.weights.master_weights import MasterWeights
 from amp_patch.weights.parameter_lists import are_still, listed
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.distributed.agreement import any_rank
-from amp_patch.distributed.groups import StepRanks
+from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.torch_norms import combined, norms_of

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import mode
 from amp_patch.distributed.engines import refuse_join
-from amp_patch.distributed.groups import StepRanks
+from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
 from amp_patch.optimizers.direct_step import DirectStep
 from amp_patch.optimizers.fused_by_default import FusedByDefault

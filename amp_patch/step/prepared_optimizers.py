@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
 from amp_patch.distributed.engines import is_zero, local_optimizer
-from amp_patch.distributed.groups import StepRanks
+from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.distributed.shards import any_spread
 from amp_patch.levels import OptLevel
 from amp_patch.optimizers.groups import params_of

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from amp_patch.distributed.groups import has_others
+from amp_patch.distributed.process_groups import has_others
 from amp_patch.warn_once import warn, warn_once
 
 from .optimizer_backward import OptimizerBackward

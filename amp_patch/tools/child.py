@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from amp_patch.distributed.groups import has_others, is_on, rank
+from amp_patch.distributed.process_groups import has_others, is_on, rank
 
 from .at_end import at_end
 from .launch import OPTIONS

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_patch.debug.summary import summary
-from amp_patch.distributed.groups import is_on, rank
+from amp_patch.distributed.process_groups import is_on, rank
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.session import session
 from amp_patch.step.observers import StepObserver

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_patch.casting.mode import HALVES
-from amp_patch.distributed.groups import is_on
+from amp_patch.distributed.process_groups import is_on
 from amp_patch.distributed.shards import detached, place, same_numbers, version_of
 
 from .handed_out import HandedOut

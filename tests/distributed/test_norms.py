@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from amp_patch.distributed.groups import StepRanks
 from amp_patch.distributed.norms import clip_by_norm
+from amp_patch.distributed.process_groups import StepRanks
 
 
 def test_a_rank_without_gradients_sends_by_the_backend_of_the_others(

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.debug.trace import tracer
-from amp_patch.distributed.groups import rank
+from amp_patch.distributed.process_groups import rank
 from amp_patch.optimizers.groups import params_of
 from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
