@@ -28,6 +28,7 @@ from .debug.trace import tracer
 from .distributed.norms import clip_by_norm
 from .distributed.process_groups import StepRanks
 from .initialization import initialize_at
+from .optimizers.groups import params_of
 from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session
@@ -289,7 +290,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     step = session.optimizers.steps.get(optimizer)
     if step is not None and step.masters is not None:
         step.backward.show_masters()
-    return _parameters_of(optimizer)
+    # A generator, as apex returns: torch warns where an exhausted one is clipped.
+    return (param for param in params_of(optimizer))
 
 
 def clip_grad_norm_(
@@ -333,7 +335,7 @@ def clip_grad_norm_(
         if total is not None:
             session.observers.clipped(optimizer, total)
             return total
-    grads = [param.grad for param in _parameters_of(optimizer) if param.grad is not None]
+    grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
     whole = step.backward.whole_gradients() if step is not None else ()
     total = clip_by_norm(grads, max_norm, norm_type, ranks, stages, device, whole)
     if step is not None:
@@ -431,8 +433,3 @@ def half_region() -> regions.HalfRegion:
 def float_region() -> regions.FloatRegion:
     """Compute in fp32 inside the block, at every level; see `half_region`."""
     return regions.FloatRegion()
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
