@@ -63,8 +63,7 @@ class CheckedClosure:
         skip = self._backward.skip
         skip.settle()
         self._backward.refuse_scaled("optimizer.step(closure)")
-        if self._backward.decides_alone or skip.cleared:
-            self._backward.look_at_given()
+        self._backward.look_at_given()
         if skip.found():
             raise SkippedInClosure
         skip.forget()

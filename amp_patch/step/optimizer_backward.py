@@ -6,7 +6,6 @@ Knows one optimizer, its gradients and masters; nothing of models, levels or how
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,17 +16,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_patch.distributed.agreement import any_rank
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
-from amp_patch.kernels.torch_norms import combined, norms_of
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
 from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, stored_grad
 
 from .foreign_gradients import ForeignGradients, Watch
+from .given_gradients import skip_nonfinite
 from .gradients import Gradients
 from .held_params import HeldParams
 from .param_pairs import Apart, ParamPairs
@@ -222,24 +220,10 @@ class OptimizerBackward:
     def look_at_given(self) -> None:
         """Ask for a skip where gradients are not finite that the script may have given; may wait.
 
-        One that shares them by hand brings in what another rank has found, and skips. One that
-        keeps those of several blocks, as PCGrad does, puts back what has overflowed.
+        Not where the last pass had a scale of 1, at which no overflow has a consequence.
         """
-        shares = self.decides_alone
-        if self.skip.is_certain or not self._is_scaled or not (shares or self.skip.has_cleared()):
-            return
-        grads = [grad for grad in map(stored_grad, self.pairs().master) if grad is not None]
-        if grads and captures.are_made(grads[0].device):
-            return
-        is_finite = not grads or bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf)))
-        if any_rank(not is_finite, self.ranks.groups):
-            self.skip.ask(
-                "Gradient overflow.  Skipping step, gradients that ranks share behind scale_loss() "
-                "are not finite"
-                if shares
-                else "Gradient overflow.  Skipping step, gradients were put back that had "
-                "overflowed before they were cleared"
-            )
+        if self._is_scaled and (self.decides_alone or self.skip.cleared):
+            skip_nonfinite(self.skip, self._held, are_shared=self.decides_alone)
 
     def _close(self) -> None:
         self.is_open, self._pass = False, None

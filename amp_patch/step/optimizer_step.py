@@ -183,8 +183,7 @@ class OptimizerStep:
         if self.was_scaled is not None:
             self._look_for_scale(self.was_scaled)
         self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
-        if self.backward.decides_alone or self.skip.cleared:
-            self.backward.look_at_given()
+        self.backward.look_at_given()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
