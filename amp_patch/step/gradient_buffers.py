@@ -33,6 +33,7 @@ from amp_patch.weights.parameter_lists import (
 )
 
 from .param_pairs import ParamPairs
+from .target_pool import InPlaceCheck, TargetPool
 
 
 class GradientBuffers:
@@ -50,7 +51,8 @@ class GradientBuffers:
         is_spread: True where a parameter lies on several ranks (DTensor).
         is_in_place: True where the parameters are stepped themselves: nothing goes anywhere.
         are_all_masters: True where none is stepped itself.
-        are_taken_at_once: True where `take` may unscale all, or all are unscaled in place.
+        pool: the memory that all are unscaled into, where all are small half parameters on the CPU;
+            else None.
         masters: the masters; the same object until there are other parameters.
         rows_of_masters: which rows are theirs.
     """
@@ -77,21 +79,16 @@ class GradientBuffers:
         ]
         self._pools, self._buffers = small_tensors.allocate(small)
         self._targets = [buffer for buffer in self._buffers if buffer is not None]
-        self._flag = torch.zeros(1, dtype=torch.float32, device="cpu")
-        self._reusable = Reusable([*self._targets, self._flag])
+        self._check = InPlaceCheck()
+        self._reusable = Reusable([*self._targets, self._check.flag])
         self._have_buffer = [buffer is not None for buffer in self._buffers]
         self._have_all_buffers = all(self._have_buffer)
         self._storage = self._places()
-        self._pool = self._only_pool()
-        self.are_taken_at_once = bool(self._pool) or (self.is_in_place and not self.is_spread)
+        self.pool = self._only_pool()
         self._is_one_call = self._is_plain() and self.is_in_place and _are_of_one_kind(pairs.model)
-        # A scale and its inverse, in one field: an interrupt may come between two.
-        self._factor = 1.0, torch_kernels.inverse_of(1.0)
         # The buffers of all others, with whether a row is theirs; None until somebody asks.
         self._rest: tuple[list[bool], GradientBuffers] | None = None
         self._large = [row for row in rows if not self._have_buffer[row]]
-        # Where the gradients of later passes go first; None until there is one.
-        self._more: GradientBuffers | None = None
         self._shares: list[Share] | None = None
 
     def fits(self, pairs: ParamPairs) -> bool:
@@ -236,75 +233,13 @@ class GradientBuffers:
         """Do `unscale` by one call; return None, with nothing done, where it takes more."""
         if isinstance(scale, Tensor) or scale < 1.0 or any(map(_IS_SPARSE, grads)):
             return None
-        return self._check(grads, grads, scale) if self._reusable.are_free() else None
+        return self._check.run(grads, grads, scale) if self._reusable.are_free() else None
 
-    def _check(self, memory: list[Tensor], grads: list[Tensor], scale: float) -> GradCheck:
-        """Unscale the memory of gradients in place, and check it."""
-        if scale != self._factor[0]:
-            self._factor = scale, torch_kernels.inverse_of(scale)
-        found_inf = self._flag.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(memory, found_inf, self._factor[1])
-        return GradCheck(grads, [found_inf])
-
-    @without_grad
-    def take(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
-    ) -> GradCheck | None:
-        """Do `unscale` and `copy_back`: copy all, unscale the one memory of all targets, copy back.
-
-        Args:
-            grads: of all parameters.
-            scale, is_checked: see `unscale`.
-            shows: whether to do `copy_back`.
-
-        Returns:
-            As `unscale`. None, with nothing done, where not all of these are small half parameters
-            on the CPU, somebody holds a target, or a gradient is sparse, which torch does not copy.
-        """
-        pool, targets = self._pool, self._targets
-        if not pool or isinstance(scale, Tensor) or scale < 1.0 or not self._reusable.are_free():
-            return None
-        try:
-            torch._foreach_copy_(targets, grads)
-        except RuntimeError:
-            return None
-        if not is_checked:
-            return GradCheck(targets, [])
-        check = self._check(pool, targets, scale)
-        if shows and scale != 1.0:
-            torch._foreach_copy_(grads, targets)
-        return check
-
-    def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether these are what `take` has unscaled into."""
-        return are_same(grads, self._targets)
-
-    @without_grad
-    def take_more(
-        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
-    ) -> GradCheck | None:
-        """Do `take` for a later pass of the same step: add to what the targets have.
-
-        Args:
-            grads, scale, is_checked: see `take`.
-            shows: whether these are to hold the sums.
-
-        Returns:
-            As `take`, of what this pass brought.
-        """
-        if self._more is None:
-            self._more = GradientBuffers(self._pairs)
-        check = self._more.take(grads, scale, is_checked, shows=False)
-        if check is not None:
-            torch._foreach_add_(self._pool, self._more._pool)
-            if shows:
-                torch._foreach_copy_(grads, self._targets)
-        return check
-
-    def _only_pool(self) -> list[Tensor]:
-        """Return the memory of all targets, if all are small masters on the CPU; else nothing."""
+    def _only_pool(self) -> TargetPool | None:
         is_one = len(self._pools) == 1 and len(self._kinds) == 1  # pairs of a half dtype and fp32
-        return self._pools if self._is_plain() and self._have_all_buffers and is_one else []
+        if not (is_one and self._have_all_buffers and self._is_plain()):
+            return None
+        return TargetPool(self._pools, self._targets, self._check, self._reusable)
 
     def _is_plain(self) -> bool:
         """Return whether all are plain tensors on the CPU, and no kernel unscales them."""

@@ -30,6 +30,7 @@ from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs
 from .received_gradients import ReceivedGradients
+from .target_pool import TargetPool
 from .used_gradients import UsedGradients
 
 
@@ -65,18 +66,19 @@ class UsualPass:
         Returns:
             What was found; None, with nothing done, where the pass is another.
         """
-        if not buffers.are_taken_at_once:
+        pool = buffers.pool
+        if pool is None and (buffers.is_spread or not buffers.is_in_place):
             return None
         grads: list[Any] = look_up(_GRAD, pairs.model)
         if not (are_complete(grads) and buffers.fits(pairs)):
             return None
         is_first = not (self._earlier or self._received)
-        if buffers.is_in_place:
+        if pool is None:
             if is_first:
                 return buffers.unscale(grads, scale, is_checked)
             return self._add_in_place(buffers, grads, scale, is_checked)
         give = self._give if is_first else self._give_more
-        check = give(buffers, grads, scale, is_checked)
+        check = give(pool, buffers.masters, grads, scale, is_checked)
         if check is not None:
             self._received.note(pairs.model, grads, grads)
         return check
@@ -98,32 +100,42 @@ class UsualPass:
         return check
 
     def _give(
-        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+        self,
+        pool: TargetPool,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
     ) -> GradCheck | None:
         """Give masters, which have none, their gradients."""
         lazy = self._lazy
-        if (lazy is not None and lazy.are_waiting) or not have_none(buffers.masters):
+        if (lazy is not None and lazy.are_waiting) or not have_none(masters):
             return None
-        check = buffers.take(grads, scale, is_checked, shows=lazy is None)
+        check = pool.take(grads, scale, is_checked, shows=lazy is None)
         if check is None:
             return None
         if lazy is None:
-            store_grads(buffers.masters, check.grads)
+            store_grads(masters, check.grads)
         else:
-            lazy.hold(buffers.masters, Made(check.grads))
+            lazy.hold(masters, Made(check.grads))
         self._used.begin(grads)
         return check
 
     def _give_more(
-        self, buffers: GradientBuffers, grads: list[Tensor], scale: float | Tensor, is_checked: bool
+        self,
+        pool: TargetPool,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        scale: float | Tensor,
+        is_checked: bool,
     ) -> GradCheck | None:
         """Add to what an earlier pass has given to all masters."""
         lazy = self._lazy
         if lazy is not None:
             lazy.materialize()
-        if not (self._received and buffers.are_targets(stored_grads(buffers.masters))):
+        if not (self._received and pool.are_targets(stored_grads(masters))):
             return None
-        check = buffers.take_more(grads, scale, is_checked, shows=lazy is None)
+        check = pool.take_more(grads, scale, is_checked, shows=lazy is None)
         if check is not None:
             self._earlier.clear()  # each parameter has another one
             self._used.add(grads)

@@ -1,0 +1,123 @@
+"""The one memory of the gradients that small masters get on a CPU: few calls of torch fill it.
+
+Knows gradients and the tensors that they are unscaled into; no parameter and no loss scaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_patch.kernels import GradCheck, small_tensors, torch_kernels
+from amp_patch.kernels.reusable import Reusable
+from amp_patch.kernels.without_grad import without_grad
+from amp_patch.weights.parameter_lists import are_same
+
+
+class InPlaceCheck:
+    """Unscales memory on the CPU in place, and checks it, by one call of torch.
+
+    Attributes:
+        flag: float32, one element: what a check has found, until the next one.
+    """
+
+    def __init__(self) -> None:
+        self.flag = torch.zeros(1, dtype=torch.float32, device="cpu")
+        # A scale and its inverse, in one field: an interrupt may come between two.
+        self._factor = 1.0, torch_kernels.inverse_of(1.0)
+
+    def run(self, memory: list[Tensor], grads: list[Tensor], scale: float) -> GradCheck:
+        """Divide ``memory``, which is that of ``grads``, by the scale; return what was found."""
+        if scale != self._factor[0]:
+            self._factor = scale, torch_kernels.inverse_of(scale)
+        found_inf = self.flag.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(memory, found_inf, self._factor[1])
+        return GradCheck(grads, [found_inf])
+
+
+class TargetPool:
+    """Tensors in one memory, into which the same half gradients are unscaled step after step.
+
+    Args:
+        memory: of all targets, in a list for torch's calls.
+        targets: fp32, one for each gradient.
+        check: of this memory.
+        reusable: knows whether anybody holds a target, or the flag of ``check``, apart from the
+            caller, who is to hold them as long.
+    """
+
+    def __init__(
+        self,
+        memory: list[Tensor],
+        targets: list[Tensor],
+        check: InPlaceCheck,
+        reusable: Reusable,
+    ) -> None:
+        self._memory, self._targets = memory, targets
+        self._check, self._reusable = check, reusable
+        # Where the gradients of later passes go first; None until there is one.
+        self._more: TargetPool | None = None
+
+    @without_grad
+    def take(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
+    ) -> GradCheck | None:
+        """Copy half gradients to the targets, and unscale and check their memory.
+
+        Args:
+            grads: as a backward wrote them.
+            scale, is_checked: see `GradientBuffers.unscale`.
+            shows: whether the half gradients are to hold what is unscaled, too.
+
+        Returns:
+            What was found, with the targets. None, with nothing done, where the scale is a tensor
+            or below 1, somebody holds a target, or a gradient is sparse, which torch does not copy.
+        """
+        targets = self._targets
+        if isinstance(scale, Tensor) or scale < 1.0 or not self._reusable.are_free():
+            return None
+        try:
+            torch._foreach_copy_(targets, grads)
+        except RuntimeError:
+            return None
+        if not is_checked:
+            return GradCheck(targets, [])
+        check = self._check.run(self._memory, targets, scale)
+        if shows and scale != 1.0:
+            torch._foreach_copy_(grads, targets)
+        return check
+
+    def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether these are what `take` has unscaled into."""
+        return are_same(grads, self._targets)
+
+    @without_grad
+    def take_more(
+        self, grads: list[Tensor], scale: float | Tensor, is_checked: bool, shows: bool
+    ) -> GradCheck | None:
+        """Do `take` for a later pass of the same step: add to what the targets have.
+
+        Args:
+            grads, scale, is_checked: see `take`.
+            shows: whether the half gradients are to hold the sums.
+
+        Returns:
+            As `take`, of what this pass brought.
+        """
+        if self._more is None:
+            self._more = self._another()
+        check = self._more.take(grads, scale, is_checked, shows=False)
+        if check is not None:
+            torch._foreach_add_(self._memory, self._more._memory)
+            if shows:
+                torch._foreach_copy_(grads, self._targets)
+        return check
+
+    def _another(self) -> TargetPool:
+        memory, made = small_tensors.allocate(self._targets)
+        targets: Any = made  # no second list: references to the targets are counted
+        check = InPlaceCheck()
+        return TargetPool(memory, targets, check, Reusable([*targets, check.flag]))
