@@ -128,10 +128,7 @@ class Skip:
 
         Whoever made the flag says why, see `expect`.
         """
-        flag, earlier = found_inf.reshape(()), self.flag
-        if earlier is not None:
-            flag = torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))
-        self.flag = flag
+        self.flag = _either(self.flag, found_inf.reshape(()))
 
     def expect(self, scaler: LossScaler | None) -> Callable[[str | None], None]:
         """Return what is to be told of an outcome for the next step: why, or None to make it."""
@@ -159,11 +156,8 @@ class Skip:
         if self.is_certain:
             self.cleared = True
         elif self.flag is not None and not captures.are_made(self.flag.device):
-            flag, earlier = self.flag, self._cleared_flag
-            if earlier is not None:
-                flag = torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))
-            self._cleared_flag = flag
-            self.cleared = self.cleared is True or HostCopy(flag)
+            self._cleared_flag = _either(self._cleared_flag, self.flag)
+            self.cleared = self.cleared is True or HostCopy(self._cleared_flag)
         self.forget()
 
     def has_cleared(self) -> bool:
@@ -219,3 +213,10 @@ class Skip:
         announcement, self._announcement = self._announcement, None
         if announcement is not None:
             announcement.end()
+
+
+def _either(earlier: Tensor | None, flag: Tensor) -> Tensor:
+    """Return a flag that is not 0 where one of two is not, on the device of the earlier one."""
+    if earlier is None:
+        return flag
+    return torch.maximum(earlier, flag.to(earlier.device, non_blocking=True))
