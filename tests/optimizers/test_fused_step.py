@@ -50,15 +50,17 @@ def torch_steps_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DirectStep, "suits", staticmethod(lambda optimizer: False))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of the mistakes that are drawn, too
-@pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> None:
+def assert_fused_is_the_same(amp: ModuleType, name: str, level: str, drawn: Any) -> None:
+    """Train by what is drawn, fused and not.
+
+    Args:
+        drawn: a strategy of actions, each a method of `Run` with its arguments.
+    """
     kept = Run(amp, True, level, OPTIMIZERS[name])  # torch stays patched while it lives
 
     @trains()
     @drawn_for(name, level)
-    @given(st.lists(ACTIONS, max_size=8), st.booleans())
+    @given(st.lists(drawn, max_size=8), st.booleans())
     def run(actions: list[tuple[str, dict[str, Any]]], reads: bool) -> None:
         fused, plain = (Run(amp, fused, level, OPTIMIZERS[name]) for fused in (True, False))
         for action, options in actions:
@@ -74,6 +76,13 @@ def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> Non
 
     run()
     del kept
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the mistakes that are drawn, too
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_training_is_the_same(amp: ModuleType, name: str, level: str) -> None:
+    assert_fused_is_the_same(amp, name, level, ACTIONS)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the mistakes that are drawn, too
@@ -84,29 +93,9 @@ def test_any_training_is_the_same_with_large_gradients_in_half(
 ) -> None:
     monkeypatch.setattr(small_tensors, "_SMALL", 5)  # weights are large, biases are small
     monkeypatch.setattr(step_parts, "_MOST", 20)
-    kept = Run(amp, True, level, OPTIMIZERS[name])
-
     # to write to gradients that wait in half is refused
     actions = ACTIONS.filter(lambda action: action[0] != "write_half_gradients")
-
-    @trains()
-    @drawn_for(name, level)
-    @given(st.lists(actions, max_size=8), st.booleans())
-    def run(actions: list[tuple[str, dict[str, Any]]], reads: bool) -> None:
-        fused, plain = (Run(amp, fused, level, OPTIMIZERS[name]) for fused in (True, False))
-        for action, options in actions:
-            results = [getattr(one, action)(**options) for one in (fused, plain)]
-            assert_same(*results)
-            assert_same(fused.everything(), plain.everything())
-            if reads:
-                assert_same(gradients_of(fused), gradients_of(plain))
-        for one in (fused, plain):
-            one.clear("plain")
-            one.train()
-        assert_same(fused.everything(), plain.everything())
-
-    run()
-    del kept
+    assert_fused_is_the_same(amp, name, level, actions)
 
 
 @pytest.mark.parametrize("fused", [True, False])
