@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from amp_patch.casting.mode import FLOATS, HALVES
 from amp_patch.distributed.shards import same_numbers, set_data
 
 from . import parametrizations
+
+T = TypeVar("T", bound=Tensor)
 
 
 class Originals(NamedTuple):
@@ -41,7 +43,7 @@ def convert(
     stored: Collection[int] = (),
     in_float: Collection[nn.Module] = (),
 ) -> Originals:
-    """Store the parameters and buffers of ``model`` as ``dtype``, in the same objects.
+    """Store the parameters and buffers of ``model`` as ``dtype``, parameters in the same objects.
 
     Args:
         model: its float64, complex and integer tensors are left alone, half parameters that are
@@ -58,14 +60,14 @@ def convert(
     """
     kept = kept_in_fp32(model, keep_batchnorm_fp32)
     stored = {*stored, *map(id, kept_by_name(model, dtype))}
-    originals = Originals({}, {}, {})
+    conversion = _Conversion(stored)
     for path, module in model.named_modules():
         halves = HALVES if _trains_no_half(module) else ()  # asked before any of it is cast
         to = torch.float32 if module in kept else dtype
-        _convert_params(module, _cast_to(to, halves), to, originals, stored)
+        conversion.store_params(module, to, _cast_to(to, halves))
         to = torch.float32 if module in in_float else to
-        _convert_buffers(module, _cast_to(to, halves), to, path, originals, stored)
-    return originals
+        conversion.store_buffers(module, path, to, _cast_to(to, halves))
+    return conversion.originals
 
 
 def _cast_to(dtype: torch.dtype, halves: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
@@ -73,23 +75,56 @@ def _cast_to(dtype: torch.dtype, halves: tuple[torch.dtype, ...]) -> tuple[torch
     return halves if dtype is torch.float32 else (*halves, torch.float32)
 
 
-def _convert_params(
-    module: nn.Module,
-    sources: tuple[torch.dtype, ...],
-    dtype: torch.dtype,
-    originals: Originals,
-    stored: Collection[int],
-) -> None:
-    params = [param for param in module._parameters.values() if param is not None]
-    params = [param for param in params if param.dtype in sources and id(param) not in stored]
-    for param in params:
-        if param not in originals.params:
-            original = param.data
-            original.grad, param.grad = param.grad, None
-            originals.params[param] = original
-            set_data(param, _converted(original, dtype))
-    if params and isinstance(module, nn.RNNBase):
-        module.flatten_parameters()
+class _Conversion:
+    """What was converted of one model.
+
+    Args:
+        stored: ids of parameters and buffers that are left alone.
+
+    Attributes:
+        originals: what it held before.
+    """
+
+    def __init__(self, stored: Collection[int]) -> None:
+        self.originals = Originals({}, {}, {})
+        self._stored = stored
+        # by id and dtype, for modules may share a buffer; `originals` keeps it alive
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def store_params(
+        self, module: nn.Module, dtype: torch.dtype, sources: tuple[torch.dtype, ...]
+    ) -> None:
+        """Store the parameters of a module itself that are of one of the source dtypes."""
+        converted = [
+            param for param in module._parameters.values() if self._is_from(param, sources)
+        ]
+        for param in converted:
+            if param not in self.originals.params:
+                original = param.data
+                original.grad, param.grad = param.grad, None
+                self.originals.params[param] = original
+                set_data(param, _converted(original, dtype))
+        if converted and isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+    def store_buffers(
+        self, module: nn.Module, path: str, dtype: torch.dtype, sources: tuple[torch.dtype, ...]
+    ) -> None:
+        """Store the buffers of a module itself, at a path in the model, likewise."""
+        for name, buffer in module._buffers.items():
+            if not self._is_from(buffer, sources):
+                continue
+            key = id(buffer), dtype
+            if key not in self._buffers:
+                self._buffers[key] = _converted(buffer, dtype)
+            module._buffers[name] = self._buffers[key]
+            if buffer.dtype in HALVES:
+                self.originals.buffers[f"{path}.{name}"] = buffer
+            else:
+                self.originals.rounded[self._buffers[key]] = buffer
+
+    def _is_from(self, tensor: T | None, sources: tuple[torch.dtype, ...]) -> TypeGuard[T]:
+        return tensor is not None and tensor.dtype in sources and id(tensor) not in self._stored
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,23 +132,6 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted = tensor.to(dtype)
     is_shared = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_shared()
     return converted.share_memory_() if is_shared else converted
-
-
-def _convert_buffers(
-    module: nn.Module,
-    sources: tuple[torch.dtype, ...],
-    dtype: torch.dtype,
-    path: str,
-    originals: Originals,
-    stored: Collection[int],
-) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.dtype in sources and id(buffer) not in stored:
-            stored_buffer = module._buffers[name] = _converted(buffer, dtype)
-            if buffer.dtype in HALVES:
-                originals.buffers[f"{path}.{name}"] = buffer
-            else:
-                originals.rounded[stored_buffer] = buffer
 
 
 def _trains_no_half(module: nn.Module) -> bool:
@@ -170,16 +188,20 @@ def restore(
         exact: returns the value of a parameter or buffer in the dtype that it is to have.
         buffers: those that came in half, as `convert` returned them.
     """
+    restored: dict[Tensor, Tensor] = {}  # buffers, which modules may share
     for path, module in model.named_modules():
         for param in module._parameters.values():
             if param is not None and param.dtype in FLOATS:
                 _set_value(param, exact(param))
         for name, buffer in module._buffers.items():
             original = buffers.get(f"{path}.{name}")
-            if buffer is not None and original is not None:
-                module._buffers[name] = _as_it_came(buffer, original)
-            elif buffer is not None and buffer.dtype is dtype:
-                module._buffers[name] = exact(buffer)
+            if buffer is None or (original is None and buffer.dtype is not dtype):
+                continue
+            if buffer not in restored:
+                restored[buffer] = (
+                    exact(buffer) if original is None else _as_it_came(buffer, original)
+                )
+            module._buffers[name] = restored[buffer]
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 

@@ -71,6 +71,23 @@ def test_a_copy_and_a_state_have_exact_constants(amp: ModuleType, level: str) ->
     assert torch.equal(plain.mean, MEAN)
 
 
+@pytest.mark.parametrize("came_in", [torch.float32, torch.float16])
+@pytest.mark.parametrize("level", HALF_OF)
+def test_a_buffer_that_two_modules_share_stays_one(
+    amp: ModuleType, level: str, came_in: torch.dtype
+) -> None:
+    model = nn.Sequential(Net(), Net())
+    model[0].mean = model[1].mean = MEAN.to(came_in)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert model[0].mean is model[1].mean
+    assert model[0].mean.dtype is HALF_OF[level]
+    model[0].mean.fill_(2.0)
+    amp.deactivate()
+    assert model[0].mean is model[1].mean
+    assert model[1].mean.dtype is came_in
+    assert model[1].mean.tolist() == [2.0] * 3
+
+
 WRITES: dict[str, Callable[[Net, Tensor], None]] = {
     "copy_": lambda model, value: model.mean.copy_(value),
     "data.copy_": lambda model, value: model.mean.data.copy_(value),
