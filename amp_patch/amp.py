@@ -326,20 +326,13 @@ def clip_grad_norm_(
     optimizer = session.optimizers.originals_of(optimizer)
     max_norm, norm_type = arguments.norms_of(max_norm, norm_type)
     stages = arguments.process_group_of(process_group, "amp.clip_grad_norm_(optimizer, max_norm")
-    step, ranks, device = session.optimizers.steps.get(optimizer), StepRanks(), None
-    if step is not None:
-        ranks = step.backward.ranks
-        device = step.backward.device if ranks.groups else None
+    step = session.optimizers.steps.get(optimizer)
+    if step is None:
+        grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
+        total = clip_by_norm(grads, max_norm, norm_type, StepRanks(), stages)
+    else:
         step.backward.refuse_scaled("amp.clip_grad_norm_()")
-        total = None if stages else step.backward.clip_waiting(max_norm, norm_type)
-        if total is not None:
-            session.observers.clipped(optimizer, total)
-            return total
-    grads = [param.grad for param in params_of(optimizer) if param.grad is not None]
-    whole = step.backward.whole_gradients() if step is not None else ()
-    total = clip_by_norm(grads, max_norm, norm_type, ranks, stages, device, whole)
-    if step is not None:
-        step.backward.note_clipped()
+        total = step.backward.clip(max_norm, norm_type, stages)
     session.observers.clipped(optimizer, total)
     return total
 

@@ -69,7 +69,7 @@ def _clipping(
         else:
             result = original(stepped, *args, **kwargs)
         for owner in owners:  # there are some only where this is a list
-            owner.note_clipped(stepped)
+            owner.clipped.note(stepped)
         return result
 
     return clip
@@ -122,7 +122,7 @@ def _clip_parts(
     elsewhere = {id(param) for one in owners for param in one.gradients.elsewhere}
     grads = [one.grad for one in stepped if one.grad is not None and id(one) not in elsewhere]
     device = owners[0].device
-    whole = set().union(*(one.whole_gradients() for one in owners))
+    whole = set().union(*(one.clipped.whole() for one in owners))
     total = clip_by_norm(
         grads, float(max_norm), float(norm_type), ranks, device=device, whole=whole
     )

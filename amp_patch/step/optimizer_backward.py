@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, stored_grad
+from amp_patch.weights.parameter_lists import Tensors, have_none, stored_grad
 
+from .clipped_gradients import ClippedGradients
 from .foreign_gradients import ForeignGradients, Watch
 from .given_gradients import skip_nonfinite
 from .gradients import Gradients
@@ -32,6 +33,9 @@ from .param_pairs import Apart, ParamPairs
 from .reached_masters import ReachedMasters
 from .skip import Skip
 from .zeroing import Zeroing
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # not every build of torch has it
 
 
 class OpenPass(Protocol):
@@ -61,6 +65,7 @@ class OptimizerBackward:
         skip: as given.
         masters, pairs: see `HeldParams`.
         gradients: of its parameters.
+        clipped: the same, as they are clipped.
         is_open: True inside a ``scale_loss`` of this optimizer.
         zeroing: counts its passes, and tells where gradients are not cleared when they should be.
         unshared_scale: what gradients are multiplied by that a backward has left on this rank, for
@@ -83,6 +88,7 @@ class OptimizerBackward:
         self.pairs, self.masters = held.pairs, held.masters
         self.skip = skip
         self.gradients = Gradients(None if fused is None else fused.lazy)
+        self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
         self.is_open = False
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
@@ -284,36 +290,10 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
-    def note_clipped(self, clipped: Sequence[Tensor] | None = None) -> None:
-        """Gradients that are stepped were clipped: those of half parameters follow.
-
-        Args:
-            clipped: masters whose gradients these are, perhaps among others; None: all.
-        """
-        pairs = self.pairs()
-        if clipped is not None and not are_same(clipped, pairs.master):
-            ids = set(map(id, clipped))
-            pairs = pairs.select([id(master) in ids for master in pairs.master])
-        self.gradients.show_again(pairs)
-
-    def clip_waiting(self, max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip gradients that the step unscales itself, for it to do that, too.
-
-        Returns:
-            The total norm, 0-dim; None where gradients are clipped as all others are.
-        """
-        optimizer = self._optimizer()
-        if self._fused is None or optimizer is None or norm_type != 2.0:
-            return None
-        return self._fused.clip(optimizer, max_norm)
-
-    def whole_gradients(self) -> set[int]:
-        """Return the ids of gradients that are the same on all ranks, where others are parts."""
-        parts, pairs = self.ranks.parts, self.pairs()
-        if parts is None:
-            return set()
-        stepped = zip(pairs.model, pairs.master, strict=True)
-        return {id(master.grad) for param, master in stepped if id(param) not in parts}
+    def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
+        """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
+        device = self.device if self.ranks.groups else None
+        return self.clipped.clip(max_norm, norm_type, stages, device)
 
     def refuse_scaled(self, caller: str, steps: bool = False, goes_on: bool = False) -> None:
         """Raise if gradients are still scaled; else take in all that a step is to use.
