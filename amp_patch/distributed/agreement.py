@@ -51,7 +51,7 @@ def agree(
     flags = flags or [torch.zeros((), device=device)]
     own = torch.as_tensor(scale, dtype=torch.float32).to(device, non_blocking=True).reshape(())
     count = torch.full((), float(steps), device=device)
-    # The largest of the negatives is the smallest number: equal are they if both are the same.
+    # The largest of the negatives tells the smallest number: all are equal where it is the largest.
     numbers = torch.stack([torch.stack(flags).amax(), own, -own, count, -count])
     for group in groups:
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)

@@ -47,8 +47,7 @@ def rank() -> int:
 
 
 def groups_of(params: Iterable[Tensor]) -> list[ProcessGroup]:
-    """Return the groups over which some parameters are spread, each once, in the same order on
-    every rank.
+    """Return the groups over which parameters are spread, in the same order on every rank.
 
     A DTensor lies on a mesh of ranks (FSDP2, tensor parallel, both): the groups of all dimensions
     of the mesh, or the one of all ranks where the mesh has them all. Other parameters have none:
@@ -69,7 +68,7 @@ def groups_of(params: Iterable[Tensor]) -> list[ProcessGroup]:
 
 
 def without_repetition(groups: Iterable[ProcessGroup]) -> list[ProcessGroup]:
-    """Return each group once; of one rank alone none, and only that of all ranks if it is there."""
+    """Return each group of several ranks once; where one has all ranks, that one alone."""
     found: dict[str, ProcessGroup] = {}
     for group in groups:
         if group.size() == torch.distributed.get_world_size():

@@ -1,10 +1,10 @@
 """Which parameters of an optimizer are stepped at once on functions of torch.
 
-Large parameters whose gradients wait in half are stepped some at a time, so that few gradients are
-in memory in fp32 at once; on a CPU a parameter larger than that is stepped in strips. So are those
-that the optimizer would step one by one. On a GPU it would step all at once, and make as much of
-what it computes on the way: a share of them is stepped there, which is larger. Knows groups and
-their parameters; no gradients.
+A step takes memory for the fp32 values of gradients that wait in half, and for what its formula
+computes on the way: both for as many parameters as are stepped at once. So large parameters are
+stepped some at a time, and on a CPU a parameter that is larger than that in strips. On a GPU more
+are stepped at once, for the host must keep it busy. Knows groups and their parameters; no
+gradients.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class LateCheck(GradCheck):
 
     @property
     def overflow(self) -> bool:
-        """True: nobody asks otherwise."""
+        """True: it is asked only where the step was skipped."""
         return True
 
     @property

@@ -76,10 +76,10 @@ class OptimizerState:
         self._stored_in = {param: param.dtype for param, _ in self._states()}
 
     def match(self) -> None:
-        """Bring the state to the dtypes that parameters were cast to: that of then goes by them.
+        """Bring state that is in its parameter's former dtype to the one that this was cast to.
 
-        State in another dtype is so by the optimizer's own choice, and none of the masters' was
-        cast. Call it when parameters were converted, and again when they are restored.
+        State in another dtype is so by the optimizer's own choice; masters are never cast. Call it
+        when parameters were converted, and again when they are restored.
         """
         for param, state in self._states() if self._masters is None else ():
             before = self._stored_in.get(param, torch.float32)

@@ -168,8 +168,8 @@ class Skip:
 
     def has_overflowed(self) -> bool:
         """Return whether gradients overflowed since the last step; may wait for their device."""
-        is_here = self.flag is None or not captures.are_made(self.flag.device)
-        return self.has_cleared() or (is_here and self.found())
+        can_tell = self.flag is None or not captures.are_made(self.flag.device)
+        return self.has_cleared() or (can_tell and self.found())
 
     @property
     def outcome(self) -> bool | HostCopy:

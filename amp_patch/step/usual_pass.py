@@ -137,7 +137,7 @@ class UsualPass:
             return None
         check = pool.take_more(grads, scale, is_checked, shows=lazy is None)
         if check is not None:
-            self._earlier.clear()  # each parameter has another one
+            self._earlier.clear()  # each parameter has got a new gradient
             self._used.add(grads)
         return check
 
