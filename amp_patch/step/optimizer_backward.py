@@ -208,14 +208,13 @@ class OptimizerBackward:
     def abandon(self, pairs: ParamPairs) -> None:
         """End the pass as if there had been none: gradients are as before, see `put_back`."""
         self._close()
-        self.zeroing.end_step()
-        self.zeroing.was_abandoned = True
+        self.zeroing.abandon()
         self.gradients.put_back(pairs)
 
     def drop(self) -> None:
         """End a pass that failed after `receive` began: what was there before is lost, too."""
         self._close()
-        self.zeroing.end_step()
+        self.zeroing.abandon()
         self.gradients.drop(self.pairs())
 
     def _end_pass(self) -> None:

@@ -79,6 +79,11 @@ class Zeroing:
         self._passes_stepped = self.passes
         self.was_abandoned = False
 
+    def abandon(self) -> None:
+        """An exception has ended the pass, or its unscaling, and its gradients go."""
+        self.end_step()
+        self.was_abandoned = True
+
     def note_cleared(self, is_lost: bool) -> None:
         """The script is about to clear the gradients.
 
@@ -101,7 +106,8 @@ class Zeroing:
             warn_once(
                 "a scale_loss() block that an exception ends, or the close of a generator, drops "
                 "its gradients; got an optimizer.step() behind one, which has none. Do after the "
-                "block what may raise, or yields."
+                "block what may raise, or yields. To go on after an error that you catch (out of "
+                "memory, say), call optimizer.zero_grad() where you catch it."
             )
         elif self.is_watched and self._has_left and self.passes > self._passes_stepped:
             self._tell_of_cleared(pairs(), "`p.grad = None`")

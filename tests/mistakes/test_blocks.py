@@ -25,6 +25,7 @@ from training import (
 )
 
 from amp_patch import amp as core
+from amp_patch.step.gradients import Gradients
 
 INPUTS = next(batches())
 
@@ -220,6 +221,23 @@ def test_a_step_behind_a_block_that_an_exception_has_ended(
             optimizer.step()
     told = [str(one.message)[:45] for one in caught if one.filename == __file__]
     assert told == ["a scale_loss() block that an exception ends, "][is_cleared:]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_behind_a_block_whose_unscaling_failed(
+    amp: ModuleType, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = prepared(amp, level)
+    monkeypatch.setattr(Gradients, "receive_alone", out_of_memory)
+    block = amp.scale_loss(loss_of(model, INPUTS), optimizer)
+    with pytest.raises(torch.OutOfMemoryError), block as scaled_loss:
+        scaled_loss.backward()
+    with pytest.warns(UserWarning, match=r"call optimizer\.zero_grad\(\) where you catch it"):
+        optimizer.step()
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -46,8 +46,7 @@ class Script:
     def abandoned_block(self) -> None:
         self.zeroing.begin(lambda: self.pairs)
         self.gradients.set_aside(self.pairs, 1.0)
-        self.zeroing.end_step()
-        self.zeroing.was_abandoned = True
+        self.zeroing.abandon()
         self.gradients.put_back(self.pairs)
 
     def forget_cleared(self) -> None:
