@@ -56,6 +56,7 @@ class Cause:
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
         in_half: of a loss, an operator that the script computes in half, "" for none.
+        is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
         also: the paths of further modules that must be in fp32 together with the module.
     """
 
@@ -79,6 +80,7 @@ class Cause:
     is_static: bool = False
     zero_eps: float | None = None
     in_half: str = ""
+    is_large: bool = False
     also: tuple[str, ...] = ()
 
     @property
@@ -124,7 +126,7 @@ class Cause:
         """Return what mends it, in a sentence or two."""
         if self.is_loss_scale:
             return _of_loss_scale(self)
-        if self.fits is not None and 0.0 < self.fits < 1.0:
+        if self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0):
             return _OF_LARGE_LOSS
         return _ADVICE[self.where](self)
 

@@ -32,7 +32,7 @@ class LossStep(NamedTuple):
     Attributes:
         operator: such as "sqrt", or "cast".
         given, made: the ranges of the gradients that it got, and returned.
-        uncast: of a cast, the gradient that it got: what a lower loss scale would bring.
+        uncast: of what does no more than cast, what it cast: a lower loss scale would mend that.
     """
 
     operator: str
@@ -66,7 +66,7 @@ class LossWatch:
                 continue
             seen.add(node)
             if node.name() != "torch::autograd::AccumulateGrad":
-                node.register_hook(_Look(self, node.name()))
+                node.register_hook(_Look(self, node))
                 if any(one.dtype in HALVES for one in node._input_metadata):
                     name = readable(node.name())
                     self.in_half = name if name not in _MOVING else self.in_half
@@ -74,18 +74,34 @@ class LossWatch:
 
 
 class _Look:
-    """The hook of one node."""
+    """The hook of one node, which it does not hold: it would never be freed."""
 
-    def __init__(self, watch: LossWatch, name: str) -> None:
-        self._watch, self._name = watch, name
+    def __init__(self, watch: LossWatch, node: Any) -> None:
+        self._watch, self._operator = watch, readable(node.name())
+        keeps = getattr(node, "_saved_keepdim", False)
+        self._summed = () if keeps else getattr(node, "_saved_dim", ())
 
     def __call__(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         if self._watch.found is not None or are_finite(made) or not are_finite(given):
             return
         ranges = ranges_of(enumerate_as("gradient", given)), ranges_of(enumerate_as("result", made))
-        operator = readable(self._name)
-        uncast = given[0].detach() if operator == "cast" else None
-        self._watch.found = LossStep(operator, *ranges, uncast)
+        uncast = self._uncast(made[0], given[0])
+        self._watch.found = LossStep(self._operator, *ranges, uncast)
+
+    def _uncast(self, made: Tensor, given: Tensor) -> Tensor | None:
+        """Return what was cast to half; None of an operator that computes more."""
+        if self._operator == "cast":
+            return given.detach()
+        if self._operator != "sum" or made.dtype not in HALVES or given.dtype in HALVES:
+            return None
+        # A sum in fp32 of half numbers hands on its gradient to each of them.
+        return given.detach()[_places(self._summed, made.dim())].expand(made.shape)
+
+
+def _places(summed: tuple[int, ...], dims: int) -> tuple[Any, ...]:
+    """Return an index that gives a sum back the dimensions it was over; torch shows -1 unsigned."""
+    taken = {(one - 2**64 if one >= 2**63 else one) % dims for one in summed}
+    return tuple(None if one in taken else slice(None) for one in range(dims)) if taken else ()
 
 
 def enumerate_as(name: str, tensors: tuple[Any, ...]) -> list[tuple[str, Any]]:

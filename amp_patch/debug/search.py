@@ -98,7 +98,12 @@ class Search:
         """Return the cause where a gradient was not finite before it came to a model."""
         result = next(one for one in found.made if one.kinds)
         if found.uncast is None:
-            return self._of_loss(result, operator=found.operator, operands=found.given)
+            largest = _peak(self._watch.loss)
+            is_large = largest * self._scale > torch.finfo(torch.float32).max
+            operands = (*self._watch.loss, *found.given) if is_large else found.given
+            return self._of_loss(
+                result, operator=found.operator, operands=operands, is_large=is_large
+            )
         # What was cast has the shape of an output: look whether the model bears it unscaled.
         unscaled, fits = found.uncast / self._scale, largest_scale(_peak(found.given) / self._scale)
         if 0.0 < fits < 1.0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,26 @@ def test_a_loss_that_no_scale_makes_fit_is_said_to_be_large(amp, level: str) -> 
     cause = the_cause(amp)
     assert cause.where == ("loss" if level == "O1" else "backward")
     assert "even at a loss scale of 1" in cause.advice()
+
+
+def test_a_loss_that_float32_cannot_hold_times_the_scale_is_said_to_be_large(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1", loss_scale=65536.0)
+    train(amp, model, optimizer, lambda outputs: (outputs.float() + 1.0).mean() * 1e36)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.is_large) == ("loss", "mul", True)
+    assert cause.operands[0].name == "loss"
+    assert "is the loss a sum" in cause.advice()
+    assert "division by zero" not in cause.advice()
+
+
+@pytest.mark.parametrize("dims", [(), (-1,), ((0, 1),), (0, True)])
+def test_a_sum_that_torch_computes_in_float32_is_not_advised_to_be(amp, dims: Any) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O1", loss_scale=65536.0)
+    train(amp, model, optimizer, lambda outputs: outputs.sum(*dims).sum() * 2.0)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator) == ("loss", "sum")
+    assert 1.0 < (cause.fits or 0.0) <= 16384.0
+    assert "only the loss scale" in cause.advice()
 
 
 def test_a_function_is_advised_to_run_in_float32_where_that_is_enough() -> None:
