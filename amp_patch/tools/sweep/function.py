@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
+import operator
 import os
 import pickle
 import sys
@@ -75,19 +75,25 @@ def _prepared(name: str, out: Any, resume: Any, options: Mapping[str, Any]) -> S
     Raises:
         ValueError: as `amp_patch.sweep`.
     """
+    checked: dict[str, Any] = {
+        "levels": _levels(options["levels"]),
+        "steps": None if options["steps"] is None else _count("steps", options["steps"]),
+        "repeat": _count("repeat", options["repeat"]),
+        "seed": _seed(options["seed"]),
+        "tolerance": _share(options["tolerance"]),
+        "timeout": _seconds(options["timeout"]),
+    }
     # what was left at its default is not given: a sweep that goes on has its own
-    given = {one: value for one, value in options.items() if value != getattr(Settings, one)}
-    if "levels" in given:
-        given["levels"] = _checked_levels(given["levels"])
-    _refuse_share(options["tolerance"])
-    _refuse_numbers(options["steps"], options["repeat"], options["seed"], options["timeout"])
+    defaults = Settings([]).as_json()
+    given = {one: value for one, value in checked.items() if value != defaults[one]}
     if resume is not None and out is not None:
         raise ValueError("resume writes to its own folder; got out too; leave that out")
     try:
         if resume is None:
             settings = Settings(command=[name], is_function=True, **given)
-            return sweep.begun(None if out is None else Path(out), settings, [])
-        return sweep.resumed(Path(resume), given, functools.partial(_refuse_other, name))
+            return sweep.begun(None if out is None else Path(os.fsdecode(out)), settings, [])
+        folder = Path(os.fsdecode(resume))
+        return sweep.resumed(folder, given, functools.partial(_refuse_other, name))
     except BadArguments as error:
         raise ValueError(error.message) from error
 
@@ -147,54 +153,87 @@ def _takes_level(train_fn: Callable[..., Any]) -> bool:
     )
 
 
-def _checked_levels(levels: Sequence[str]) -> list[str]:
-    names = list(levels.split(",") if isinstance(levels, str) else levels)
-    if not names or any(name not in LEVELS for name in names):
-        raise ValueError(
-            f"levels must be some of {', '.join(LEVELS)}; got {names}; call "
-            "amp_patch.sweep(train, levels=['O0', 'O1'])."
-        )
-    return list(dict.fromkeys(names))
+# Numbers and names of NumPy and torch are taken, as plain ones: JSON holds no others.
 
 
-def _refuse_numbers(steps: Any, repeat: Any, seed: Any, timeout: Any) -> None:
-    """Check the numbers as the command line checks its own.
+def _levels(given: Any) -> list[str]:
+    """Return names of levels, each once; those of a set in the order of all levels.
 
     Raises:
-        ValueError: one is out of range, or no number.
+        ValueError: one is none, or there is none.
     """
-    for name, value, least in (("steps", steps, 1), ("repeat", repeat, 1), ("seed", seed, 0)):
-        is_left_out = value is None and name == "steps"
-        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not is_left_out and not (is_whole and int(value) >= least):
-            raise ValueError(
-                f"{name} must be a whole number of at least {least}; got {value!r}; call "
-                f"amp_patch.sweep(train, {name}={least or 1})."
-            )
+    try:
+        several = given.split(",") if isinstance(given, str) else given
+        names = [str(one).strip().upper() for one in several]
+    except TypeError:  # it cannot be iterated over
+        names = []
+    if not names or any(name not in LEVELS for name in names):
+        raise ValueError(
+            f"levels must be some of {', '.join(LEVELS)}; got {given!r}; call "
+            "amp_patch.sweep(train, levels=['O0', 'O1'])."
+        )
+    return sorted(set(names)) if isinstance(given, set | frozenset) else list(dict.fromkeys(names))
+
+
+def _count(name: str, given: Any, least: int = 1) -> int:
+    """Return a whole number.
+
+    Raises:
+        ValueError: it is less than `least`, or none.
+    """
+    try:
+        number = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = -1
+    if number < least:
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}; got {given!r}; call "
+            f"amp_patch.sweep(train, {name}={least or 1})."
+        )
+    return number
+
+
+def _seed(given: Any) -> int:
+    seed = _count("seed", given, least=0)
     if seed >= SEEDS:
         raise ValueError(
-            f"seed must be below 2**32, for NumPy takes no other; got {seed!r}; call "
+            f"seed must be below 2**32, for NumPy takes no other; got {given!r}; call "
             "amp_patch.sweep(train, seed=1)."
         )
-    if timeout is None or (isinstance(timeout, numbers.Real) and 0 < float(timeout) < math.inf):
-        return
+    return seed
+
+
+def _number(given: Any) -> float:
+    """Return what is a number as such; NaN for anything else."""
+    try:
+        return math.nan if isinstance(given, str | bytes) else float(given)
+    except (TypeError, ValueError, RuntimeError):  # of torch, for several numbers
+        return math.nan
+
+
+def _seconds(given: Any) -> float | None:
+    seconds = None if given is None else _number(given)
+    if seconds is None or 0 < seconds < math.inf:
+        return seconds
     raise ValueError(
-        f"timeout must be seconds above 0, or None for no limit; got {timeout!r}; call "
+        f"timeout must be seconds above 0, or None for no limit; got {given!r}; call "
         "amp_patch.sweep(train, timeout=600)."
     )
 
 
-def _refuse_share(tolerance: Any) -> None:
-    """Check the tolerance, of which 5 would be 500%.
+def _share(given: Any) -> float:
+    """Return a share, of which 5 would be 500%.
 
     Raises:
-        ValueError: it is no share.
+        ValueError: it is none.
     """
-    if not (isinstance(tolerance, numbers.Real) and 0 <= float(tolerance) < 1):
+    share = _number(given)
+    if not 0 <= share < 1:
         raise ValueError(
             "tolerance must be a share of the loss, a number from 0 to below 1; got "
-            f"{tolerance!r}; call amp_patch.sweep(train, tolerance=0.05) for 5%."
+            f"{given!r}; call amp_patch.sweep(train, tolerance=0.05) for 5%."
         )
+    return share
 
 
 def _refuse_other(name: str, settings: Settings, folder: Path) -> Sequence[str]:

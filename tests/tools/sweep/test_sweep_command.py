@@ -13,7 +13,9 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from forked_run import ForkedRun
 from sweeps import eventful, files_in, made_run
@@ -304,6 +306,8 @@ def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, 
     [
         ({"levels": ["O9"]}, "levels must be some of O0"),
         ({"levels": []}, "levels must be some of O0"),
+        ({"levels": None}, "levels must be some of O0.*; got None"),
+        ({"levels": np.array([0, 1])}, "levels must be some of O0.*; got array"),
         ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
         ({"steps": "10"}, "steps must be a whole number of at least 1; got '10'"),
         ({"steps": True}, "steps must be a whole number of at least 1; got True"),
@@ -315,6 +319,7 @@ def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, 
         ({"tolerance": "5%"}, "tolerance must be a share .*; got '5%'; call .*tolerance=0.05"),
         ({"tolerance": 5}, "tolerance must be a share .*; got 5; call .*tolerance=0.05"),
         ({"tolerance": float("nan")}, "tolerance must be a share .*; got nan"),
+        ({"tolerance": np.zeros(2)}, "tolerance must be a share .*; got array"),
         ({"timeout": 0}, "timeout must be seconds above 0, or None for no limit; got 0"),
         ({"resume": "nowhere"}, "the folder to go on in must hold a sweep; got nowhere"),
         ({"resume": "a", "out": "b"}, "^resume writes to its own folder; got out too"),
@@ -323,6 +328,19 @@ def test_what_would_train_nothing_or_cannot_be_sent_is_refused(tmp_path, given, 
 def test_bad_options_of_the_call_are_value_errors(options, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         amp_patch.sweep(train, **options)
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("kind", [np.array, tuple, set, iter, ", ".join])
+def test_options_may_come_in_any_container_and_number(tmp_path, monkeypatch, kind) -> None:
+    monkeypatch.setattr(runs.Runner, "run", lambda self, kept: eventful())
+    options = {"steps": np.int64(5), "seed": torch.tensor(3), "repeat": np.array(2)}
+    shares = {"tolerance": torch.tensor(0.25), "timeout": np.float32(60.0)}
+    out = os.fsencode(tmp_path / "out")
+    amp_patch.sweep(train, out=out, levels=kind(["O0", "O4"]), **options, **shares)
+    settings = json.loads((tmp_path / "out" / "sweep.json").read_text())["settings"]
+    assert settings["levels"] == ["O0", "O4"]
+    assert [settings[name] for name in (*options, *shares)] == [5, 3, 2, 0.25, 60.0]
 
 
 def test_a_sweep_inside_of_a_sweep_is_refused(monkeypatch) -> None:
