@@ -189,22 +189,20 @@ class Expressions(Reader):
         return one_of(true, unclear[0]), one_of(false, unclear[1])
 
     def _read_BinOp(self, node: ast.BinOp) -> Value:
-        left, right = self.evaluate(node.left), self.evaluate(node.right)
+        return self.binary(self.evaluate(node.left), node.op, self.evaluate(node.right), node)
+
+    def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
+        """Return what ``left op right`` stands for."""
         if isinstance(left, Items) and isinstance(right, Items):
             return Items(left.items + right.items)
-        word = type(node.op).__name__
-        if (
-            isinstance(left, Const)
-            and isinstance(right, Const)
-            and _can_compute(node.op, left, right)
-        ):
+        if isinstance(left, Const) and isinstance(right, Const) and _can_compute(op, left, right):
             try:
-                value = _ARITHMETIC[type(node.op)](left.value, right.value)
+                value = _ARITHMETIC[type(op)](left.value, right.value)
             except (TypeError, ZeroDivisionError, OverflowError, ValueError):
                 return Value(parts=[left, right])
             if not isinstance(value, int) or abs(value) < _LARGEST:
                 return Const(value, node)
-        return Value(f"({left.key} {word} {right.key})", [left, right])
+        return Value(f"({left.key} {type(op).__name__} {right.key})", [left, right])
 
     def _read_Lambda(self, node: ast.Lambda) -> Value:
         return Function(node, self.scope, self.defaults(node.args))

@@ -20,6 +20,7 @@ from .values import (
     Const,
     Function,
     Imported,
+    Member,
     Scope,
     Value,
 )
@@ -162,8 +163,9 @@ class Statements(Contexts):
             self.assign(node.target, self.evaluate(node.value))
 
     def _do_AugAssign(self, node: ast.AugAssign) -> None:
-        operation = ast.BinOp(_loaded(node.target), node.op, node.value)
-        self.assign(node.target, self.evaluate(ast.copy_location(operation, node)))
+        before, value = self.evaluate(_loaded(node.target)), self.evaluate(node.value)
+        self.note(f"{type(node.op).__name__}=", node, Arguments([value]), before)
+        self.assign(node.target, self.binary(before, node.op, value, node))
 
     def _do_Return(self, node: ast.Return) -> bool:
         value = self.evaluate(node.value)
@@ -181,7 +183,9 @@ class Statements(Contexts):
     _do_Break = _do_Continue
 
     def _do_Expr(self, node: ast.Expr) -> bool:
-        self.evaluate(node.value)
+        value = self.evaluate(node.value)
+        if isinstance(node.value, ast.Attribute) and isinstance(value, Member):
+            self.note("not called", node.value, Arguments([value]))
         last = self.trace.calls[-1] if self.trace.calls else None
         return last is not None and last.node is node.value and last.name in _ENDINGS
 

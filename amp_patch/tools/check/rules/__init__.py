@@ -1,7 +1,30 @@
 """The rules of ``amp-patch check``; a module for each subject, which enters its rules by import."""
 
-from . import blocks, checkpoints, dtypes, initialization, leftovers, optimizers, registry
+from . import (
+    arguments,
+    blocks,
+    checkpoints,
+    dtypes,
+    gradients,
+    initialization,
+    late_layers,
+    leftovers,
+    losses,
+    optimizers,
+    registry,
+)
 
 #: Where the table is filled.
-SUBJECTS = (initialization, leftovers, blocks, optimizers, dtypes, checkpoints)
+SUBJECTS = (
+    initialization,
+    arguments,
+    late_layers,
+    leftovers,
+    blocks,
+    losses,
+    gradients,
+    optimizers,
+    dtypes,
+    checkpoints,
+)
 RULES = registry.RULES

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, owners_of
 from amp_patch.tools.check.truth import truth_of
-from amp_patch.tools.check.values import Const, Member, Value, alternatives, flat, root
+from amp_patch.tools.check.values import Const, Value, alternatives, flat, root
 
 from .registry import rule
-from .steps import backwards, steps_of, zeroed
+from .steps import WRITES, backwards, gradient_of, steps_of, zeroed
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "amp.clip_grad_norm_")
-_WRITES = (".clamp_", ".mul_", ".div_", ".clip_")
 
 
 @rule(
@@ -27,15 +26,9 @@ def clip_in_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     for call in trace.named(*_CLIPPING):
         if call.blocks:
             yield call.node, f"{call.name.removeprefix('amp.')} inside of scale_loss"
-    for call in trace.named(*_WRITES):
-        if call.blocks and call.receiver is not None and _is_grad(root(call.receiver)):
+    for call in trace.named(*WRITES):
+        if call.blocks and gradient_of(call.receiver) is not None:
             yield call.node, "a write to .grad inside of scale_loss"
-
-
-def _is_grad(value: Value) -> bool:
-    if isinstance(value, Member) and value.name == "data":
-        value = value.owner
-    return isinstance(value, Member) and value.name == "grad"
 
 
 @rule(

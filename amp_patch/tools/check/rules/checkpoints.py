@@ -42,6 +42,35 @@ def amp_not_loaded(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             yield call.node, "the optimizer's load_state_dict without amp's"
 
 
+@rule(
+    "amp-loaded-early",
+    "the state of amp is loaded before initialize, which makes what holds it",
+    "call amp.load_state_dict(checkpoint['amp']) after amp.initialize",
+)
+def amp_loaded_early(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """An ``amp.load_state_dict`` before each initialize of its run."""
+    for call in trace.named("amp.load_state_dict"):
+        inits = trace.with_call(call, trace.named("amp.initialize", "amp.init"))
+        inits = [one for one in inits if one.run == call.run]
+        if inits and all(call.order < one.order for one in inits):
+            yield call.node, "amp.load_state_dict before amp.initialize"
+
+
+@rule(
+    "model-pickled",
+    "the model is saved as a whole, with its weights in half, and not its state",
+    "save model.state_dict(), which has the float32 values, or a copy.deepcopy(model)",
+)
+def model_pickled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A torch.save of a model that initialize has stored in half."""
+    for call in trace.named("torch.save"):
+        for value in _inside(call.arguments.get("obj", 0) or Value()):
+            inits = trace.of_models(value, call)
+            if any(one.is_at("O2", "O3", "O5") and one.call.order < call.order for one in inits):
+                yield call.node, "torch.save of the model itself"
+                break
+
+
 def _is_scaled(trace: Trace, call: Call) -> bool:
     """Return whether a call is a method of an optimizer whose losses have a scale that moves."""
     if call.receiver is None:

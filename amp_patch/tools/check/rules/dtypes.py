@@ -6,15 +6,20 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check import names
-from amp_patch.tools.check.trace import Trace, is_module
-from amp_patch.tools.check.values import Cast, Made, Value, flat
+from amp_patch.tools.check.trace import Call, Initialization, Trace, is_module
+from amp_patch.tools.check.values import Cast, Imported, Made, Value, Wrapper, flat, root
 
 from .registry import rule
 
 _REGIONS = {"amp.float_region", "amp.disable_casts"}
+_DEFAULTS = ("torch.set_default_dtype", "torch.set_default_tensor_type")
 _OVERFLOW = (
     *("exp", "expm1", "log", "log2", "log10", "log1p", "pow", "square", "reciprocal", "rsqrt"),
     *("softmax", "log_softmax", "logsumexp", "cumsum", "prod"),
+)
+_LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("kl_div", "binary_cross_entropy_with_logits"),
 )
 
 
@@ -24,11 +29,31 @@ _OVERFLOW = (
     "remove the cast: opt_level='O2' (float16) or 'O5' (bfloat16) stores the model in half",
 )
 def half_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``.half()``, ``.bfloat16()``, ``.to(torch.float16)`` of a model, before or after."""
+    """``.half()``, ``.to(torch.float16)`` of a model, before or after; a default dtype in half."""
     for call in trace.calls:
         is_half = isinstance(call.result, Cast) and call.result.dtype in names.HALVES
         if is_half and call.receiver is not None and trace.of_models(call.receiver, call):
             yield call.node, "a cast of the model to half"
+    for one in trace.named("amp.initialize"):
+        for model in Initialization(one).models:
+            if default := _default_dtype(trace, model):
+                yield default.node, "a default dtype in half, in which the model is made"
+            if isinstance(model, Wrapper) and model.by.startswith("apex.fp16_utils."):
+                yield one.node, "amp.initialize of a model that network_to_half has cast"
+
+
+def _default_dtype(trace: Trace, model: Value) -> Call | None:
+    """Return the call that has made the default dtype half in which a model was made."""
+    made = root(model)
+    if not isinstance(made, Made) or made.source is None or not is_module(made):
+        return None
+    calls = trace.with_call(made.source, trace.named(*_DEFAULTS))
+    last = [one for one in calls if one.order < made.source.order][-1:]
+    given = [value for one in last for value in one.arguments.values()]
+    is_half = any(
+        isinstance(one, Imported) and names.DTYPES.get(one.dotted) in names.HALVES for one in given
+    )
+    return last[0] if is_half else None
 
 
 @rule(
@@ -82,13 +107,16 @@ def forward_call(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     "compute it in float32: leave the cast out, or call .float() before",
 )
 def half_range(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """exp, log and the like of ``x.half()``."""
+    """exp, log, a loss and the like of ``x.half()``."""
     functions = [f"torch.{name}" for name in _OVERFLOW]
-    functions += [f"torch.nn.functional.{name}" for name in ("softmax", "log_softmax")]
+    functions += [f"torch.nn.functional.{name}" for name in ("softmax", "log_softmax", *_LOSSES)]
     for call in trace.named(*functions, *(f".{name}" for name in _OVERFLOW)):
         tensor = call.receiver or call.arguments.get("input", 0)
         if isinstance(tensor, Cast) and _is_half(tensor) and trace.uses_amp(call):
             yield call.node, f"{call.name.rpartition('.')[2]} of a tensor in half"
+    for block in trace.blocks:
+        if block.loss is not None and _is_half(block.loss):
+            yield block.call.node, "scale_loss of a loss in half"
 
 
 @rule(

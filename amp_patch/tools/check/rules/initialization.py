@@ -12,7 +12,6 @@ from amp_patch.tools.check.trace import (
     Trace,
     is_module,
     is_part_of,
-    lies_in,
     owners_of,
 )
 from amp_patch.tools.check.values import Cast, Const, Instance, Items, Made, Value, Wrapper, root
@@ -20,6 +19,8 @@ from amp_patch.tools.options import LEVELS
 
 from .registry import line_of, rule
 
+#: Levels that store the model in half.
+_HALF = ("O2", "O3", "O5")
 #: Half of the smallest number above 0 of float16: less is rounded to 0.
 _ZERO_IN_HALF = 2.0**-25
 #: They make state for their parameters at once; others do in the first step.
@@ -63,7 +64,7 @@ def opt_level(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 def initialize_after_wrapping(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A model in DistributedDataParallel or DataParallel, at O2, O3 or O5."""
     for one in _all(trace):
-        if one.is_at("O2", "O3", "O5") and any(_is_parallel(model) for model in one.models):
+        if one.is_at(*_HALF) and any(_is_parallel(model) for model in one.models):
             yield one.call.node, "amp.initialize of a model in a parallel wrapper"
 
 
@@ -77,20 +78,23 @@ def _is_parallel(model: Value) -> bool:
 
 @rule(
     "initialize-twice",
-    "initialize gets the same optimizer again, in a loop or in a second call",
-    "call amp.initialize once, before the loop; amp.deactivate() before another",
+    "initialize gets the same optimizer or model again, in a loop or in a second call",
+    "call amp.initialize once, before the loop, with all; amp.deactivate() before another",
 )
 def initialize_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """The same optimizer, in runs that make both calls."""
+    """The same optimizer, or a model that is in half then, in runs that make both calls."""
     for first, second in itertools.combinations(_all(trace), 2):
         if not (first.call.guards <= second.call.guards or second.call.guards <= first.call.guards):
             continue
         between = trace.calls[first.call.order : second.call.order]
-        again = {*map(root, first.optimizers)} & {*map(root, second.optimizers)}
-        if again and not any(call.name == "amp.deactivate" for call in between):
-            is_loop = first.call.node is second.call.node
-            where = "in a loop" if is_loop else f"after that in line {line_of(first.call.node)}"
+        if any(call.name == "amp.deactivate" for call in between):
+            continue
+        is_loop = first.call.node is second.call.node
+        where = "in a loop" if is_loop else f"after that in line {line_of(first.call.node)}"
+        if {*map(root, first.optimizers)} & {*map(root, second.optimizers)}:
             yield second.call.node, f"amp.initialize of the same optimizer {where}"
+        elif first.is_at(*_HALF) and {*map(root, first.models)} & {*map(root, second.models)}:
+            yield second.call.node, f"amp.initialize of a model in half {where}"
 
 
 @rule(
@@ -211,23 +215,3 @@ def _is_fused_adam(name: str, made: Call) -> bool:
 
 def _is_zero(eps: object) -> bool:
     return isinstance(eps, float) and eps < _ZERO_IN_HALF
-
-
-@rule(
-    "replaced-layer",
-    "a layer is put into the model after initialize, which neither casts nor steps it",
-    "replace layers before amp.initialize, and before the optimizer is made",
-)
-def replaced_layer(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``model.fc = nn.Linear(...)`` and ``model.classifier[6] = nn.Linear(...)``, late."""
-    for call in trace.calls:
-        if not call.name.startswith("=") or call.receiver is None or call.name == "=initialize":
-            continue
-        new = call.arguments.positional[0]
-        if not is_module(new):
-            continue
-        for one in trace.initializations(call):
-            is_new = new.source is None or new.source.order > one.call.order
-            is_inside = any(lies_in(call.receiver, model) for model in one.models)
-            if one.call.order < call.order and is_new and is_inside:
-                yield call.node, f"a new layer, {ast.unparse(call.node)}, after amp.initialize"

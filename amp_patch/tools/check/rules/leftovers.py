@@ -54,6 +54,19 @@ def autocast(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             yield call.node, "an enabled autocast"
 
 
+@rule(
+    "fp16-optimizer",
+    "an FP16_Optimizer is left beside amp, and keeps masters and scales of its own",
+    "give amp.initialize the optimizer inside of it",
+)
+def fp16_optimizer(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """One that initialize gets."""
+    for one in map(Initialization, trace.named("amp.initialize")):
+        for optimizer in map(root, one.optimizers):
+            if isinstance(optimizer, Made) and optimizer.dotted.endswith(".FP16_Optimizer"):
+                yield one.call.node, "amp.initialize of an FP16_Optimizer"
+
+
 def _uses(trace: Trace, scaler: Call) -> Iterator[Call]:
     for call in trace.calls:
         if call.receiver is not None and root(call.receiver) is scaler.result:

@@ -6,7 +6,26 @@ from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import Call, Trace, is_module, is_optimizer, owners_of
-from amp_patch.tools.check.values import Instance, Value, flat, root
+from amp_patch.tools.check.values import Const, Instance, Member, Value, flat, root
+
+#: What writes in place.
+WRITES = (
+    *(f".{name}_" for name in ("add", "clamp", "clip", "copy", "div", "mul", "nan_to_num", "sub")),
+    *("Add=", "Div=", "Mult=", "Sub="),
+)
+
+
+def gradient_of(value: Value | None) -> Value | None:
+    """Return the parameter whose ``.grad`` or ``.grad.data`` a value is; None for another."""
+    found = None if value is None else root(value)
+    if isinstance(found, Member) and found.name == "data":
+        found = found.owner
+    return found.owner if isinstance(found, Member) and found.name == "grad" else None
+
+
+def is_loss_scale(value: Value) -> bool:
+    """Return whether a value is what ``amp.loss_scale()``, or a scaler's, returned."""
+    return value.source is not None and value.source.name in ("amp.loss_scale", ".loss_scale")
 
 
 def backwards(trace: Trace) -> Iterator[tuple[Call, Value]]:
@@ -50,7 +69,13 @@ def steps_of(trace: Trace) -> Iterator[tuple[Value, list[Call], Call]]:
 
 
 def zeroed(trace: Trace, optimizer: Value) -> list[Call]:
-    """Return the calls of zero_grad that reach what an optimizer steps."""
+    """Return the calls of zero_grad, or ``p.grad = None``, that reach what an optimizer steps."""
     reached = [root(optimizer), *owners_of(optimizer)]
     calls = trace.named(".zero_grad")
-    return [call for call in calls if call.receiver is not None and root(call.receiver) in reached]
+    found = [call for call in calls if call.receiver is not None and root(call.receiver) in reached]
+    for call in trace.named("=grad"):
+        given, param = call.arguments.positional[0], call.receiver
+        is_none = isinstance(given, Const) and given.value is None
+        if is_none and param is not None and not root(param).deps.isdisjoint(reached):
+            found.append(call)
+    return found

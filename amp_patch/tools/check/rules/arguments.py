@@ -1,0 +1,45 @@
+"""What ``initialize`` and ``scale_loss`` are given in the place of models, optimizers, losses."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from amp_patch.tools.check.trace import Trace, is_module, is_optimizer
+from amp_patch.tools.check.values import Made, Params, Value, flat, root
+
+from .registry import rule
+
+
+@rule(
+    "argument",
+    "initialize or scale_loss gets something else than models, optimizers and a loss",
+    "write amp.initialize(model, optimizer) and amp.scale_loss(loss, optimizer)",
+)
+def argument(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """Arguments in the wrong order, parameters, a scheduler, a number for a loss."""
+    for call in (*trace.named("amp.initialize"), *trace.named("amp.scale_loss")):
+        is_initialize = call.name == "amp.initialize"
+        for place, name, wanted in (
+            (0, "models", "model") if is_initialize else (0, "loss", "loss"),
+            (1, "optimizers", "optimizer"),
+        ):
+            for one in flat(call.arguments.get(name, place), call.guards):
+                if what := _what(one, wanted):
+                    yield call.node, f"{call.name}() with {what} in the place of the {wanted}"
+
+
+def _what(value: Value, wanted: str) -> str:
+    """Return what a value is for sure; "" where that is wanted, or not known."""
+    made = root(value)
+    dotted = made.dotted if isinstance(made, Made) else ""
+    source = "" if made.source is None else made.source.name
+    found = {
+        "parameters": isinstance(made, Params),
+        "a scheduler": dotted.startswith("torch.optim.lr_scheduler."),
+        "an optimizer": is_optimizer(made) and wanted != "optimizer",
+        "a model": is_module(made) and wanted != "model",
+        "a number": source in (".item", "builtins.float"),
+        "a detached tensor": source == ".detach" and wanted == "loss",
+    }
+    return next((name for name, is_so in found.items() if is_so), "")

@@ -1,0 +1,115 @@
+"""What a script does with gradients by hand: reads them scaled, divides them again, writes them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from amp_patch.tools.check.trace import Block, Call, Trace, is_constant, is_optimizer
+from amp_patch.tools.check.values import Const, Params, Value, root
+
+from .registry import rule
+from .steps import WRITES, backwards, gradient_of, is_loss_scale, steps_of
+
+_READS = {
+    *(f".{name}" for name in ("norm", "abs", "mean", "std", "sum", "pow", "square", "max", "item")),
+    *("torch.norm", "torch.linalg.norm", "torch.linalg.vector_norm"),
+}
+#: Of gradients alone; what `p.grad = None` clears may be meant.
+_ASSIGNED = ("=grad", "=data")
+
+
+@rule(
+    "grad-in-block",
+    "gradients are read in the block of scale_loss, where they are still scaled",
+    "read them after the block",
+)
+def grad_in_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A norm or the like behind the backward, in a script that never asks for the scale."""
+    if any(trace.named("amp.loss_scale", ".loss_scale")):
+        return
+    for call in trace.calls:
+        if call.blocks and call.name in _READS and _scales(trace, call.blocks[-1]):
+            read = call.receiver or call.arguments.get("input", 0)
+            done = [one for one, _ in backwards(trace) if call.blocks[-1] in one.blocks]
+            if gradient_of(read) is not None and done and done[0].order < call.order:
+                yield call.node, "a gradient that is read inside of scale_loss"
+
+
+def _scales(trace: Trace, block: Block) -> bool:
+    return any(
+        one.scales
+        for optimizer in block.optimizers()
+        for one in trace.initializations_of(optimizer, block.call)
+    )
+
+
+@rule(
+    "unscaled-twice",
+    "gradients are divided by the loss scale after the block, which has unscaled them",
+    "leave the division out",
+)
+def unscaled_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A division of gradients of an initialized model, or of its masters."""
+    if any(_is_delayed(block) for block in trace.blocks):
+        return
+    for call in trace.named(*WRITES, *_ASSIGNED):
+        owner = gradient_of(call.receiver) if call.name not in _ASSIGNED else None
+        given = call.arguments.values()
+        if owner is None or call.blocks or not any(_has_scale(one) for one in given):
+            continue
+        if _is_unscaled(trace, call, owner):
+            yield call.node, "a division of gradients by the loss scale"
+
+
+def _has_scale(value: Value) -> bool:
+    return is_loss_scale(value) or any(map(is_loss_scale, value.deps))
+
+
+def _is_delayed(block: Block) -> bool:
+    given = block.call.arguments.get("delay_unscale", 4)
+    return given is not None and not is_constant(given, False)
+
+
+def _is_unscaled(trace: Trace, call: Call, owner: Value) -> bool:
+    """Return whether a block for an optimizer has unscaled the gradients of a parameter."""
+    inits = [one for one in trace.initializations(call) if one.scales]
+    known = {root(one) for init in inits for one in (*init.models, *init.optimizers)}
+    before = [block for block in trace.blocks if block.end is not None and block.end <= call.order]
+    return bool(before) and not known.isdisjoint(owner.deps)
+
+
+@rule(
+    "grad-write",
+    "gradients of half parameters are written to after the block, and the masters are stepped",
+    "write to the masters': for p in amp.master_params(optimizer): p.grad.mul_(0.5)",
+)
+def grad_write(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """A write to ``.grad`` of ``model.parameters()`` at O2 and O5, between block and step."""
+    for optimizer, window, step in steps_of(trace):
+        inits = [one for one in trace.initializations_of(optimizer, step) if one.is_at("O2", "O5")]
+        models = {root(model) for one in inits for model in one.models}
+        blocks = [one for one in trace.blocks if one.call in window and one.steps(optimizer)]
+        for call in window if models and blocks else ():
+            if call.blocks or call.order < blocks[0].call.order:
+                continue
+            owner = _written(call)
+            if owner is not None and _is_of(owner, models):
+                yield call.node, "a write to .grad of model.parameters()"
+
+
+def _written(call: Call) -> Value | None:
+    """Return the parameter whose gradient a call writes; None for another call, or ``= None``."""
+    if call.name in WRITES:
+        return gradient_of(call.receiver)
+    if call.name != "=grad" or call.receiver is None:
+        return None
+    given = call.arguments.positional[0]
+    return None if isinstance(given, Const) else root(call.receiver)
+
+
+def _is_of(param: Value, models: set[Value]) -> bool:
+    """Return whether a parameter is of a model's ``parameters()``, and not of an optimizer."""
+    if any(is_optimizer(one) for one in param.deps):  # of its groups, or of amp.master_params
+        return False
+    return any(isinstance(one, Params) and one.owner in models for one in param.deps)
