@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import examples
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from amp_patch.session import session
 from amp_patch.tools.command_line import main
@@ -328,6 +329,14 @@ def test_what_has_no_values_is_not_looked_at(amp) -> None:
         rnn(torch.randn(3, 1, 4))
     assert "sin" not in watch.table(False)["rnn"]
     assert "lstm" in watch.table(False)["rnn"]
+
+
+def test_a_checkpoint_counts_nothing_that_the_watch_saves() -> None:
+    inputs = torch.randn(2, 3, requires_grad=True)
+    with FunctionWatch(lambda: (0, "layer")):
+        checkpoint(lambda x: x.exp().sin(), inputs, use_reentrant=False).sum().backward()
+    expected = inputs.detach().exp().cos() * inputs.detach().exp()
+    torch.testing.assert_close(inputs.grad, expected)
 
 
 def test_models_are_told_apart_that_end_before_the_script(amp, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def _floats(value: Any) -> list[Tensor]:
     return [one for one in tensors_in(value) if one.is_floating_point() and not one.is_meta]
 
 
+@torch.no_grad()  # else a checkpoint would count what this saves for a backward
 def _are_finite(tensors: list[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
