@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -31,13 +32,14 @@ class StatsRecorder(StepObserver):
         self._counting = Counting(self._stats)
         self._blocks = contextlib.ExitStack()
         self._has_begun = self._has_ended = False
+        self._thread = threading.get_ident()
         self.limit = StepLimit(steps, self.end)
 
     def prepared(self, models: Sequence[nn.Module]) -> None:
         """See `StepObserver`."""
         self._counting.forget_places()
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._thread = True, threading.get_ident()
             self._blocks.enter_context(self._counting.of_steps())
             self._blocks.enter_context(self._counting)
             at_end(self.end)
@@ -47,7 +49,8 @@ class StatsRecorder(StepObserver):
         if self._has_ended:
             return
         self._has_ended = True
-        self._blocks.close()
+        if self._thread == threading.get_ident():  # another one has not entered the blocks
+            self._blocks.close()
         if self._stats.steps or self.limit.steps:
             self._lines.write(self._stats.to_json())
 

@@ -142,6 +142,19 @@ def test_stats_are_shown_and_written() -> None:
     assert f"{found['casts_avoided']} casts of" in " ".join(result.output.split())
 
 
+def test_stats_of_a_script_that_steps_in_another_thread_are_written() -> None:
+    body = textwrap.dedent(SCRIPT.format(imported="from amp_patch import amp", last=""))
+    start, loop = body.split("    for step in range(8):\n")
+    loop = textwrap.indent("    for step in range(8):\n" + loop.split("\ntrain()")[0], "    ")
+    end = "    t = threading.Thread(target=loop)\n    t.start(); t.join()\ntrain()\n"
+    script = f"import threading\n{start}    def loop():\n{loop}\n{end}"
+    Path("train.py").write_text(script)
+    words = ["stats", "--steps", "3", "--json", "stats.json", "--", "train.py", "0"]
+    result = CliRunner().invoke(main, words, prog_name="amp-patch")
+    assert result.exit_code == 0, result.output
+    assert Path("stats.json").is_file()
+
+
 def test_figures_are_not_cut_at_60_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     calls = [
