@@ -124,11 +124,14 @@ class Run:
                 (master.square().sum() * 0.01).backward()
 
     def write(self, to_master: bool) -> None:
+        written = self.model.second.weight
         if to_master:
-            next(iter(self.amp.master_params(self.optimizer))).data.mul_(0.5)
-        else:
-            with torch.no_grad():
-                self.model.second.weight.mul_(0.5)
+            master = next(iter(self.amp.master_params(self.optimizer)))
+            # A weight's own `.data` is seen only after the last block of an accumulation.
+            is_weight = any(master is param for param in self.model.parameters())
+            written = master if is_weight else master.data
+        with torch.no_grad():
+            written.mul_(0.5)
 
     def change_options(self) -> None:
         self.optimizer.param_groups[1]["lr"] *= 2
