@@ -144,7 +144,8 @@ def _runs_around(model: nn.Module) -> bool:
 
 
 def _warn_of_autocast(model: str) -> None:
-    on = [device for device in sorted(process.devices) if torch.is_autocast_enabled(device)]
+    known = filter(torch.amp.is_autocast_available, sorted(process.devices))  # others raise
+    on = [device for device in known if torch.is_autocast_enabled(device)]
     if on:
         warn_once(
             "a model that amp.initialize() set up casts by itself, and torch.autocast around it "

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import OFF, mode
+from amp_patch.casting.mode import ALL_DEVICES, OFF, mode, process
 from amp_patch.weights import half_model
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -522,6 +522,16 @@ def test_nested_models_restore_the_mode_also_when_one_raises(
     assert (mode.save(), mode.models, mode.region_dtype) == before
     assert around.modes == [IN_MODEL[outer]] * 2
     assert within.mode == IN_MODEL[inner]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_autocast_around_a_model_is_told_of_where_casts_act_on_every_device(
+    amp: ModuleType, level: str
+) -> None:
+    model = prepared(amp, Echo(), level)
+    process.devices = ALL_DEVICES  # as `amp.init()` of apex leaves it; torch does not know all
+    with torch.autocast("cpu"), pytest.warns(UserWarning, match=r"torch\.autocast\('cpu'\)"):
+        assert model(ones()).dtype is F32
 
 
 def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
