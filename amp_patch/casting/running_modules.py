@@ -21,3 +21,13 @@ def running_modules() -> set[int]:
             found.add(id(frame.f_locals["self"]))
         frame = frame.f_back  # type: ignore[assignment]  # None above the first
     return found
+
+
+def calls_of(module: nn.Module) -> int:
+    """Return how many calls of a module are on the stack, as of a tree that calls itself."""
+    found = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        found += frame.f_code is _CALL and frame.f_locals["self"] is module
+        frame = frame.f_back  # type: ignore[assignment]  # None above the first
+    return found

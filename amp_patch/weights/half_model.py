@@ -19,6 +19,7 @@ from amp_patch.casting.argument_casts import is_made_later
 from amp_patch.casting.foreign_objects import cast_object
 from amp_patch.casting.mode import FLOATS, HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
+from amp_patch.casting.running_modules import calls_of
 from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
 from amp_patch.warn_once import warn_once
@@ -49,7 +50,8 @@ class ForwardCasts(FollowsCopies):
         region_dtype: half dtype of a ``half_region`` inside.
         inputs: dtype that floating inputs are cast to; None leaves them. A copy casts them to that
             of its weights, and leaves them where it has none, say because these are quantized.
-        outputs: dtype that floating outputs are cast to; None leaves them.
+        outputs: dtype that floating outputs are cast to; None leaves them. So does a call in the
+            model's own forward, as of a tree that calls itself.
         observe: called with the model at the start of its forward; must be picklable.
         explain: called with what its forward raised; must be picklable.
     """
@@ -93,7 +95,9 @@ class ForwardCasts(FollowsCopies):
             error = sys.exc_info()[1]
             if error is not None:
                 self.explain(error)
-        return outputs if self.outputs is None else cast_floats(outputs, self.outputs)
+        if self.outputs is None or (mode.models and _runs_around(model)):
+            return outputs
+        return cast_floats(outputs, self.outputs)
 
     def _holds_around(self, key: int, stored: torch.dtype | None) -> bool:
         """Whether entering the model changes nothing, so that it need not be noted.
@@ -130,8 +134,18 @@ class WeightCasts(ForwardCasts):
 _autocast_is_on = torch._C._is_any_autocast_enabled
 
 
+def _runs_around(model: nn.Module) -> bool:
+    """Tell whether the call that ends is in the model's own forward, whose layers take halves."""
+    key = id(model)
+    if all(around[0] != key for around in mode.models):
+        return False
+    # An interrupt may have left it there.
+    return torch.compiler.is_compiling() or calls_of(model) > 1
+
+
 def _warn_of_autocast(model: str) -> None:
-    on = [device for device in sorted(process.devices) if torch.is_autocast_enabled(device)]
+    known = filter(torch.amp.is_autocast_available, sorted(process.devices))  # others raise
+    on = [device for device in known if torch.is_autocast_enabled(device)]
     if on:
         warn_once(
             "a model that amp.initialize() set up casts by itself, and torch.autocast around it "

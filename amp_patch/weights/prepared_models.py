@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_patch.casting.argument_casts import is_on_cast_device
-from amp_patch.casting.mode import HALVES, OFF, process
+from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.distributed.flat_parameters import refuse_original_params
 from amp_patch.distributed.fully_sharded import (
@@ -134,6 +134,8 @@ class PreparedModels:
             self.follow_device(model)
             if level.casts_functions:
                 self._cache.add_model(model)
+        if not process.devices:  # no parameter says which: weights are tensors beside the model
+            process.devices = ALL_DEVICES
 
     def cast_functions(self) -> None:
         """Cast in the functions that models in half call, too (O2, O3, O5)."""

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch import nn
 
-from amp_patch.casting.running_modules import running_modules
+from amp_patch.casting.running_modules import calls_of, running_modules
 
 
 class Seen(nn.Module):
@@ -31,3 +31,13 @@ def test_it_is_the_stack_that_tells() -> None:
     assert seen.found == {id(model), id(seen)}
     assert seen.in_thread == set()
     assert running_modules() == set()
+
+
+def test_a_module_that_calls_itself_has_several_calls() -> None:
+    class Tree(nn.Module):
+        def forward(self, depth: int) -> list[int]:
+            return [calls_of(self), *(self(depth - 1) if depth else []), calls_of(self)]
+
+    tree = Tree()
+    assert nn.Sequential(tree)(2) == [1, 2, 3, 3, 2, 1]
+    assert calls_of(tree) == 0

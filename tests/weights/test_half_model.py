@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import OFF, mode
+from amp_patch.casting.mode import ALL_DEVICES, OFF, mode, process
 from amp_patch.weights import half_model
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -524,6 +524,16 @@ def test_nested_models_restore_the_mode_also_when_one_raises(
     assert within.mode == IN_MODEL[inner]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_autocast_around_a_model_is_told_of_where_casts_act_on_every_device(
+    amp: ModuleType, level: str
+) -> None:
+    model = prepared(amp, Echo(), level)
+    process.devices = ALL_DEVICES  # as `amp.init()` of apex leaves it; torch does not know all
+    with torch.autocast("cpu"), pytest.warns(UserWarning, match=r"torch\.autocast\('cpu'\)"):
+        assert model(ones()).dtype is F32
+
+
 def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
     def fail(*_: Any) -> None:
         raise ArithmeticError("hook")
@@ -536,6 +546,39 @@ def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
             model(ones())
         assert (mode.save(), mode.models) == before
         handle.remove()
+
+
+class Tree(nn.Module):
+    """Calls itself for each branch; a leaf may be interrupted, after which torch calls no hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.join = nn.Linear(4, 4), nn.Linear(8, 4)
+
+    def forward(self, tree: Any) -> Tensor:
+        if tree is None:
+            raise KeyboardInterrupt
+        if isinstance(tree, Tensor):
+            return torch.tanh(self.leaf(tree))
+        return torch.tanh(self.join(torch.cat([self(branch) for branch in tree], dim=-1)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_may_call_itself(amp: ModuleType, level: str) -> None:
+    torch.manual_seed(0)
+    model, tree = Tree(), [[ones(), -ones()], ones()]
+    expected = copy.deepcopy(model).to(HALF_OF[level])
+    prepared(amp, model, level)
+    to_half = [[branch.to(HALF_OF[level]) for branch in tree[0]], tree[1].to(HALF_OF[level])]
+    assert torch.equal(model(tree), expected(to_half).float())
+    assert model(tree).dtype is F32
+
+
+def test_after_an_interrupt_a_model_does_not_count_as_calling_itself(amp: ModuleType) -> None:
+    model = prepared(amp, Tree())
+    with pytest.raises(KeyboardInterrupt):
+        model([ones(), None])
+    assert model([ones(), ones()]).dtype is F32
 
 
 # --- weights that a copy meets more than once ---

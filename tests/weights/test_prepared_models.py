@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_patch.casting.mode import process
+from amp_patch.casting.mode import ALL_DEVICES, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.weights.fp32_values import FP32Values
@@ -76,6 +76,11 @@ def test_a_model_has_the_levels_storage_and_hooks(prepared: Prepared, level: str
     assert prepared.models.release() is bool(half)
     assert hooks_of(model) == untouched
     assert model.weight.dtype is F32
+
+
+def test_a_model_without_parameters_does_not_say_which_devices(prepared: Prepared) -> None:
+    prepared.set_up(nn.ReLU(), "O1")
+    assert process.devices == ALL_DEVICES
 
 
 @pytest.mark.parametrize("later", LEVELS)
