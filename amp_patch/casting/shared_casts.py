@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .mode import mode
 
@@ -59,7 +60,7 @@ def shared_cast(source: Tensor, dtype: torch.dtype) -> Tensor:
     """
     # Without grad nothing would hold the cast. torch.jit.trace compares a run with grad and one
     # without, by the lines of the code as well.
-    if not _is_grad_enabled() or _is_tracing():
+    if not _is_grad_enabled() or _is_tracing() or is_in_selective_checkpoint():
         return CAST[dtype](source)
     found = None if is_recorded() else last_cast(source, dtype)
     return new_cast(source, dtype) if found is None else found
@@ -101,6 +102,16 @@ def is_recorded() -> bool:
     if _count_dispatch_modes() and any(map(_get_dispatch_mode, _RECORDING)):
         return True
     return _is_tracing() or _inside_of_transform() is not None
+
+
+def is_in_selective_checkpoint() -> bool:
+    """Tell whether a selective checkpoint sees the operators that are called.
+
+    Its repetition must call those of the first run, in their order.
+    """
+    if not _count_dispatch_modes():
+        return False
+    return type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
 
 
 _is_grad_enabled = torch.is_grad_enabled

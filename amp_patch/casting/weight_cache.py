@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from amp_patch.kernels.default_device import without_default_device
 
 from .argument_casts import is_on_cast_device
 from .cached_casts import Batch, Bulk, Entry, Group, Owner, is_large
 from .mode import FLOATS, mode
-from .shared_casts import CAST, is_recorded
+from .shared_casts import CAST, is_in_selective_checkpoint, is_recorded
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
@@ -120,6 +121,9 @@ class WeightCache:
         may_reuse = _is_grad_enabled() or mode.in_checkpoint
         if may_reuse and not _count_dispatch_modes() and not _is_tracing():
             return self.cast_plainly(param, dtype)
+        if is_in_selective_checkpoint():  # its second run may find the cast that its first made
+            with _pop_mode_temporarily():
+                return self._find_or_cast(param, dtype)
         return self._find_or_cast(param, dtype)
 
     def cast_plainly(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:

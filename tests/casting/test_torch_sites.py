@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import (
     checkpoint,
     checkpoint_sequential,
+    create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
 
@@ -243,6 +245,52 @@ def test_a_checkpoint_passes_its_options_and_keyword_arguments_on(o1):
     torch.testing.assert_close(out, 2 * model.body(x))
     out.sum().backward()
     assert entered == ["forward", "repetition"]
+
+
+class Selective(nn.Module):
+    """Checkpoints two layers that are large enough to give their casts' memory back."""
+
+    def __init__(self, is_saved):
+        super().__init__()
+        self.gate = nn.Linear(128, 128)
+        self.body = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+        self.is_saved = is_saved
+
+    def forward(self, x):
+        x = x.exp()  # float32, of which the gate's cast is one that the body could share
+        gate = self.gate(x)
+        if self.is_saved is None:
+            return gate * self.body(x)
+        contexts = functools.partial(
+            create_selective_checkpoint_contexts, lambda _, op, *args, **kwargs: self.is_saved(op)
+        )
+        return gate * checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
+
+
+SAVED = {
+    "products": lambda op: op is torch.ops.aten.addmm.default,
+    "casts": lambda op: op is torch.ops.aten._to_copy.default,
+    "nothing": lambda op: False,
+}
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_selective_checkpoint_sees_the_same_operators_in_both_runs(amp, saved):
+    torch.manual_seed(0)
+    model = Selective(None)
+    own = copy.deepcopy(model)
+    own.is_saved = SAVED[saved]
+    x = torch.rand(4, 128)
+    for one in (model, own):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        amp.initialize(one, optimizer, opt_level="O4", verbosity=0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(one(x).float().square().mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+    for expected, found in zip(model.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0.02, atol=1e-4)
 
 
 @BOTH
