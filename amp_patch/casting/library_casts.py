@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "sums", "told", "wide", "logits")
+OWN_CASTS = ("frames", "rows", "sums", "told", "wide", "rounded", "logits")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 
 
@@ -135,8 +135,23 @@ def _run_wide(
     """Call it in a model that is stored in half with half arguments in float32."""
     if mode.stored is None or mode.region is not None:
         return function(*args, **kwargs)
-    args, kwargs = to_float((args, dict(kwargs)))
-    return function(*args, **kwargs)
+    return _widened(function, args, kwargs)
+
+
+def _run_rounded(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it so, and cast its results to the model's dtype."""
+    dtype = mode.stored
+    if dtype is None or mode.region is not None:
+        return function(*args, **kwargs)
+    return _to(_widened(function, args, kwargs), dtype)
+
+
+def _widened(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    # argument by argument: to look into the tuple and the dict takes twenty calls of Python
+    wide = {name: to_float(value) for name, value in kwargs.items()} if kwargs else kwargs
+    return function(*[to_float(value) for value in args], **wide)
 
 
 def _run_logits(
@@ -204,12 +219,12 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     saving = HalfSaving(result)
 
     def widen(tensor: Tensor) -> Tensor:
-        wide = _to(tensor, runs_in)
+        wide: Tensor = _to(tensor, runs_in)
         saving.note(wide, tensor)
         return wide
 
     def narrow(tensor: Tensor) -> Tensor:
-        half = _to(tensor, result)
+        half: Tensor = _to(tensor, result)
         saving.note(tensor, half)
         return half
 
@@ -248,6 +263,7 @@ _RUN = {
     "float": _run_float,
     "told": _run_told,
     "wide": _run_wide,
+    "rounded": _run_rounded,
     "logits": _run_logits,
     "result": _run_result,
     "frames": _run_frames,
@@ -293,9 +309,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: _to(tensor, dtype), value)
 
 
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast: Tensor = to_dtype(tensor, dtype, activation=Tensor.to)  # also to float64
-    return cast
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return to_dtype(value, dtype, activation=Tensor.to)  # also to float64
 
 
 class _NothingElseCasts:

@@ -21,6 +21,8 @@ stands for that method of every class that the module, or one inside of it, defi
   without a float32 copy of all half rows.
 - "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
 - "wide": in such a model half ones to float32, and the results stay in it.
+- "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
+  needs no region, in which each call of torch goes through Python.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
@@ -110,21 +112,21 @@ RULES = {
         "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
     },
     "torch": {
-        "cosine_similarity": ("stored", "always", "tiny"),
+        "cosine_similarity": ("rounded", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
         "cdist": ("wide", "always", "no kernel anywhere"),
         "complex": ("wide", "always", "complex"),
         "ctc_loss": ("wide", "always", "no kernel anywhere"),
         "det": ("wide", "always", "no kernel anywhere"),
-        "istft": ("stored", "always", "spectra"),
+        "istft": ("rounded", "always", "spectra"),
         "logdet": ("wide", "always", "no kernel anywhere"),
         "nanquantile": ("wide", "always", "no kernel anywhere"),
         "pdist": ("wide", "always", "no kernel anywhere"),
         "polar": ("wide", "always", "complex"),
         "quantile": ("wide", "always", "no kernel anywhere"),
         "slogdet": ("wide", "always", "no kernel anywhere"),
-        "stft": ("stored", "always", "spectra"),
+        "stft": ("rounded", "always", "spectra"),
         "view_as_complex": ("wide", "always", "complex"),
         "Tensor.det": ("wide", "always", "no kernel anywhere"),
         "Tensor.logdet": ("wide", "always", "no kernel anywhere"),
@@ -133,24 +135,24 @@ RULES = {
         "Tensor.slogdet": ("wide", "always", "no kernel anywhere"),
     },
     "torch.fft": {
-        "fft": ("stored", "always", "spectra"),
-        "fft2": ("stored", "always", "spectra"),
-        "fftn": ("stored", "always", "spectra"),
-        "hfft": ("stored", "always", "spectra"),
-        "hfft2": ("stored", "always", "spectra"),
-        "hfftn": ("stored", "always", "spectra"),
-        "ifft": ("stored", "always", "spectra"),
-        "ifft2": ("stored", "always", "spectra"),
-        "ifftn": ("stored", "always", "spectra"),
-        "ihfft": ("stored", "always", "spectra"),
-        "ihfft2": ("stored", "always", "spectra"),
-        "ihfftn": ("stored", "always", "spectra"),
-        "irfft": ("stored", "always", "spectra"),
-        "irfft2": ("stored", "always", "spectra"),
-        "irfftn": ("stored", "always", "spectra"),
-        "rfft": ("stored", "always", "spectra"),
-        "rfft2": ("stored", "always", "spectra"),
-        "rfftn": ("stored", "always", "spectra"),
+        "fft": ("rounded", "always", "spectra"),
+        "fft2": ("rounded", "always", "spectra"),
+        "fftn": ("rounded", "always", "spectra"),
+        "hfft": ("rounded", "always", "spectra"),
+        "hfft2": ("rounded", "always", "spectra"),
+        "hfftn": ("rounded", "always", "spectra"),
+        "ifft": ("rounded", "always", "spectra"),
+        "ifft2": ("rounded", "always", "spectra"),
+        "ifftn": ("rounded", "always", "spectra"),
+        "ihfft": ("rounded", "always", "spectra"),
+        "ihfft2": ("rounded", "always", "spectra"),
+        "ihfftn": ("rounded", "always", "spectra"),
+        "irfft": ("rounded", "always", "spectra"),
+        "irfft2": ("rounded", "always", "spectra"),
+        "irfftn": ("rounded", "always", "spectra"),
+        "rfft": ("rounded", "always", "spectra"),
+        "rfft2": ("rounded", "always", "spectra"),
+        "rfftn": ("rounded", "always", "spectra"),
     },
     "torch.sparse": {
         "addmm": ("half", "cpu", "sparse"),
@@ -163,9 +165,9 @@ RULES = {
     },
     "torch.nn.functional": {
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
-        "normalize": ("stored", "always", "tiny"),
-        "cosine_similarity": ("stored", "always", "tiny"),
-        "cosine_embedding_loss": ("stored", "always", "tiny"),
+        "normalize": ("rounded", "always", "tiny"),
+        "cosine_similarity": ("rounded", "always", "tiny"),
+        "cosine_embedding_loss": ("rounded", "always", "tiny"),
         "pdist": ("wide", "always", "no kernel anywhere"),
         # those that torch's autocast computes in float32, and ctc_loss, which has no half kernel
         "binary_cross_entropy": ("wide", "always", "loss"),

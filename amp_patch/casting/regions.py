@@ -23,7 +23,6 @@ from amp_patch.patching import resolve
 from . import targets
 from .argument_casts import tensors_in, to_dtype
 from .mode import mode, process
-from .nested import map_tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound="CastContext")
@@ -60,8 +59,9 @@ class Region(TorchFunctionMode):
             dtype = torch.float32
         if func.__name__ in _FIRST_ARGUMENT:
             return _normalize(func, dtype, args, dict(kwargs))
-        args, kwargs = map_tensors(lambda tensor: to_dtype(tensor, dtype), (args, dict(kwargs)))
-        return func(*args, **kwargs)
+        # argument by argument: to look into the tuple and the dict takes twenty calls of Python
+        kwargs = {name: to_dtype(value, dtype) for name, value in kwargs.items()}
+        return func(*[to_dtype(value, dtype) for value in args], **kwargs)
 
 
 class CastContext:
