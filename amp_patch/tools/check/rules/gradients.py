@@ -82,7 +82,7 @@ def _is_unscaled(trace: Trace, call: Call, owner: Value) -> bool:
 @rule(
     "grad-write",
     "gradients of half parameters are written to after the block, and the masters are stepped",
-    "write to the gradients of the masters: for p in amp.master_params(optimizer): p.grad.mul_(0.5)",
+    "write to those of the masters: for p in amp.master_params(optimizer): p.grad.mul_(0.5)",
 )
 def grad_write(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A write to ``.grad`` of ``model.parameters()`` at O2 and O5, between block and step."""
