@@ -102,7 +102,7 @@ class Zeroing:
         """
         if self.was_cleared:
             self._tell_of_cleared(pairs(), "optimizer.zero_grad()")
-        elif self.was_abandoned and self._gradients.are_cleared(pairs()):
+        elif self._is_behind_abandoned(pairs):
             warn_once(
                 "a scale_loss() block that an exception ends, or the close of a generator, drops "
                 "its gradients; got an optimizer.step() behind one, which has none. Do after the "
@@ -113,6 +113,11 @@ class Zeroing:
             self._tell_of_cleared(pairs(), "`p.grad = None`")
         elif self.is_watched and self._has_used(pairs):
             _warn_of_used("an optimizer.step()")
+
+    def _is_behind_abandoned(self, pairs: Callable[[], ParamPairs]) -> bool:
+        if not self.was_abandoned or self._skip.is_certain:  # an error at an overflow ended it
+            return False
+        return self._gradients.are_cleared(pairs())
 
     def _tell_of_cleared(self, pairs: ParamPairs, by: str) -> None:
         self.was_cleared = False
