@@ -71,7 +71,7 @@ class ForwardCasts(FollowsCopies):
         if self.is_copy and inputs is not None:
             inputs = dtype_of_weights(model)
         stored = inputs if inputs in HALVES else None
-        if not (is_compiling and mode.in_checkpoint and self._holds_around(id(model), stored)):
+        if not (is_compiling and self._holds_around(id(model), stored)):
             mode.enter_model(id(model), self.level, self.region_dtype, stored)
         if is_compiling:
             _follow_device(model)
