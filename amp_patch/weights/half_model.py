@@ -71,7 +71,8 @@ class ForwardCasts(FollowsCopies):
         if self.is_copy and inputs is not None:
             inputs = dtype_of_weights(model)
         stored = inputs if inputs in HALVES else None
-        if not (is_compiling and self._holds_around(id(model), stored)):
+        leaves_no_note = is_compiling and (mode.in_checkpoint or _is_exporting())
+        if not (leaves_no_note and self._holds_around(id(model), stored)):
             mode.enter_model(id(model), self.level, self.region_dtype, stored)
         if is_compiling:
             _follow_device(model)
@@ -102,7 +103,8 @@ class ForwardCasts(FollowsCopies):
     def _holds_around(self, key: int, stored: torch.dtype | None) -> bool:
         """Whether entering the model changes nothing, so that it need not be noted.
 
-        torch.compile traces no checkpoint of a function that writes to what stands outside of it.
+        torch.compile traces no checkpoint of a function that writes to what stands outside of it,
+        and torch.export no model that does.
         """
         around = mode.models[-1][0] if mode.models else None
         return (
@@ -130,6 +132,8 @@ class WeightCasts(ForwardCasts):
         super().__setstate__({**state, "outputs": None})
 
 
+# torch 2.6 does not tell; nothing is noted there.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: True)
 # Any device's: half the host time of asking for one.
 _autocast_is_on = torch._C._is_any_autocast_enabled
 
