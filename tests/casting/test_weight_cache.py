@@ -474,9 +474,9 @@ def test_weights_are_read_as_they_are_now_without_grad(
 
 
 def test_without_grad_a_weight_in_the_place_of_a_cast_one_is_looked_at_again(
-    cache: WeightCache,
+    cache: WeightCache, device: torch.device
 ) -> None:
-    model = nn.Linear(4, 4)
+    model = nn.Linear(4, 4).to(device)
     cache.add_model(model)
     cache.cast(model.weight, HALF)
     with torch.no_grad():
