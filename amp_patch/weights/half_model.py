@@ -132,8 +132,15 @@ class WeightCasts(ForwardCasts):
         super().__setstate__({**state, "outputs": None})
 
 
-# torch 2.6 does not tell; nothing is noted there.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: True)
+def _is_exporting() -> bool:
+    """Return whether torch.export traces; always in torch 2.6, which does not tell.
+
+    ``torch.compiler.is_exporting()`` is true in all that torch 2.11 compiles.
+    """
+    flag: bool = getattr(torch.compiler, "_is_exporting_flag", True)
+    return flag
+
+
 # Any device's: half the host time of asking for one.
 _autocast_is_on = torch._C._is_any_autocast_enabled
 
