@@ -6,6 +6,7 @@ An optimizer that reads half gradients itself needs no fp32 ones in memory. Whoe
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -81,7 +82,7 @@ class LazyGradients:
         """Make and store the gradients, where they are waiting."""
         params, source = self.params, self.source
         if source is not None:
-            grads = source.make(self._rows)
+            grads = _beside(params, source.make(self._rows))
             self.drop()
             # There is one already of a backward that reached the parameter itself.
             earlier = stored_grads(params)
@@ -119,6 +120,16 @@ class LazyGradients:
     def drop(self) -> None:
         """Nobody will ask for the gradients any more."""
         self.params, self.source, self._rows = (), None, ()
+
+
+def _beside(params: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Return gradients on the devices of their masters, which follow a moved model in a step."""
+    if list(map(_DEVICE, params)) == list(map(_DEVICE, grads)):
+        return grads
+    return [grad.to(param.device) for param, grad in zip(params, grads, strict=True)]
+
+
+_DEVICE = operator.attrgetter("device")
 
 
 class LazyGradParameter(nn.Parameter):

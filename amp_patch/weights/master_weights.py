@@ -28,7 +28,15 @@ from amp_patch.kernels.default_device import without_default_device
 from .fp32_values import FP32Values, Versions
 from .lazy_gradients import LazyGradients
 from .lost_writes import tell_of_lost_writes
-from .parameter_lists import are_same, as_plain_tensors, clear_grads, listed, look_up
+from .parameter_lists import (
+    are_same,
+    as_plain_tensors,
+    clear_grads,
+    listed,
+    look_up,
+    store_grad,
+    stored_grad,
+)
 from .stepped_state import SteppedState
 
 _VERSION = operator.attrgetter("_version")
@@ -418,7 +426,8 @@ class MasterWeights:
         """``model.to(device)`` after initialize moves the parameters: masters and state follow."""
         for param, master in self.pairs():
             if master.device != param.device:
-                grad, master.grad = master.grad, None
+                grad = stored_grad(master)  # one that waits is on the parameter's device
+                store_grad(master, None)
                 set_data(master, master.data.to(param.device))
-                master.grad = None if grad is None else grad.to(param.device)
+                store_grad(master, None if grad is None else grad.to(param.device))
                 self._state.follow_device(master)

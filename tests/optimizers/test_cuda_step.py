@@ -621,3 +621,38 @@ def test_the_launches_keep_no_gradient_alive(gpu: Gpu) -> None:
     assert gpu.modules.launched == ["adamw_prepare", "adamw_float32_to_float32"]
     optimizer.zero_grad()
     assert [grad() for grad in grads] == [None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_a_model_that_moves_is_trained_where_it_is(
+    amp: ModuleType, moment: str, clips: bool
+) -> None:
+    inputs = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+
+    def train(device: str, elsewhere: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Linear(3, 5).to(device)
+        optimizer = AdamW(model.parameters(), lr=LR)
+        amp.initialize(
+            model, optimizer, opt_level="O5", fused_step=True, loss_scale=1.0, verbosity=0
+        )
+        for step in range(6):
+            moves = {2: elsewhere, 4: device}.get(step)
+            if moment == "forward" and moves:
+                model.to(moves)
+            optimizer.zero_grad()
+            with amp.scale_loss(model(inputs.to(model.weight.device)).sum(), optimizer) as scaled:
+                scaled.backward()
+            if moment == "backward" and moves:
+                model.to(moves)
+            if clips:
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+            optimizer.step()
+        masters = [one.detach().cpu() for one in amp.master_params(optimizer)]
+        amp.deactivate()
+        return masters
+
+    for found, expected in zip(train("cuda", "cpu"), train("cpu", "cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)

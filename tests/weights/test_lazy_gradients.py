@@ -53,6 +53,15 @@ def test_to_set_one_makes_the_others(made: Waiting) -> None:
     assert [param.grad for param in made.params] == [None, made.grads[1]]
 
 
+def test_a_gradient_goes_to_the_device_of_a_master_that_has_not_followed_yet() -> None:
+    lazy = LazyGradients()
+    params = [lazy.parameter(torch.ones(2, device=device), True) for device in ("meta", "cpu")]
+    grads = [torch.full((2,), 3.0), torch.full((2,), 4.0)]
+    lazy.hold(params, Made(grads))
+    assert [str(param.grad.device) for param in params] == ["meta", "cpu"]
+    assert params[1].grad is grads[1]
+
+
 def test_to_delete_one_makes_the_others(made: Waiting) -> None:
     del made.params[1].grad
     assert [param.grad for param in made.params] == [made.grads[0], None]
