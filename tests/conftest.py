@@ -58,21 +58,32 @@ def can_import_cupy() -> bool:
     return True
 
 
-if torch.cuda.is_available() and not can_import_cupy():
-    # else the one warning that tells of it is an error in whatever test comes first
-    os.environ.setdefault("AMP_PATCH_KERNELS", "torch")
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not for them: torch takes one by itself where it sees one.
+
+    So it does in `fully_shard` and `nn.DataParallel`; and no forked process may use it.
+    """
+    if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anybody asks CUDA
+    elif torch.cuda.is_available() and not can_import_cupy():
+        # else the one warning that tells of it is an error in whatever test comes first
+        os.environ.setdefault("AMP_PATCH_KERNELS", "torch")
+    spare_stacks_of_absent_devices()
 
 
 # not pytest's option log_level: set six times a test, it makes Python forget what loggers cached
 logging.getLogger().setLevel(logging.INFO)
 
 
-# For a device that is not there torch.manual_seed keeps the formatted stack of each call, thrice:
-# of a test's deep stack this takes milliseconds.
-for absent in (torch.cuda, torch.mtia, torch.xpu):
-    if not absent.is_available():
-        for module in (absent, getattr(absent, "random", absent)):
-            module._lazy_call = lambda callable, **kwargs: None
+def spare_stacks_of_absent_devices() -> None:
+    """Have torch.manual_seed keep no call for a device that is not there.
+
+    It keeps the formatted stack of each, thrice: of a test's deep stack this takes milliseconds.
+    """
+    for absent in (torch.cuda, torch.mtia, torch.xpu):
+        if not absent.is_available():
+            for module in (absent, getattr(absent, "random", absent)):
+                module._lazy_call = lambda callable, **kwargs: None
 
 
 # For a line of its log torch measures how long the guards of each compilation take, behind a flush
@@ -122,7 +133,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> Iterator[None
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is False"))
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
     yield
 
 

@@ -168,11 +168,12 @@ def run_on_gpu(run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
         pytester.makepyfile(cupy=CUPY[cupy])
         pytester.makepyfile(like_a_gpu="import torch\ntorch.cuda.is_available = lambda: True\n")
         pytester.makeini(
-            "[pytest]\nmarkers = gpu: needs a CUDA device\naddopts = -ra -p like_a_gpu\n"
+            "[pytest]\nmarkers = gpu: needs a CUDA device\naddopts = -ra -m gpu -p like_a_gpu\n"
             "filterwarnings = error\n"
         )
+        mark = "import os, pytest\npytestmark = pytest.mark.gpu"
         functions = [f"def test_{i}():\n    {test}\n" for i, test in enumerate(tests)]
-        return run_tests(test_kernels="\n".join(["import os, pytest", *functions]))
+        return run_tests(test_kernels="\n".join([mark, *functions]))
 
     return run
 
@@ -203,6 +204,25 @@ def test_on_a_gpu_torch_takes_the_place_of_a_cupy_of_which_only_its_tests_tell(
     result = run_on_gpu(cupy, chooses, "pytest.importorskip('cupy')")
     result.assert_outcomes(**Counter(["passed", outcome]))
     result.stdout.fnmatch_lines(f"*{said}*")
+
+
+@pytest.mark.parametrize(
+    ("expression", "devices"),
+    [("not slow", ""), ("not gpu", ""), ("gpu", "5"), ("gpu and not slow", "5")],
+)
+def test_who_asks_for_no_gpu_sees_none(
+    run_tests,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    expression: str,
+    devices: str,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    markers = "markers =\n  gpu: needs a CUDA device\n  slow: nightly"
+    pytester.makeini(f"[pytest]\n{markers}\naddopts = -m {expression!r}\n")
+    # noted while it is collected, for here its tests are skipped
+    run_tests(test_seen="import os\nopen('seen', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])")
+    assert pytester.path.joinpath("seen").read_text() == devices
 
 
 @pytest.mark.slow
