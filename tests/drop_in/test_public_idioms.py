@@ -209,12 +209,61 @@ def plain_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_enabled_may_be_none(apex: types.ModuleType, amp: types.ModuleType) -> None:
+@pytest.mark.parametrize("enabled", [None, "", 0, [], torch.tensor(False)], ids=repr)
+def test_enabled_may_be_anything_that_is_false(
+    apex: types.ModuleType, amp: types.ModuleType, enabled: Any
+) -> None:
     model, optimizer = plain_model()
-    assert apex.amp.initialize(model, optimizer, enabled=None) == (model, optimizer)
+    assert apex.amp.initialize(model, optimizer, enabled=enabled) == (model, optimizer)
     loss = model(torch.ones(3, 4)).sum()
     with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
         assert scaled_loss is loss
+
+
+@pytest.mark.parametrize("enabled", ["O1", 2, torch.tensor(True)], ids=repr)
+def test_enabled_may_be_anything_that_is_true(
+    apex: types.ModuleType, amp: types.ModuleType, enabled: Any
+) -> None:
+    """MadryLab's robustness, and who copied it, write ``initialize(model, optimizer, "O1")``."""
+    model, optimizer = apex.amp.initialize(*plain_model(), enabled, verbosity=0)
+    assert model(torch.ones(3, 4)).dtype is torch.float16
+    with apex.amp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled_loss:
+        assert scaled_loss.item() == 65536 * model(torch.ones(3, 4)).sum().item()
+
+
+def test_the_name_of_another_level_is_not_taken_for_true(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    """apex trained at O1, where the script says O2."""
+    model, optimizer = plain_model()
+    for given, mend in (("O2", "opt_level='O2'"), ("False", "enabled=False")):
+        with pytest.raises(TypeError, match=f"got .*{given}.*{mend}"):
+            apex.amp.initialize(model, optimizer, given, verbosity=0)
+    model = apex.amp.initialize(model, enabled="O2", opt_level="O2", verbosity=0)
+    assert model.weight.dtype is torch.float16
+
+
+def test_a_floor_of_0_is_none(apex: types.ModuleType, amp: types.ModuleType) -> None:
+    apex.amp.initialize(*plain_model(), min_loss_scale=0, verbosity=0)
+    given = apex.amp.scaler.LossScaler("dynamic", min_loss_scale=0.0)
+    (used,) = apex.amp._amp_state.loss_scalers
+    assert used._min_loss_scale == given._min_loss_scale == 2.0**-24
+
+
+def test_optimizers_may_be_the_values_of_a_dict(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizers = {str(one): torch.optim.SGD(one.parameters(), lr=0.1) for one in model}
+    before = model[0].weight.detach().clone()
+    apex.amp.initialize(model, [*optimizers.values()], opt_level="O2", verbosity=0)
+    loss = model(torch.ones(3, 4)).sum() / 1024
+    with apex.amp.scale_loss(loss, optimizers.values()) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    expected = before - 0.1 * 3 / 1024 * model[1].weight.float().sum(0)[:, None]
+    torch.testing.assert_close(model.state_dict()["0.weight"], expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("in_list", [False, True])

@@ -119,8 +119,9 @@ def initialize(
     Functions are cast by apex's lists (`apex.amp.lists`) where these go beyond amp_patch's own.
 
     Args:
-        enabled: None is False.
+        enabled: anything that is true or false, as in apex; see `_is_enabled`.
         num_losses: 0 where a later call, with the optimizer, is to say it.
+        min_loss_scale: 0 is no floor of the script's own.
         patch_torch_functions_type: of ROCm's fork, where it tells O1 from O4; not used.
 
     Raises:
@@ -129,7 +130,7 @@ def initialize(
     """
     result = returned(models, optimizers)
     _forget_at_deactivate()
-    if enabled is None or not enabled_of(enabled):
+    if not _is_enabled(enabled, opt_level):
         _amp_state.opt_properties = Properties()
         session.disable(optimizers)
         return result
@@ -155,7 +156,7 @@ def initialize(
         num_losses=1 if num_losses == 0 else num_losses,
         verbosity=verbosity,
         allow_half=_amp_state.allow_incoming_model_not_fp32,
-        min_loss_scale=min_loss_scale,
+        min_loss_scale=min_loss_scale or None,
         max_loss_scale=max_loss_scale,
     )
     _amp_state.opt_properties = Properties(level.options())
@@ -164,6 +165,20 @@ def initialize(
     if num_losses == 0:
         _amp_state.num_losses = 0
     return result
+
+
+def _is_enabled(enabled: Any, opt_level: Any) -> bool:
+    """Return whether it is true, as apex asked.
+
+    Public scripts write ``initialize(model, optimizer, "O1")``, where the level stands in its
+    place. The level is the default then, so what they name may be no other.
+
+    Raises:
+        TypeError: another level, or another text, which is true whatever it says.
+    """
+    if isinstance(enabled, str) and enabled not in ("", opt_level):
+        enabled_of(enabled)
+    return bool(enabled)
 
 
 def _publish(level: OptLevel, models: Any, optimizers: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import ValuesView
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -32,9 +33,12 @@ def scale_loss(
 ) -> contextlib.AbstractContextManager[Tensor]:
     """Scale a loss for its backward; on exit unscale and check the gradients it wrote.
 
-    Arguments and errors are those of `amp_patch.amp.scale_loss`, but for an empty list of
-    optimizers: with it the loss is scaled, for the gradient of an input, and no scale moves.
+    Arguments and errors are those of `amp_patch.amp.scale_loss`, but for the optimizers. These may
+    be the ``values()`` of a dict. With an empty list of them the loss is scaled, for the gradient
+    of an input, and no scale moves.
     """
+    if isinstance(optimizers, ValuesView):
+        optimizers = list(optimizers)
     if _is_switched_off(optimizers):
         return contextlib.nullcontext(loss)
     if session.initialized and isinstance(optimizers, (list, tuple)) and not optimizers:

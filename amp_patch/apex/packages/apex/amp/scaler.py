@@ -84,7 +84,7 @@ class LossScaler:
         init_scale: a dynamic scale's first value.
         scale_factor: not used, as in apex; 2 and 0.5.
         scale_window: clean passes in a row until a dynamic scale grows.
-        min_loss_scale: floor of a dynamic scale; None stands for 2**-24.
+        min_loss_scale: floor of a dynamic scale; None and 0 stand for 2**-24.
         max_loss_scale: its cap.
     """
 
@@ -107,7 +107,7 @@ class LossScaler:
             backoff_factor=None,
             growth_interval=scale_window,
             hysteresis=None,
-            min_loss_scale=min_loss_scale,
+            min_loss_scale=min_loss_scale or None,
             max_loss_scale=max_loss_scale,
         )
         self._set_core(CoreScaler(rule))
