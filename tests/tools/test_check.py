@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -19,10 +20,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from amp_patch import levels
+from amp_patch import amp, levels
 from amp_patch.tools import command_line
 from amp_patch.tools.check import names, script
-from amp_patch.tools.check.rules import RULES, initialization, registry
+from amp_patch.tools.check.rules import RULES, arguments, initialization, registry
 from amp_patch.tools.check.script import Unreadable, findings_in
 from amp_patch.tools.check.trace import Trace
 
@@ -249,6 +250,12 @@ def test_the_levels_that_scale_are_those_of_amp_patch() -> None:
     )
     said = [name for name in levels.OPT_LEVELS if found(script.format(name))]
     assert said == scaled
+
+
+def test_the_arguments_are_those_of_amp_patch() -> None:
+    for name, more in (("initialize", {"patch_torch_functions_type"}), ("scale_loss", set())):
+        taken = set(inspect.signature(getattr(amp, name)).parameters) | more
+        assert taken == arguments._TAKEN[f"amp.{name}"]
 
 
 @pytest.mark.parametrize(

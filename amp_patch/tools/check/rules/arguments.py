@@ -10,15 +10,36 @@ from amp_patch.tools.check.values import Made, Params, Value, flat, root
 
 from .registry import rule
 
+#: The names that each takes arguments by: amp_patch's, apex's and those of ROCm's apex.
+_TAKEN = {
+    "amp.initialize": frozenset(
+        {
+            *("models", "optimizers", "enabled", "opt_level", "cast_model_type"),
+            *("patch_torch_functions", "patch_torch_functions_type", "keep_batchnorm_fp32"),
+            *("master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"),
+            *("min_loss_scale", "max_loss_scale", "init_scale", "growth_factor", "backoff_factor"),
+            *("growth_interval", "hysteresis", "rules", "fused_step", "process_group"),
+            *("tensorboard", "wandb", "logger", "trace_overflow"),
+        }
+    ),
+    "amp.scale_loss": frozenset(
+        {"loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check"}
+    ),
+}
+
 
 @rule(
     "argument",
-    "initialize or scale_loss gets something else than models, optimizers and a loss",
+    "initialize or scale_loss gets something else than models, optimizers and a loss, or by a name "
+    "that it has not",
     "write amp.initialize(model, optimizer) and amp.scale_loss(loss, optimizer)",
 )
 def argument(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """Arguments in the wrong order, parameters, a scheduler, a number for a loss."""
+    """Arguments in the wrong order or of other names, parameters, a number for a loss."""
     for call in (*trace.named("amp.initialize"), *trace.named("amp.scale_loss")):
+        for name in call.arguments.keywords:
+            if name not in _TAKEN[call.name]:
+                yield call.node, f"{call.name}({name}=...), which is none of its arguments"
         is_initialize = call.name == "amp.initialize"
         for place, name, wanted in (
             (0, "models", "model") if is_initialize else (0, "loss", "loss"),

@@ -87,11 +87,17 @@ def _is_scaled(value: Value, block: Block) -> bool:
     "call scaled_loss.backward() inside of the block",
 )
 def backward_after_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A scaled loss whose block is over."""
+    """A scaled loss whose block is over.
+
+    The loss of a later block may come of one, by what `torch.autograd.grad` made of it.
+    """
     for call, value in backwards(trace):
+        if any(_is_scaled(value, block) for block in call.blocks):
+            continue
         for block in trace.blocks:
             is_over = block.end is not None and block.end <= call.order
-            if is_over and _is_scaled(value, block):
+            is_met = not contradict(block.call.guards, call.guards)
+            if is_over and is_met and _is_scaled(value, block):
                 yield call.node, "the backward of a scaled loss outside of its block"
 
 
