@@ -18,6 +18,7 @@ from amp_patch.kernels import GradCheck
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.scaling.device_scaler import DeviceScaler
 from amp_patch.scaling.loss_scaler import LossScaler
+from amp_patch.scaling.scale_rule import ScaleRule
 
 from .late_check import LateCheck
 from .skip import Skip
@@ -155,11 +156,14 @@ class HostScaling:
 
     def _describe(self, found: Sequence[Found]) -> str:
         shown = self._names(found, most=10)
+        is_own = self.scaler.rule.min_loss_scale > ScaleRule.min_loss_scale
+        smaller = "leave min_loss_scale out, for a smaller scale may do, or " if is_own else ""
         return (
             "gradients must become finite at some loss scale; got two steps in a row that are not, "
             f"with loss scaler {self.scaler_id} at its floor {self.scaler.loss_scale()}: "
             f"{shown}. Look for what makes them so at these parameters (a division, a logarithm, "
-            "the learning rate), or call amp.initialize(..., opt_level='O0') to train in fp32."
+            f"the learning rate), or {smaller}call amp.initialize(..., opt_level='O0') to train in "
+            "fp32."
         )
 
 
