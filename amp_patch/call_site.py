@@ -41,7 +41,8 @@ def errors_at_the_call(
         function: any of ours.
         larger: one of the same name in `amp_patch.amp` that takes more arguments.
     """
-    names = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    names = signature.parameters
     more = inspect.signature(larger).parameters if larger else ()
 
     @functools.wraps(function)
@@ -54,6 +55,8 @@ def errors_at_the_call(
                 raise
             raise error.with_traceback(None)  # noqa: B904  # it is the very same error
 
+    # inspect.getfullargspec, by which Catalyst asks for defaults, follows no __wrapped__
+    call.__signature__ = signature  # type: ignore[attr-defined]  # what inspect looks for
     return call
 
 

@@ -60,10 +60,10 @@ FOREIGN_DATA |= {"found_inf", "grad_scale", "args", "_local_tensor", "_spec"}
 MAKERS = ("copy.copy(", "nn.Parameter(")
 # In a wrapper's place torch.compile traces "traced", TorchScript what "__prepare_..." returns.
 # A function that is "_dynamo_marked..." it calls, before one of "_torchdynamo_..." a graph ends.
-METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__wrapped__", "traced"}
+METADATA = {"__doc__", "__module__", "__name__", "__qualname__", "__signature__", "__wrapped__"}
 # What it "stands_for" is asked by what wraps it once more.
 METADATA |= {"__prepare_scriptable__", "_dynamo_marked_constant", "stands_for"}
-METADATA |= {"_torchdynamo_disable", "_torchdynamo_disable_msg"}
+METADATA |= {"_torchdynamo_disable", "_torchdynamo_disable_msg", "traced"}
 
 Rule = Callable[[ast.Module], list[str]]
 

@@ -35,6 +35,16 @@ def test_applier_reaches_tensors_in_containers_and_batches(apex: types.ModuleTyp
     assert rest == [None, 3]
 
 
+def test_initialize_tells_its_defaults(apex: types.ModuleType, amp: types.ModuleType) -> None:
+    """Catalyst passes them all, but those that a user gives."""
+    spec = inspect.getfullargspec(apex.amp.initialize)
+    options = dict(zip(spec.args[-len(spec.defaults) :], spec.defaults, strict=True))
+    del options["optimizers"]
+    assert (options["opt_level"], options["max_loss_scale"]) == ("O1", 2.0**24)
+    model = apex.amp.initialize(nn.Linear(4, 2), **{**options, "opt_level": "O2", "verbosity": 0})
+    assert model.weight.dtype is torch.float16
+
+
 @pytest.mark.parametrize(
     "function",
     [
