@@ -295,6 +295,22 @@ def test_a_script_switches_amp_off_by_properties_of_its_own(
     amp.deactivate()
 
 
+def test_a_handle_is_found_after_it_was_deactivated(
+    apex: types.ModuleType, amp: types.ModuleType
+) -> None:
+    """ATorch deactivates it between strategies, also after O2, which makes none of its own."""
+    state = apex.amp._amp_state
+    for opt_level in ("O1", "O2", "O1"):
+        model, optimizer = apex.amp.initialize(*plain_model(), opt_level=opt_level, verbosity=0)
+        with apex.amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        state.handle._deactivate()
+        assert not state.handle.is_active()
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    amp.deactivate()
+    assert not hasattr(state, "handle")
+
+
 def test_python_fallbacks_scale_add_and_find_overflows(apex: types.ModuleType) -> None:
     """fairseq's and others' copies of the optimizers call them where there are no kernels."""
     half, stashed, master = torch.tensor([8.0, 2.0]).half(), torch.ones(2), torch.zeros(2)

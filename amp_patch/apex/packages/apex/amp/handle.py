@@ -14,6 +14,7 @@ from amp_patch.initialization import initialize_at
 from amp_patch.requested_level import Resolved, resolve
 from amp_patch.session import session
 
+from ._amp_state import _amp_state
 from ._process_optimizer import attach
 from .opt import OptimWrapper
 from .scaled_loss import scale_loss
@@ -82,8 +83,12 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         """Restore every function, model and optimizer; see `amp_patch.amp.deactivate`."""
+        is_known = vars(_amp_state).get("handle") is self
         amp.deactivate()
         self._is_active = False
+        if is_known:  # scripts that deactivate what they train next ask for it again
+            _amp_state.handle = self
+            session.call_at_deactivate(_amp_state.forget)
 
     @property
     def has_cache(self) -> bool:
