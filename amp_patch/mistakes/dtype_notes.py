@@ -23,8 +23,10 @@ from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
 _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor|BFloat16Tensor|desired output type"
-    r"|must have the type"
+    r"|must have the type|autocast::prioritize"
 )
+# Of autocast alone, which may be over by the time that the note is written.
+_AUTOCAST = re.compile("autocast::prioritize")
 # What half numbers cannot be computed in, or cannot hold: nothing but them needs to be at fault.
 _NO_KERNEL = re.compile(
     r"not implemented for '(Half|BFloat16|ComplexHalf)'|Low precision dtypes not supported"
@@ -161,7 +163,7 @@ def _operands(place: _Place) -> list[tuple[str, Tensor]]:
 
 def _mend(place: _Place, error: BaseException) -> str:
     message = str(error)
-    mend = _mend_of_half(message, place)
+    mend = _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
     if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
         mend = _mend_of_float64(place)
     if mend is None and place.level.casts_functions:
@@ -185,6 +187,9 @@ def _mend_of_half(message: str, place: _Place) -> str | None:
     return None
 
 
+_MEND_OF_AUTOCAST = (
+    "torch.autocast is on, and casts by a list of its own: remove it, the level casts by itself."
+)
 _MEND_WHERE_FUNCTIONS_CAST = (
     "Some functions return half numbers and others float32, and what writes in place (out[mask] = "
     "y, index_add_, scatter_add_) takes one dtype: write y.to(out.dtype), or compute this part in "
@@ -254,10 +259,7 @@ def _mend_of_inputs(place: _Place) -> str:
     """Return what mends tensors that are not cast, or are cast by others."""
     dtype = place.level.half_dtype
     if any(torch.is_autocast_enabled(value.device.type) for _, value in _operands(place)):
-        return (
-            "torch.autocast is on, and casts by a list of its own: remove it, the level casts by "
-            "itself."
-        )
+        return _MEND_OF_AUTOCAST
     if id(place.model) not in running_modules():
         if place.module is place.model:
             return (

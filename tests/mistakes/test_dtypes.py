@@ -277,6 +277,34 @@ def test_autocast_around_the_model(amp: ModuleType, level: str) -> None:
     assert "torch.autocast is on, and casts by a list of its own: remove it" in note
 
 
+class Joined(nn.Module):
+    """Joins two tensors, which autocast to another half dtype refuses without naming a dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4)
+
+    def forward(self, i: Tensor) -> Tensor:
+        found = self.embedding(i)
+        return torch.cat([found, found])
+
+
+@pytest.mark.filterwarnings("ignore:a model that amp.initialize")  # the drop-in sees the call
+@pytest.mark.parametrize("level", HALF)
+def test_autocast_to_another_half_dtype_that_is_to_join_tensors(
+    amp: ModuleType, level: str
+) -> None:
+    model = amp.initialize(Joined(), opt_level=level, verbosity=0)
+    other = {"O5": torch.float16}.get(level, torch.bfloat16)
+
+    def call() -> None:
+        with torch.autocast("cpu", dtype=other):
+            model.forward(torch.tensor([0, 1]))
+
+    note = fail(call, ends_script=True)  # autocast is over by then
+    assert "torch.autocast is on, and casts by a list of its own: remove it" in note
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_other_errors_and_other_models_get_no_note(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)
