@@ -77,8 +77,8 @@ class ForwardCasts(FollowsCopies):
         if is_compiling:
             _follow_device(model)
         else:
-            if _autocast_is_on():
-                _warn_of_autocast(type(model).__name__)
+            if _autocast_is_on() or mode.autocasts:
+                _warn_of_autocast(model, self.level)
             if self.observe is not None:
                 self.observe(model)
         if inputs is None:
@@ -154,15 +154,30 @@ def _runs_around(model: nn.Module) -> bool:
     return torch.compiler.is_compiling() or calls_of(model) > 1
 
 
-def _warn_of_autocast(model: str) -> None:
+def _warn_of_autocast(model: nn.Module, level: torch.dtype) -> None:
+    """Tell of a block around the model: one that casts as well, or that switches our casts off.
+
+    The latter is how a script's own switch is off, ``torch.autocast(device, enabled=args.amp)``.
+    """
+    name = type(model).__name__
     known = filter(torch.amp.is_autocast_available, sorted(process.devices))  # others raise
     on = [device for device in known if torch.is_autocast_enabled(device)]
     if on:
         warn_once(
             "a model that amp.initialize() set up casts by itself, and torch.autocast around it "
-            f"casts once more; got a call of a {model} in torch.autocast({on[0]!r}); remove that "
+            f"casts once more; got a call of a {name} in torch.autocast({on[0]!r}); remove that "
             "'with' and its GradScaler, and call model(inputs) as it is."
         )
+    elif mode.autocasts and level in HALVES and len(mode.models) == 1 and _is_trained(model):
+        warn_once(
+            "torch.autocast(..., enabled=False) switches the casts of amp.initialize() off; got a "
+            f"training call of a {name} in one, and all of it is computed in float32; remove that "
+            "'with', or write `with amp.disable_casts():` if that is meant."
+        )
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return model.training and torch.is_grad_enabled()
 
 
 def _follow_device(model: nn.Module) -> None:

@@ -74,7 +74,7 @@ SPELLINGS = {
 @pytest.mark.parametrize("opt_level", HALF)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_functions_run_in_float32_inside(amp, opt_level, name):
-    model = start(amp, opt_level)
+    model = start(amp, opt_level).eval()  # a training call in such a block warns
     with SPELLINGS[name]():
         inside = BIG @ BIG, F.linear(BIG, BIG), model(BIG)
         assert BIG.half().exp().dtype is torch.float16
@@ -484,7 +484,7 @@ def test_torchs_autocast_around_a_model_is_warned_of_once_a_session(amp, opt_lev
     model(BIG)
     torch.set_autocast_enabled("cuda", True)
     try:
-        with off():
+        with off(), torch.no_grad():
             model(BIG)
     finally:
         torch.set_autocast_enabled("cuda", False)

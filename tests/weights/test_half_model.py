@@ -534,6 +534,37 @@ def test_autocast_around_a_model_is_told_of_where_casts_act_on_every_device(
         assert model(ones()).dtype is F32
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_autocast_that_is_switched_off_around_a_training_call_is_told_of(
+    amp: ModuleType, level: str
+) -> None:
+    model = prepared(amp, nn.Linear(4, 3), level)
+    with (
+        torch.autocast("cpu", enabled=False),
+        pytest.warns(UserWarning, match="of a Linear in one"),
+    ):
+        assert model(ones()).dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_autocast_that_is_switched_off_for_a_part_or_an_evaluation_is_as_it_should_be(
+    amp: ModuleType, level: str
+) -> None:
+    within = prepared(amp, nn.Linear(4, 4), level)
+
+    class Around(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return within(x)
+
+    model = prepared(amp, Around(), level)
+    assert model(ones()).dtype is F32
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        assert model(ones()).dtype is F32
+    with torch.autocast("cpu", enabled=False):
+        assert within.eval()(ones()).dtype is F32
+
+
 def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
     def fail(*_: Any) -> None:
         raise ArithmeticError("hook")
