@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from amp_patch.casting.mode import FLOATS
+from amp_patch.casting.mode import FLOATS, HALVES
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
 from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
@@ -170,7 +170,9 @@ def _mend(place: _Place, error: BaseException) -> str:
         mend = _MEND_WHERE_FUNCTIONS_CAST
     if mend is None:
         strays = _strays(place)
-        mend = _mend_of_weights(place, strays) or _other_strays(strays) + _mend_of_inputs(place)
+        mend = _mend_of_weights(place, strays)
+    if mend is None:
+        mend = _other_strays(strays) + _mend_of_inputs(place, error)
     return mend
 
 
@@ -255,7 +257,7 @@ def _other_strays(strays: Mapping[str, str]) -> str:
     )
 
 
-def _mend_of_inputs(place: _Place) -> str:
+def _mend_of_inputs(place: _Place, error: BaseException) -> str:
     """Return what mends tensors that are not cast, or are cast by others."""
     dtype = place.level.half_dtype
     if any(torch.is_autocast_enabled(value.device.type) for _, value in _operands(place)):
@@ -271,12 +273,26 @@ def _mend_of_inputs(place: _Place) -> str:
             f"model(x), or pass x.to({dtype}) to the module; with opt_level 'O1' every module "
             "takes float32."
         )
+    others = {v.dtype for _, v in _operands(place)} & set(HALVES) - {dtype}
+    if others or _is_in_a_decorated_forward(error):
+        return (
+            "torch.autocast inside of forward casts by a list of its own, also where a library "
+            "puts it around forward (mixed_precision of accelerate, bf16=True of a Trainer): "
+            "switch it off, the level casts by itself. A cast in forward does the same: write "
+            "x.to(y.dtype) there."
+        )
     return (
         f"Inputs of the model are cast to {dtype}, a tensor made inside of forward is not: write "
         "mask.to(x.dtype), or torch.ones(..., dtype=x.dtype), or register_buffer() it before "
         "amp.initialize(); or compute this part in `with amp.float_region():`; or take opt_level "
         "'O1', which casts in each function."
     )
+
+
+def _is_in_a_decorated_forward(error: BaseException) -> bool:
+    """Tell whether autocast was on as a decorator, which is over by the time of the note."""
+    blocks = [frame.f_locals.get("autocast_instance") for frame in _frames(error)]
+    return any(getattr(block, "_enabled", False) for block in blocks)
 
 
 def _castable(model: nn.Module) -> Iterator[str]:

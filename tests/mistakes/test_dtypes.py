@@ -277,6 +277,38 @@ def test_autocast_around_the_model(amp: ModuleType, level: str) -> None:
     assert "torch.autocast is on, and casts by a list of its own: remove it" in note
 
 
+class Residual(nn.Module):
+    """Adds what a layer gives to its own input: in two half dtypes the sum is float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x) + x)
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize(
+    "make", [Residual, lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))]
+)
+def test_autocast_that_a_library_wraps_around_forward(
+    amp: ModuleType, make: Callable[[], nn.Module], level: str
+) -> None:
+    model = amp.initialize(make(), opt_level=level, verbosity=0)
+    other = {"O5": torch.float16}.get(level, torch.bfloat16)
+    model.forward = torch.autocast("cpu", dtype=other)(model.forward)  # as accelerate prepares it
+    note = fail(lambda: model(X))
+    assert "torch.autocast inside of forward casts by a list of its own" in note
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_autocast_that_is_off_within_forward_is_not_blamed(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(nn.Sequential(Bare()), opt_level=level, verbosity=0)
+    model.forward = torch.autocast("cpu", enabled=False)(model.forward)
+    assert "mask.to(x.dtype)" in fail(lambda: model(X))
+
+
 class Joined(nn.Module):
     """Joins two tensors, which autocast to another half dtype refuses without naming a dtype."""
 
