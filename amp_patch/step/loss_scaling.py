@@ -161,9 +161,8 @@ class HostScaling:
         return (
             "gradients must become finite at some loss scale; got two steps in a row that are not, "
             f"with loss scaler {self.scaler_id} at its floor {self.scaler.loss_scale()}: "
-            f"{shown}. Look for what makes them so at these parameters (a division, a logarithm, "
-            f"the learning rate), or {smaller}call amp.initialize(..., opt_level='O0') to train in "
-            "fp32."
+            f"{shown}. Run amp-patch diagnose -- SCRIPT, which names the module and operator that "
+            f"make them so, or {smaller}call amp.initialize(..., opt_level='O0') to train in fp32."
         )
 
 

@@ -57,6 +57,7 @@ _HIDDEN = (
     "In the last step inf or NaN came up in a forward, and no gradient shows it: what follows made "
     "it finite, and wrong (1 / inf is 0). amp-patch compare tells how far off it is."
 )
+_ENDED = " The script was ended there; --steps N looks at more."
 _ALSO_IN_FP32 = (
     "The inf or NaN in a forward is hidden by what follows, and comes up in float32, too: "
     "precision is not to blame."
@@ -79,8 +80,11 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
     else:
         many = "1 step" if steps == 1 else f"{steps} steps"
         lines = [f"{'No gradient' if hidden else 'Nothing'} overflowed in {many}."]
+    if found["was_ended"] and all(map(_is_loss_scale, found["causes"])) and not hidden:
+        lines[0] += _ENDED
     for cause in found["causes"]:
-        lines += ["", f"{cause['count']} of {overflows}: {cause['text']}"]
+        step = f"{'first ' if cause['count'] > 1 else ''}in step {cause['first_step']}"
+        lines += ["", f"{cause['count']} of {overflows}, {step}: {cause['text']}"]
     if hidden:
         lines += ["", _HIDDEN, *(cause["text"] for cause in hidden)]
     lines += _rules(
@@ -91,6 +95,11 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
         lines += ["", _ALSO_IN_FP32]
     return "\n".join(lines)
+
+
+def _is_loss_scale(cause: dict[str, Any]) -> bool:
+    """Return whether it was the loss scale alone, as in the first steps of many a training."""
+    return cause["fits"] is not None and 1.0 <= cause["fits"] < cause["scale"]
 
 
 def _title(cause: dict[str, Any]) -> str:

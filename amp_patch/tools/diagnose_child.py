@@ -33,6 +33,7 @@ class DiagnoseRecorder(StepObserver):
         self._lines = child.Lines(out, "found")
         self._overflows = self._steps = self._overflowed = self._known = 0
         self._causes: list[dict[str, Any]] = []
+        self._first: dict[tuple[str, ...], int] = {}  # cause -> the step that it first came up in
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
         self._hidden: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -50,18 +51,26 @@ class DiagnoseRecorder(StepObserver):
         before, self._known = self._known, self._overflows + tracer.overflows
         self._overflowed += self._known > before
         self._steps += 1
+        self._note_causes(self._steps)
         self._last[optimizer] = tracer.last_pass()
 
     def leaving(self) -> None:
         """See `StepObserver`."""
         self._survey()
 
+    def _note_causes(self, step: int) -> None:
+        """Note the causes that no step before has shown."""
+        for key in tracer.causes:
+            self._first.setdefault(key, step)
+
     def _take_over(self) -> None:
         """Take what the tracer has found, which forgets it when the session ends."""
         self._overflows += tracer.overflows
+        self._note_causes(self._steps + 1)  # of a step that an error, or the end, came before
+        first, self._first = self._first, {}
         self._causes += [
-            {**cause.to_json(), "count": count, "text": str(cause)}
-            for cause, count in tracer.causes.values()
+            {**cause.to_json(), "count": count, "first_step": first[key], "text": str(cause)}
+            for key, (cause, count) in tracer.causes.items()
         ]
 
     def _survey(self) -> None:
@@ -89,6 +98,7 @@ class DiagnoseRecorder(StepObserver):
 
     def _write_found(self) -> None:
         found: dict[str, Any] = {"steps": self._steps, "overflowed_steps": self._overflowed}
+        found |= {"was_ended": self.limit.has_ended}
         found |= {"overflows": self._overflows, "causes": self._causes}
         found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
         self._lines.write(found)

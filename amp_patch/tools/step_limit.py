@@ -61,6 +61,11 @@ class StepLimit(StepObserver):
         """The steps of the optimizer that has made most."""
         return self._counts.most
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the steps were enough, and the script was ended."""
+        return self._end.was_called
+
     def stepped(self, optimizer: Optimizer, skip: Skip) -> None:
         """See `StepObserver`."""
         self._counts.add(optimizer)

@@ -356,8 +356,8 @@ def test_the_second_overflow_in_a_row_at_the_floor_names_the_parameters(
     )
     message = (
         "gradients must become finite at some loss scale; got two steps in a row that are not, "
-        "with loss scaler 0 at its floor 32768.0: weight (NaN), bias (inf). Look for what makes "
-        "them so at these parameters (a division, a logarithm, the learning rate), or leave "
+        "with loss scaler 0 at its floor 32768.0: weight (NaN), bias (inf). Run amp-patch "
+        "diagnose -- SCRIPT, which names the module and operator that make them so, or leave "
         "min_loss_scale out, for a smaller scale may do, or call amp.initialize(..., "
         "opt_level='O0') to train in fp32."
     )

@@ -66,7 +66,8 @@ def test_diagnose_names_module_and_operator(imported: str) -> None:
     result = called("diagnose", "--steps", "3", "--out", "found", value="300", imported=imported)
     assert result.exit_code == 0, result.output
     assert "3 of 3 steps overflowed." in result.output
-    assert "3 of 3: Sequential: `1`: `matmul` returned inf, in forward" in result.output
+    title = "Sequential: `1`: `matmul` returned inf, in forward"
+    assert f"3 of 3, first in step 1: {title}" in result.output
     found = json.loads(Path("found/diagnose.json").read_text())
     (cause,) = found["causes"]
     assert (cause["module"], cause["operator"], cause["count"]) == ("1", "matmul", 3)
@@ -84,11 +85,11 @@ def test_the_lines_for_a_rules_file_mend_what_overflowed(monkeypatch: pytest.Mon
     Path("rules.toml").write_text("\n".join(lines[start : start + 2]))
     monkeypatch.setenv("AMP_PATCH_RULES", "rules.toml")
     result = called("diagnose", "--steps", "3", value="300")
-    assert result.output.startswith("Nothing overflowed in 3 steps.\n"), result.output
+    assert result.output.startswith("Nothing overflowed in 3 steps. "), result.output
 
 
 def test_a_launcher_gets_the_rules_by_the_environment() -> None:
-    cause = {"count": 1, "text": "x", "rule": {"1:blocks.2": "float"}}
+    cause = a_cause(rule={"1:blocks.2": "float"})
     found = a_report(overflows=1, overflowed_steps=1, causes=[cause])
     text = diagnose.report(found, ["torchrun", "--nproc_per_node", "2", "train.py"])
     assert '  "1:blocks.2" = "float"\n' in text
@@ -104,7 +105,7 @@ def test_a_launcher_gets_the_rules_by_the_environment() -> None:
     ],
 )
 def test_no_rule_is_told_of_what_is_inside_of_what_has_one(found, told) -> None:
-    causes = [{"count": 1, "text": "x", "rule": {one: "float"}} for one in found]
+    causes = [a_cause(rule={one: "float"}) for one in found]
     text = diagnose.report(a_report(overflows=3, overflowed_steps=3, causes=causes), ["train.py"])
     lines = [line.strip() for line in text.splitlines() if line.endswith('= "float"')]
     assert lines == [f'"{one}" = "float"' for one in told]
@@ -113,7 +114,7 @@ def test_no_rule_is_told_of_what_is_inside_of_what_has_one(found, told) -> None:
 @pytest.mark.parametrize("last", ["", "amp.deactivate()", "1 / 0", "__import__('os')._exit(0)"])
 def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) -> None:
     result = called("diagnose", value="75", last=last)
-    assert "Nothing overflowed in 8 steps." in result.output
+    assert "Nothing overflowed in 8 steps.\n" in result.output  # the script's own end
     # the scores, of 4 rows with each other
     assert "  `1`: 16 of 448 values above 32752" in result.output
 
@@ -121,7 +122,7 @@ def test_values_near_the_limits_are_counted_whatever_ends_the_script(last: str) 
 def test_diagnose_says_that_nothing_overflowed() -> None:
     result = called("diagnose", "--steps", "4")
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("Nothing overflowed in 4 steps.\n")
+    assert result.output.startswith(f"Nothing overflowed in 4 steps.{diagnose._ENDED}\n")
 
 
 def test_diagnose_shows_what_it_found_before_the_script_failed() -> None:
@@ -210,8 +211,23 @@ def test_bad_arguments_are_one_line_and_code_2(arguments: list[str]) -> None:
     assert result.output.count("\n") == 1
 
 
+def a_cause(**found: Any) -> dict[str, Any]:
+    told = {"count": 1, "first_step": 1, "text": "x", "rule": {}, "fits": None, "scale": 1.0}
+    return {**told, **found}
+
+
+@pytest.mark.parametrize(
+    ("causes", "is_told"),
+    [([], True), ([{"fits": 8.0, "scale": 16.0}], True), ([{"fits": 0.0, "scale": 16.0}], False)],
+)
+def test_more_steps_are_offered_where_nothing_but_the_scale_overflowed(causes, is_told) -> None:
+    found = a_report(was_ended=True, causes=[a_cause(**one) for one in causes])
+    assert (diagnose._ENDED in diagnose.report(found, ["x"])) is is_told
+
+
 def a_report(**found: Any) -> dict[str, Any]:
     nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
+    nothing["was_ended"] = False
     return {**nothing, "near_limits": {}, "hidden": [], **found}
 
 
@@ -232,18 +248,22 @@ GAN = """
     for step in range(5):
         for network, optimizer in zip(networks, optimizers):
             optimizer.zero_grad()
-            for factor in (1.0, torch.inf if optimizer is optimizers[0] else 1.0):
+            for factor in (1.0, torch.inf if step and optimizer is optimizers[0] else 1.0):
                 with amp.scale_loss(network(torch.randn(2, 4)).mean() * factor, optimizer) as loss:
                     loss.backward()
             optimizer.step()
 """
 
 
-def test_steps_of_all_networks_are_counted() -> None:
+def test_steps_of_all_networks_are_counted_and_the_first_that_shows_a_cause_is_told() -> None:
     Path("gan.py").write_text(textwrap.dedent(GAN))
-    result = CliRunner().invoke(main, ["diagnose", "--steps", "3", "--", "gan.py"])
+    words = ["diagnose", "--steps", "3", "--out", "found", "--", "gan.py"]
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
-    assert "3 of 6 steps overflowed." in result.output
+    assert "2 of 6 steps overflowed." in result.output
+    assert "2 of 2, first in step 3: the loss" in result.output
+    (cause,) = json.loads(Path("found/diagnose.json").read_text())["causes"]
+    assert cause["first_step"] == 3
 
 
 def test_values_near_the_limits_are_told() -> None:
@@ -278,7 +298,7 @@ def test_inf_that_no_gradient_shows_is_told_with_its_operator_and_the_rule() -> 
 
 def test_what_skips_steps_is_not_told_again_as_what_no_gradient_shows() -> None:
     title = "Net: `a.b`: `exp` returned inf"
-    cause = {"count": 1, "text": f"{title}\n  of 13", "rule": {"a.b": "float"}}
+    cause = a_cause(text=f"{title}\n  of 13", rule={"a.b": "float"})
     hidden = {"text": f"{title}\n  of 14", "rule": {"a.b": "float"}}
     found = a_report(overflows=1, overflowed_steps=1, causes=[cause], hidden=[hidden])
     text = diagnose.report(found, ["x"])
