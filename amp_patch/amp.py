@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import arguments, levels, requested_level, rules_file
+from . import arguments, levels, other_names, requested_level, rules_file
 from . import debug as debug
 from .call_site import errors_at_the_call, returned
 from .casting import regions
@@ -73,6 +74,11 @@ __all__ = [
     "step_was_skipped",
     "summary",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(other_names.message(name), name=name, obj=sys.modules[__name__])
 
 
 @errors_at_the_call

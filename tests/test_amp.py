@@ -1123,3 +1123,26 @@ def test_registering_a_class_or_what_is_not_called_is_refused(amp: ModuleType, n
         amp.register_float_function(nn, name)
     with pytest.raises(TypeError, match=exactly(words)):
         amp.register_float_function("torch.nn", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("_amp_state", "amp.loss_scale()"),
+        ("GradScaler", "amp.scale_loss(loss, optimizer)"),
+        ("autocast", "amp.initialize(model, optimizer)"),
+        ("init", "amp.initialize(model, optimizer"),
+        ("initialise", None),
+    ],
+)
+def test_a_name_of_another_amp_is_told_what_takes_its_place(
+    amp: ModuleType, name: str, mend: str | None
+) -> None:
+    assert not hasattr(amp, name)
+    words = f"module 'amp_patch.amp' has no attribute '{name}'"
+    with pytest.raises(AttributeError) as raised:
+        getattr(amp, name)
+    said, _, use = str(raised.value).partition("; use ")
+    assert said == words
+    assert use == "" if mend is None else mend in use
+    assert (raised.value.name, raised.value.obj) == (name, amp)  # Python guesses by them
