@@ -55,9 +55,10 @@ class _ScriptCommand(click.Command):
 
 
 def _unclear(command: str, word: str, script: Sequence[str]) -> str:
+    first = shlex.quote(script[0])
     return (
         f"options of {command} must stand before --, and the script after it; got {word} after "
-        f"{script[0]}, and no --; write {command} {word} ... -- {script[0]}, or, where it is the "
+        f"{first}, and no --; write {command} {word} ... -- {first}, or, where it is the "
         f"script's own option, {command} -- {shlex.join(script)}"
     )
 

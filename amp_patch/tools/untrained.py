@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .early_notice import VARIABLE, most_steps
-from .errors import BadArguments
+from .errors import BadArguments, refuse_notebook
 from .recorded import read_lines
 
 #: The name of the files in which `child.begin` notes what has become of amp, before the rank.
 NAME = "amp"
 #: What had become of amp when the script ended -> in words; None: nobody imported it.
 REASONS = {
-    None: "the script imported neither amp_patch nor apex",
+    None: "the script imported neither amp_patch nor apex; write from amp_patch import amp",
     "no": "the script never called amp.initialize",
     "disabled": "the script called amp.initialize(enabled=False)",
     "yes": "no optimizer that the script gave to amp.initialize was stepped",
@@ -81,11 +81,13 @@ def refuse_without_amp(words: Sequence[str]) -> None:
             the environment says badly how long to wait for amp.
     """
     most_steps()
+    if words:
+        refuse_notebook(words[0])
     place = _place(words)
     if place is not None and not _may_use_amp(*place):
         raise BadArguments(
             f"the script must train with amp_patch or apex; got {place[0]}, which imports neither, "
-            f"nor does what it imports; {MEND}"
+            f"nor does what it imports; write from amp_patch import amp, {MEND}"
         )
 
 
@@ -101,11 +103,16 @@ def _place(words: Sequence[str]) -> tuple[Path, Path] | None:
         return Path(waiting[0]), Path(waiting[0]).parent
     for word, following in itertools.pairwise([*waiting, ""]):
         if word == "-m" and following and following not in _LAUNCHING_MODULES:
-            files = _files(f"{following}.__main__", Path()) or _files(following, Path())
+            files = module_files(following)
             return (files[-1], Path()) if files else None
         if word.endswith(".py") and Path(word).is_file():
             return Path(word), Path(word).parent
     return None
+
+
+def module_files(name: str) -> list[Path]:
+    """Return the files that ``python -m NAME`` runs in this folder, the outermost first."""
+    return _files(f"{name}.__main__", Path()) or _files(name, Path())
 
 
 def _may_use_amp(script: Path, folder: Path) -> bool:

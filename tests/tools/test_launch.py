@@ -157,3 +157,13 @@ def test_a_module_is_run_by_python() -> None:
 def test_what_is_no_script_is_refused(words: list[str]) -> None:
     with pytest.raises(BadArguments, match="script"):
         launch.python_command(words)
+
+
+def test_a_module_that_is_given_as_a_script_is_told_of_m(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("package").mkdir()
+    Path("package/train.py").touch()
+    with pytest.raises(BadArguments, match=r"which is no file; did you mean -m package\.train\?$"):
+        launch.python_command(["package.train"])

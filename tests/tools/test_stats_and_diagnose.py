@@ -181,7 +181,10 @@ def shown(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch | None = None) 
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("print('amp_patch')", "imported neither amp_patch nor apex"),
+        (
+            "print('amp_patch')",
+            "imported neither amp_patch nor apex; write from amp_patch import amp",
+        ),
         ("from amp_patch import amp", "never called amp.initialize"),
         ("from apex import amp; import torch\namp.initialize(torch.nn.Linear(2, 2), enabled=False)",
          "called amp.initialize(enabled=False)"),

@@ -68,8 +68,14 @@ PERHAPS = {
 @pytest.mark.parametrize(("files", "words"), WITHOUT.values(), ids=WITHOUT)
 def test_a_script_that_uses_no_amp_is_refused(place, files: dict[str, str], words: str) -> None:
     written(files)
-    with pytest.raises(BadArguments, match=r"imports neither.*call model, optimizer = amp.init"):
+    with pytest.raises(BadArguments, match=r"neither.*from amp_patch import amp, call model"):
         refuse_without_amp(words.split())
+
+
+def test_a_notebook_is_refused_as_what_it_is(place) -> None:
+    written({"train.ipynb": "{}"})
+    with pytest.raises(BadArguments, match=r"must be Python; got the notebook train.ipynb"):
+        refuse_without_amp(["train.ipynb"])
 
 
 @pytest.mark.parametrize(("files", "words"), PERHAPS.values(), ids=PERHAPS)
