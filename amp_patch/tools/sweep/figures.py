@@ -118,10 +118,10 @@ def _bars(title: str, bars: Sequence[tuple[Row, Spread | None, str]]) -> Any:
             "symmetric": False,
             "array": [value.high - value.middle],
             "arrayminus": [value.middle - value.low],
-            "color": "#555555",
+            "color": wording.SPREAD_COLOR,
             "visible": value.high > value.low,
         }
-        color = {"color": wording.COLORS[row.level]}
+        color = {"color": wording.COLORS[row.level], "opacity": wording.BAR_OPACITY}
         figure.add_bar(
             x=[value.middle],
             y=[row.level],

@@ -208,10 +208,10 @@ def _bars(
         axes.barh(
             place,
             value.middle,
-            color=wording.COLORS[row.level],
+            color=(wording.COLORS[row.level], wording.BAR_OPACITY),
             height=0.7,
             xerr=error if value.high > value.low else None,
-            error_kw={"ecolor": "#555555", "capsize": 4},
+            error_kw={"ecolor": wording.SPREAD_COLOR, "capsize": 4},
         )
         label = labels[row.level]
         if row.verdict.kind != OK:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,13 +40,18 @@ def write(
     page = Template(_PAGE.read_text("utf-8")).substitute(
         title=html.escape(f"Levels of {_name(settings)}"),
         level=html.escape(recommendation.level or "No level"),
-        reason=html.escape(recommendation.reason),
+        reason=_text(recommendation.reason),
         table=_table(comparison),
-        remarks="".join(f"<li>{html.escape(line)}</li>" for line in remarks(comparison)),
+        remarks="".join(f"<li>{_text(line)}</li>" for line in remarks(comparison)),
         plots=_plots(comparison, runs, settings.tolerance),
         facts=_facts(settings, started, runs),
     )
     (folder / "report.html").write_text(page, "utf-8")
+
+
+def _text(words: str) -> str:
+    """Return a text as HTML, in which no option is broken behind its dashes."""
+    return re.sub(r"--\w+", r'<span class="nowrap">\g<0></span>', html.escape(words))
 
 
 def _name(settings: Settings) -> str:

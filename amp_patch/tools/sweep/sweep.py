@@ -21,9 +21,9 @@ from amp_patch.tools.untrained import MEND
 from . import files, live, tables
 from .comparison import Comparison, compared
 from .folder_lock import FolderLock
-from .outcomes import Run
+from .outcomes import CRASHED, Run
 from .recommendation import Recommendation, recommend
-from .runs import Runner
+from .runs import Runner, folder_of
 from .settings import Settings
 
 
@@ -73,6 +73,11 @@ class Sweep:
         files.write_steps(self.folder, runs, comparison.warm_up)
         self._draw(comparison, recommendation, runs)
         console.print(f"Report: {self.folder / 'report.html'}", soft_wrap=True, highlight=False)
+        failed = next((run for run in runs if run.outcome.kind == CRASHED), None)
+        if failed is not None:
+            log = folder_of(self.folder, failed) / "log.txt"
+            words = f"{failed.level} crashed. Its output: {log}"
+            console.print(words, soft_wrap=True, highlight=False)
         if runner.is_futile:
             console.print(f"No other level was run. To mend: {MEND}.", highlight=False)
         if runner.interrupted:

@@ -15,6 +15,9 @@ from .recommendation import Recommendation
 from .verdicts import DEVIATES, OK, REFERENCE
 
 Cell = Callable[[Row], str]
+#: A share of skipped steps that may be why the loss of a level is another: a dynamic scale falls in
+#: the first steps.
+MANY_SKIPS = 0.05
 
 
 def columns(comparison: Comparison) -> list[list[tuple[str, Cell]]]:
@@ -92,9 +95,10 @@ def remarks(comparison: Comparison) -> list[str]:
         if row.verdict.reason:
             words = f"{row.verdict.short}: {row.verdict.reason.rstrip('.')}."
             alike.setdefault(words, []).append(row.level)
-    lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
     for row in comparison.rows:
-        lines += _skips(row)
+        for words in _skips(row):
+            alike.setdefault(words, []).append(row.level)
+    lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
     if comparison.continued:
         lines.append(
             f"{', '.join(comparison.continued)}: not from scratch, as it seems, but from what an "
@@ -110,14 +114,20 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def _skips(row: Row) -> list[str]:
+    """Return what is to be said of the steps that a level skipped."""
     lines = []
     if row.culprits:
-        lines.append(f"{row.level}: inf or NaN was in the gradients of {wording.culprits(row)}.")
+        lines.append(f"inf or NaN was in the gradients of {wording.culprits(row)}.")
+    if row.verdict.kind == DEVIATES and row.skipped >= MANY_SKIPS * row.steps:
+        lines.append(
+            f"{row.skipped} of {row.steps} steps were skipped, so it has learned from fewer than "
+            f"{REFERENCE}. More --steps tell whether that is all."
+        )
     if row.unlike_skips:
         steps = ", ".join(map(str, row.unlike_skips[:5]))
         more = ", ..." if len(row.unlike_skips) > 5 else ""
         lines.append(
-            f"{row.level}: some ranks skipped steps that others made: {steps}{more}. Their weights "
+            f"some ranks skipped steps that others made: {steps}{more}. Their weights "
             "are not the same any more; the loss scale must be moved on all alike."
         )
     return lines

@@ -19,6 +19,9 @@ COLORS: Mapping[str, str] = {
     "O4": "#009E73",
     "O5": "#CC79A7",
 }
+#: Bars are so opaque that a spread in this colour is seen on each of them, on O0's too.
+BAR_OPACITY = 0.7
+SPREAD_COLOR = "#111111"
 DASHES: Mapping[str, tuple[int, ...]] = {
     "O0": (),
     "O1": (6, 2),
@@ -44,7 +47,8 @@ def share(value: float | None) -> str:
     """Return a share of something in percent, with its sign."""
     if value is None or math.isnan(value):
         return UNKNOWN
-    return f"{value:+.1%}" if abs(value) < 10 else f"{value:+.0%}"
+    words = f"{value:+.1%}" if abs(value) < 10 else f"{value:+.0%}"
+    return "+0.0%" if words == "-0.0%" else words
 
 
 def times(value: float | None) -> str:

@@ -248,6 +248,7 @@ def test_brackets_in_what_a_script_printed_are_shown_as_they_are(tmp_path, monke
     code, output = called("--out", tmp_path / "[red]", "--", __file__)
     assert code == 1
     assert f"O0: crashed: {reason}." in " ".join(output.split())
+    assert "[red]/runs/O0-round1/log.txt\n" in output
     assert "[red]/report.html" in output
 
 

@@ -70,7 +70,7 @@ def test_a_cell_by_itself_says_of_which_figure_it_is(tmp_path: Path) -> None:
     assert {"speed-up spread", "memory spread", "memory vs O0", "final loss vs O0"} <= {*labels}
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1000, 390])
 def test_a_browser_shows_plots_and_table_and_asks_no_network(
     folder: Path, browser: Any, width: int
 ) -> None:

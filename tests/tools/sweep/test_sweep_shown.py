@@ -73,6 +73,18 @@ def test_what_went_wrong_is_said_below_the_table() -> None:
     assert "Recommended: O1. O1 is 2.00 times as fast as O0" in text
 
 
+def test_a_level_that_deviates_after_many_skipped_steps_has_learned_from_fewer() -> None:
+    comparison = eventful_comparison()
+    deviates = Verdict("deviates", "its final loss is +20.0% from O0's")
+    for skipped, is_told in ((4, False), (5, True)):
+        rows = [
+            dataclasses.replace(row, verdict=deviates, steps=100, skipped=skipped)
+            for row in comparison.rows[1:3]
+        ]
+        text = "\n".join(tables.remarks(dataclasses.replace(comparison, rows=rows)))
+        assert ("O1, O2: 5 of 100 steps were skipped, so it has learned" in text) is is_told
+
+
 def test_levels_that_failed_alike_are_one_line() -> None:
     comparison = eventful_comparison()
     crashed = Verdict("crashed", "TypeError: LBFGS is refused. Take SGD.")
