@@ -24,6 +24,7 @@ _OF_EXCEPTIONS, _OF_ARGUMENTS = 1, 2
 _OF_LAUNCHERS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 #: An error of amp_patch ends with the call that mends it, which must not be cut off.
 _MOST = 600
+_LAST_LINES = 20
 
 
 def crash_reason(code: int, log: Path) -> str:
@@ -40,6 +41,12 @@ def crash_reason(code: int, log: Path) -> str:
     if code == _OF_ARGUMENTS:
         return shortened(lines[-1])
     return shortened(f"exit code {code}, and the last line was: {lines[-1]}")
+
+
+def last_lines(log: Path) -> str:
+    """Return what a script printed last, with the whole of a short traceback."""
+    lines = [_ESCAPES.sub("", line) for line in log.read_text("utf-8", "replace").splitlines()]
+    return "\n".join(lines[-_LAST_LINES:])
 
 
 def _errors(raw: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import click
 
 from . import untrained
+from .crash import last_lines
 from .launch import (
     ScriptRun,
     exit_code_of,
@@ -29,11 +30,13 @@ class Observed(NamedTuple):
         found: what the tool wrote, one object for each process that trained.
         error: why the script failed, or left nothing; "" where it did neither.
         code: the exit code for the command: 0, 1 after an error, else 128 and the signal's number.
+        last_lines: what a script that failed printed last.
     """
 
     found: list[dict[str, Any]]
     error: str = ""
     code: int = 0
+    last_lines: str = ""
 
     def first(self) -> dict[str, Any]:
         """Return what the first process has found.
@@ -46,7 +49,7 @@ class Observed(NamedTuple):
         if self.code > 1:
             click.echo("Interrupted, before the script made a step with amp.", err=True)
             raise click.exceptions.Exit(self.code)
-        raise click.ClickException(self.error)
+        raise self._failure()
 
     def end(self) -> None:
         """Say how the run ended, after what it has found, and end the command.
@@ -58,7 +61,13 @@ class Observed(NamedTuple):
             click.echo("Interrupted: this is what was found until then.", err=True)
             raise click.exceptions.Exit(self.code)
         if self.error:
-            raise click.ClickException(self.error)
+            raise self._failure()
+
+    def _failure(self) -> click.ClickException:
+        """Return the error, behind what the script printed last: its traceback."""
+        if self.last_lines:
+            click.echo(f"The last lines of the script:\n{self.last_lines}", err=True)
+        return click.ClickException(self.error)
 
 
 def observe(
@@ -82,18 +91,18 @@ def observe(
     with temporary_folder() as folder:
         options = {**options, "out": str(folder)}
         environment = {"TORCHDYNAMO_DISABLE": "1"}
-        code, error = 0, None
+        code, error, log = 0, None, folder / "log.txt"
         try:
             name = tool.partition(":")[0].rpartition(".")[2].removesuffix("_child")
             command = filled(command, opt_level or "own", name)
-            run = ScriptRun(command, tool, options, folder / "log.txt", opt_level, environment)
+            run = ScriptRun(command, tool, options, log, opt_level, environment)
             error = run_to_end(run)
         except KeyboardInterrupt as interruption:
             code = exit_code_of(interruption)
         lines = [read_lines(path) for path in sorted(folder.glob("found-*.jsonl"))]
         found = [one[-1] for one in lines if one]
         if error is not None:
-            return Observed(found, f"the script failed: {error}", 1)
+            return Observed(found, f"the script failed: {error}", 1, last_lines(log))
         if not found and not code:
             return Observed([], untrained.reason_in(folder), 1)
         return Observed(found, "", code)

@@ -130,6 +130,8 @@ def test_diagnose_shows_what_it_found_before_the_script_failed() -> None:
     assert result.exit_code == 1
     assert "8 of 8 steps overflowed." in result.output
     assert result.output.endswith("ZeroDivisionError: division by zero\n")
+    assert "The last lines of the script:\n" in result.output
+    assert "Traceback (most recent call last):\n" in result.output
 
 
 def test_stats_are_shown_and_written() -> None:
