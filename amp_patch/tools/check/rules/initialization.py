@@ -41,6 +41,17 @@ def _all(trace: Trace) -> Iterator[Initialization]:
 
 
 @rule(
+    "amp-import",
+    "initialize is looked for in amp_patch itself, where it is not",
+    "write from amp_patch import amp, and amp.initialize(model, optimizer)",
+)
+def amp_import(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """``import amp_patch as amp``, or the package's name in the place of the module's."""
+    for call in trace.named("amp_patch.initialize", "apex.initialize"):
+        yield call.node, f"{call.name}()"
+
+
+@rule(
     "opt-level",
     "opt_level is none of the levels, or stands in the place of enabled",
     "write opt_level='O0', 'O1', 'O2', 'O3', 'O4' or 'O5', with the capital letter O",
