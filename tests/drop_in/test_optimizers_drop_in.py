@@ -379,6 +379,12 @@ def test_arguments_are_apexs(optimizers: Any, name: str) -> None:
     assert [p.name for p in positional] == list(DEFAULTS[name])
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "FusedSGD"])
+def test_a_number_that_yaml_read_as_a_string_is_refused(optimizers: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"lr must be a number.*'1e-3'; call {name}\(params, lr=f"):
+        make(optimizers, name, parameters(), lr="1e-3")
+
+
 def test_they_lie_where_apex_had_them(optimizers: Any, contrib: Any) -> None:
     modules = ["fused_adam", "fused_sgd", "fused_lamb", "fused_novograd", "fused_adagrad"]
     modules += ["fused_mixed_precision_lamb"]

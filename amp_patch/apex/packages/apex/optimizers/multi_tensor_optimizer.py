@@ -30,6 +30,9 @@ class MultiTensorOptimizer(Optimizer):
         params: parameters, or groups of them.
         defaults: options of groups that say nothing else.
         set_grad_none: whether `zero_grad` sets gradients to None, unless it is told.
+
+    Raises:
+        TypeError: one of the defaults is a string.
     """
 
     set_grad_none = True
@@ -42,6 +45,13 @@ class MultiTensorOptimizer(Optimizer):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool
     ) -> None:
+        for name, value in defaults.items():
+            if isinstance(value, str):  # YAML reads 1e-3 as one, for it has no point
+                raise TypeError(
+                    f"{name} must be a number; got the string {value!r}; call "
+                    f"{type(self).__name__}(params, {name}=float({value!r})). In YAML 1.0e-3 is a "
+                    "number, and 1e-3 a string."
+                )
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
         # Under the name that scripts hand it on by. It is never set.
