@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -196,15 +197,20 @@ class Duration(click.FloatRange):
 
 def known_level(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
     """Check the name of a level."""
-    return None if value is None else known_levels(context, param, value)[0]
+    if value is None:
+        return None
+    found = known_levels(context, param, value)
+    if len(found) > 1:
+        raise click.BadParameter(f"{value!r} names several levels; give one of them.")
+    return found[0]
 
 
 def known_levels(context: click.Context, param: click.Parameter, value: str) -> list[str]:
-    """Check names of levels with commas between them; each once, in the order given.
+    """Check names of levels with commas or spaces between them; each once, in the order given.
 
     A small letter o will do.
     """
-    given = [name.strip() for name in value.split(",")]
+    given = re.split(r"\s*,\s*|\s+", value.strip())
     for name in given:
         if name.upper() not in LEVELS:
             meant = f"O{name[-1:]}"

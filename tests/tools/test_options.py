@@ -34,6 +34,13 @@ def test_an_unknown_level_among_others_is_named() -> None:
         options.known_levels(None, None, "O0,O9")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["O1,o4", "O1 O4", " O1 ,  O4"])
+def test_levels_have_commas_or_spaces_between_them(text: str) -> None:
+    assert options.known_levels(None, None, text) == ["O1", "O4"]  # type: ignore[arg-type]
+    with pytest.raises(click.BadParameter, match="names several levels; give one of them"):
+        levels(text)
+
+
 def test_levels_are_named_with_commas() -> None:
     assert options.known_levels(None, None, "O0, O2,O0") == ["O0", "O2"]  # type: ignore[arg-type]
 

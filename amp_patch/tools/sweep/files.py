@@ -71,10 +71,15 @@ def load(folder: Path) -> tuple[Settings, str, list[Run]]:
             for one in found["runs"]
         ]
         settings, started = Settings.from_json(found["settings"]), found["started"]
+    except FileNotFoundError as error:
+        raise BadArguments(
+            f"the folder to go on in must hold a sweep; got {folder}, in which there is no {NAME}; "
+            "begin one by amp-patch sweep --out DIR -- SCRIPT"
+        ) from error
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise BadArguments(
-            f"the folder to go on in must hold a sweep; got {folder}, whose {NAME} is not there or "
-            f"not as a sweep writes it: {error!r}"
+            f"the folder to go on in must hold a sweep; got {folder}, whose {NAME} is not as a "
+            f"sweep writes it: {error!r}"
         ) from error
     finished = [run for run in runs if run.is_finished]
     for run in finished:

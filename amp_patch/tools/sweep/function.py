@@ -130,6 +130,11 @@ def _takes_level(train_fn: Callable[..., Any]) -> bool:
         TypeError: it is no function that trains when it is called, or needs more.
     """
     if not callable(train_fn):
+        if isinstance(train_fn, str | os.PathLike):
+            raise TypeError(
+                f"train_fn must be a function that trains; got {train_fn!r}; for a script call "
+                f"amp-patch sweep -- {os.fsdecode(train_fn)}"
+            )
         raise TypeError(
             f"train_fn must be a function that trains; got {type(train_fn).__name__}; call "
             "amp_patch.sweep(train), without parentheses after train."

@@ -139,7 +139,7 @@ def test_a_script_is_swept_in_processes_of_its_own(folder: Path) -> None:
         (["--timeout", "nan", "--", __file__], "--timeout"),
         (["--timeout", "inf", "--", __file__], "--timeout"),
         (["--out", f"{__file__}/a", "--", __file__], "folder to write to"),
-        (["--resume", "nowhere"], "the folder to go on in must hold a sweep; got nowhere"),
+        (["--resume", "nowhere"], "must hold a sweep; got nowhere, in which there is no"),
         (["--resume", "a", "--out", "b"], "got --out too"),
     ],
 )
@@ -277,6 +277,11 @@ def test_a_function_gets_the_level_where_it_needs_one(given, expected: bool) -> 
 def test_what_is_no_training_function_is_refused(given) -> None:
     with pytest.raises(TypeError, match="train_fn must"):
         amp_patch.sweep(given)
+
+
+def test_the_path_of_a_script_is_told_of_the_command() -> None:
+    with pytest.raises(TypeError, match=r"for a script call amp-patch sweep -- a/train\.py$"):
+        amp_patch.sweep(Path("a/train.py"))
 
 
 async def later() -> None:
