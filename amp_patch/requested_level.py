@@ -105,7 +105,9 @@ def resolve_forced(opt_level: str, by_rules: str | None = None, **overrides: Any
     given = {option: value for option, value in overrides.items() if value is not None}
     dropped = {option: value for option, value in given.items() if _refuses(forced, option, value)}
     level = resolve(forced, **{k: v for k, v in given.items() if k not in dropped})
-    return Resolved(level, _message(asked.name, forced, dropped))
+    has_none = OPT_LEVELS[forced].loss_scale == 1.0
+    kept = level.loss_scale if has_none and level.loss_scale != 1.0 else None
+    return Resolved(level, _message(asked.name, forced, dropped, kept))
 
 
 def _level_named(opt_level: object) -> OptLevel:
@@ -227,12 +229,22 @@ def _refuses(forced: str, option: str, value: Any) -> bool:
     return False
 
 
-def _message(asked: str, forced: str, dropped: dict[str, Any]) -> str | None:
+def _message(
+    asked: str, forced: str, dropped: dict[str, Any], loss_scale: float | str | None
+) -> str | None:
+    """Return what the script asked for and gets, in words.
+
+    Args:
+        asked, forced: the levels.
+        dropped: the options that the forced level refuses.
+        loss_scale: of the script, where the forced level has none by itself.
+    """
     if asked == forced and not dropped:
         return None
     words = ", ".join(f"{option}={value!r}" for option, value in dropped.items())
     refused = f", which refuses {words}: dropped" if dropped else ""
-    return f"amp-patch: opt_level {asked} of the script is run as {forced}{refused}."
+    own = "" if loss_scale is None else f", with the script's loss_scale={loss_scale!r}"
+    return f"amp-patch: opt_level {asked} of the script is run as {forced}{refused}{own}."
 
 
 #: Overrides that say how a cast model is stored, and why O1 and O4, which cast none, refuse them.

@@ -32,6 +32,20 @@ def test_a_forced_level_is_the_one_that_is_resolved(force, forced: str, asked: s
     assert message == (None if asked == forced else expected)
 
 
+@pytest.mark.parametrize(
+    ("forced", "scale", "told"),
+    [("O4", "dynamic", "'dynamic'"), ("O5", "128.0", "128.0"), ("O1", "dynamic", None)],
+)
+def test_a_loss_scale_is_told_where_the_forced_level_has_none_by_itself(
+    force, forced: str, scale: str, told: str | None
+) -> None:
+    force(forced)
+    level, message = requested_level.resolve_forced("O2", loss_scale=scale)
+    own = "" if told is None else f", with the script's loss_scale={told}"
+    assert message == f"amp-patch: opt_level O2 of the script is run as {forced}{own}."
+    assert str(level.loss_scale) == scale
+
+
 def test_overrides_that_it_takes_are_kept_and_others_dropped_in_one_line(force) -> None:
     force("O1")
     overrides = {"keep_batchnorm_fp32": "True", "loss_scale": "128.0", "master_weights": None}
