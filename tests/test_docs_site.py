@@ -124,6 +124,7 @@ def test_the_page_of_all_messages_is_not_the_first_that_a_search_finds(
         ("save the three states", "save and resume"),
         ("attention mask", "Common mistakes"),
         ("keep a layer in float32", "Rules and regions"),
+        ("choose a level bf16", "Pick a level"),
     ],
 )
 def test_the_search_finds_words_that_are_no_message(
