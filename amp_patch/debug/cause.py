@@ -141,12 +141,14 @@ class Cause:
 
     def __str__(self) -> str:
         lines = [self.title()]
+        # of a weight, an input and a loss by itself the name says all
+        of = "operator: " if self.operator and self.where != "weight" else ""
         for words, ranges in (
-            ("operator", (*self.operands, *([self.result] if self.result else []))),
-            ("module", self.inputs),
-            ("weights", self.weights),
+            (of, (*self.operands, *([self.result] if self.result else []))),
+            ("module: ", self.inputs),
+            ("weights: ", self.weights),
         ):
-            lines += [f"  {words}: {one}" for one in ranges]
+            lines += [f"  {words}{one}" for one in ranges]
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join([*lines, f"  mend: {self.advice()}"])

@@ -41,11 +41,13 @@ class Range:
     kinds: tuple[str, ...]
 
     def __str__(self) -> str:
-        shown = "no finite value"
-        if self.largest is not None:
+        kinds = " and ".join(self.kinds)
+        if self.largest is None:
+            shown = f"only {kinds}"
+        else:
             shown = f"magnitudes {self.smallest:.3g} to {self.largest:.3g}"
-        also = f", and {' and '.join(self.kinds)}" if self.kinds else ""
-        return f"{self.name}: {self.dtype} {list(self.shape)}, {shown}{also}"
+            shown += f", and {kinds}" if kinds else ""
+        return f"{self.name}: {self.dtype} {list(self.shape)}, {shown}"
 
 
 def can_look(tensor: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
 
 from amp_patch.debug import Cause
+from amp_patch.debug.ranges import range_of
 
 
 class Normalized(nn.Module):
@@ -124,3 +126,24 @@ def test_what_two_steps_need_in_float32_is_one_advice(amp) -> None:
         train(amp, model, optimizer)
         later.is_on = False
     assert the_cause(amp).rule == {"0": "float", "1": "float", "2": "float"}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([math.nan, math.inf], "x: float32 [2], only inf and NaN"),
+        ([math.nan, 2.0], "x: float32 [2], magnitudes 2 to 2, and NaN"),
+        ([1.0, 2.0], "x: float32 [2], magnitudes 1 to 2"),
+    ],
+)
+def test_a_range_says_what_a_tensor_holds(values: list[float], said: str) -> None:
+    assert str(range_of("x", torch.tensor(values))) == said
+
+
+def test_no_operator_is_told_of_a_weight_and_of_a_loss_by_itself() -> None:
+    result = range_of("loss", torch.tensor(math.nan))
+    assert "\n  loss: float32 [], only NaN\n" in str(Cause("loss", 1.0, result=result))
+    weight = Cause("weight", 1.0, operator="weight", result=range_of("weight", torch.ones(1)))
+    assert "\n  weight: float32 [1], " in str(weight)
+    called = Cause("forward", 1.0, operator="exp", result=range_of("result", torch.ones(1)))
+    assert "\n  operator: result: float32 [1], " in str(called)
