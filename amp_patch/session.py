@@ -54,6 +54,9 @@ from .weights.rollback import Snapshot
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # not every build of torch has it
 
+_NO_STATE = (
+    "internal Amp state has not been initialized, or amp.deactivate() has ended it for all models"
+)
 _MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first"
 
 
@@ -317,9 +320,7 @@ class Session:
             RuntimeError: `amp.initialize` was not called at all.
         """
         if not self.initialized and not self.disabled:
-            raise RuntimeError(
-                f"Invoked '{caller}', but internal Amp state has not been initialized; {_MEND}."
-            )
+            raise RuntimeError(f"Invoked '{caller}', but {_NO_STATE}; {_MEND}.")
         return not self.initialized
 
     def steps_of(self, optimizers: Any, caller: str) -> list[OptimizerStep] | None:
@@ -347,7 +348,7 @@ class Session:
                     f"{call} got an optimizer that amp.initialize() did not return "
                     f"({type(optimizer).__name__}); {_MEND}."
                     if self.initialized
-                    else f"Invoked '{caller}', but internal Amp state has not been initialized; "
+                    else f"Invoked '{caller}', but {_NO_STATE}; "
                     f"got an optimizer ({type(optimizer).__name__}); {_MEND}."
                 )
         return [steps[optimizer] for optimizer in given]

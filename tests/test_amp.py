@@ -519,6 +519,9 @@ def test_an_optimizer_is_refused_in_a_second_call(amp: ModuleType, level: str) -
 
 # --- before initialize, and with enabled=False ---
 
+NO_STATE = (
+    "internal Amp state has not been initialized, or amp.deactivate() has ended it for all models"
+)
 MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
 
 
@@ -527,26 +530,25 @@ MEND = "call model, optimizer = amp.initialize(model, optimizer, opt_level=...) 
     [
         (
             lambda optimizer: public.scale_loss(torch.zeros(()), optimizer),
-            "Invoked 'with amp.scale_loss(loss, optimizer)', but internal Amp state has not been "
-            f"initialized; got an optimizer (SGD); {MEND}",
+            f"Invoked 'with amp.scale_loss(loss, optimizer)', but {NO_STATE}; "
+            f"got an optimizer (SGD); {MEND}",
         ),
         (
             lambda optimizer: public.step_was_skipped(optimizer),
-            "Invoked 'amp.step_was_skipped(optimizer)', but internal Amp state has not been "
-            f"initialized; got an optimizer (SGD); {MEND}",
+            f"Invoked 'amp.step_was_skipped(optimizer)', but {NO_STATE}; "
+            f"got an optimizer (SGD); {MEND}",
         ),
         (
             lambda optimizer: public.loss_scale(),
-            f"Invoked 'amp.loss_scale()', but internal Amp state has not been initialized; {MEND}",
+            f"Invoked 'amp.loss_scale()', but {NO_STATE}; {MEND}",
         ),
         (
             lambda optimizer: public.state_dict(),
-            f"Invoked 'amp.state_dict()', but internal Amp state has not been initialized; {MEND}",
+            f"Invoked 'amp.state_dict()', but {NO_STATE}; {MEND}",
         ),
         (
             lambda optimizer: public.load_state_dict({}),
-            "Invoked 'amp.load_state_dict()', but internal Amp state has not been initialized; "
-            f"{MEND}",
+            f"Invoked 'amp.load_state_dict()', but {NO_STATE}; {MEND}",
         ),
     ],
 )
