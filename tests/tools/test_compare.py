@@ -391,6 +391,7 @@ def test_a_script_without_a_model_says_so(script, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["compare", "--", str(path)])
     assert result.exit_code == 1
     assert "O1 was not compared: ZeroDivisionError: division by zero" in result.output
+    assert "The last lines of the script:\nnothing\n" in result.output
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ def command(
         f"{level} was not compared{' to its end' * (level in compared)}: {reason}"
         for level, reason in found.failures.items()
     ]
+    if found.last_lines:
+        click.echo(f"The last lines of the script:\n{found.last_lines}", err=True)
     click.echo("\n\n".join(texts))
     if folder is not None:
         content = report.as_json(found.comparisons, steps, seed, found.failures)
@@ -76,6 +78,7 @@ class Comparing:
     Attributes:
         comparisons: one for each level that could be compared.
         failures: level -> why it was not, or not to its end.
+        last_lines: what the first script printed last that failed before it could be compared.
         code: the exit code where an interruption ended it, else 0.
     """
 
@@ -83,6 +86,7 @@ class Comparing:
         self._command, self._folder, self._steps, self._seed = command, folder, steps, seed
         self.comparisons: list[Comparison] = []
         self.failures: dict[str, str] = {}
+        self.last_lines = ""
         self.code = 0
         # By the steps that are skipped: two runs of O0 that skip them.
         self._references: dict[str, list[dict[str, Any]]] = {}
@@ -97,6 +101,7 @@ class Comparing:
                 records += self._twins(records[0]["skipped"])
             except runs.NoRecord as error:
                 self.failures[level] = str(error)
+                self.last_lines = self.last_lines or error.last_lines
                 if error.is_futile:
                     return
                 continue

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from amp_patch.tools import untrained
+from amp_patch.tools.crash import last_lines
 from amp_patch.tools.launch import ScriptRun, run_to_end
 
 RECORDER = "amp_patch.tools.compare.recorder:start"
@@ -24,11 +25,12 @@ class NoRecord(Exception):
 
     Attributes:
         is_futile: whether it is so at every level, for the script does not train with amp.
+        last_lines: what a script that failed printed last.
     """
 
-    def __init__(self, why: str, is_futile: bool) -> None:
+    def __init__(self, why: str, is_futile: bool, last_lines: str = "") -> None:
         super().__init__(why)
-        self.is_futile = is_futile
+        self.is_futile, self.last_lines = is_futile, last_lines
 
 
 def record(
@@ -69,7 +71,9 @@ def record(
     error = run_to_end(run, timeout)
     paths = sorted(folder.glob("record-rank*.pt"))
     if not paths:
-        raise NoRecord(error or untrained.reason_in(folder), is_futile=error is None)
+        if error is None:
+            raise NoRecord(untrained.reason_in(folder), is_futile=True)
+        raise NoRecord(error, is_futile=False, last_lines=last_lines(run.log))
     return {**together([torch.load(path) for path in paths]), "error": error}
 
 
