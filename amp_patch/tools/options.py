@@ -239,3 +239,18 @@ def writable_folder(path: Path) -> Path:
         raise BadArguments(
             f"the folder to write to must be writable; got {path}: {error.strerror}"
         ) from error
+
+
+def file_to_write(option: str, file: Path) -> None:
+    """Refuse a file that could not be written, before a script runs.
+
+    Raises:
+        BadArguments: its folder is not there, or not writable.
+    """
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise BadArguments(
+            f"{option} must name a file in a folder that is there; got {file}; call mkdir -p "
+            f"{shlex.quote(str(file.parent))}"
+        )
+    writable_folder(folder)

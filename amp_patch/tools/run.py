@@ -13,7 +13,7 @@ from amp_patch.did_you_mean import did_you_mean
 from amp_patch.rules_file import read
 
 from . import options
-from .errors import BadArguments, refuse_notebook
+from .errors import refuse_notebook
 from .run_report import file_of_rank
 
 
@@ -99,7 +99,5 @@ def _prepare(report: Path) -> None:
     Raises:
         BadArguments: the file could not be written.
     """
-    if not report.absolute().parent.is_dir():
-        raise BadArguments(f"--report must name a file in a folder that is there; got {report}")
-    options.writable_folder(report.absolute().parent)
+    options.file_to_write("--report", report)
     file_of_rank(report, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)

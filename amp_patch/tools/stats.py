@@ -12,7 +12,6 @@ import click
 from amp_patch.debug import op_table
 
 from . import options
-from .errors import BadArguments
 from .observed import observe
 
 
@@ -37,10 +36,8 @@ def command(
 
         amp-patch stats --steps 20 -- train.py --epochs 1
     """
-    if file is not None and not file.absolute().parent.is_dir():
-        raise BadArguments(f"--json must name a file in a folder that is there; got {file}")
     if file is not None:
-        options.writable_folder(file.absolute().parent)
+        options.file_to_write("--json", file)
     tool = "amp_patch.tools.stats_child:start"
     observed = observe(tool, script, {"steps": steps or 0}, opt_level)
     found = observed.first()

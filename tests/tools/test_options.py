@@ -58,3 +58,9 @@ def test_a_folder_that_refuses_files_is_told_of(tmp_path: Path) -> None:
         options.writable_folder(Path("/proc"))
     assert options.writable_folder(tmp_path) == tmp_path
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused_with_the_mend(tmp_path: Path) -> None:
+    options.file_to_write("--json", tmp_path / "x.json")
+    with pytest.raises(BadArguments, match=r"^--json must .*/a b/x.json; call mkdir -p '.*/a b'$"):
+        options.file_to_write("--json", tmp_path / "a b" / "x.json")
