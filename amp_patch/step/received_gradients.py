@@ -10,9 +10,11 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from amp_patch import kernels
+from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
@@ -36,6 +38,8 @@ class Changes(NamedTuple):
     Attributes:
         cleared: parameters whose gradient is gone, or 0 now, and their masters.
         written: gradients with other values, and whether they took the place of the noted ones.
+            One that is a copy is none of these: `DistributedDataParallel` moves gradients to new
+            buckets before its second backward (``gradient_as_bucket_view=True``).
     """
 
     cleared: ParamPairs
@@ -128,7 +132,7 @@ class ReceivedGradients:
             if grad is None or not kernels.values(grad).any():
                 changes.cleared.model.append(param)
                 changes.cleared.master.append(master)
-            elif not is_whole:
+            elif not is_whole and (is_noted or not _is_copy(grad, known.reference, master)):
                 changes.written.append((grad, not is_noted))
         return changes
 
@@ -160,6 +164,23 @@ def _as_they_are_now(
             if not is_of(references[place], grad):
                 references[place] = weakref.ref(grad)
     return params, versions, references
+
+
+def _is_copy(grad: Tensor, reference: Reference, master: Tensor) -> bool:
+    """Return whether a gradient has the numbers of the one that it took the place of.
+
+    Args:
+        grad: of the half parameter.
+        reference: to the earlier one, which others may have written to by now.
+        master: of the parameter. It has the numbers, unless its gradient waits.
+    """
+    earlier = stored_grad(master)
+    if earlier is None:
+        earlier = reference if isinstance(reference, Tensor) else reference()
+    if earlier is None or grad.shape != earlier.shape or grad.is_sparse or earlier.is_sparse:
+        return False
+    grad = local(grad)
+    return torch.allclose(grad, local(earlier).to(grad), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _untouched(params: list[Tensor], versions: list[int], references: Sequence[Reference]) -> bool:

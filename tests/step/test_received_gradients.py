@@ -74,6 +74,22 @@ def test_what_was_done_to_each_is_told_apart() -> None:
     ] == [(True, True), (True, False)]
 
 
+@pytest.mark.parametrize("weakly", [False, True])
+def test_a_copy_with_the_same_numbers_is_no_write(weakly: bool) -> None:
+    params = params_with_gradients()
+    masters = [param.detach().float() for param in params]
+    for param, master in zip(params, masters, strict=True):
+        param.grad[0] = torch.nan
+        master.grad = param.grad.float()
+    received = noted(params, weakly)
+    earlier = [param.grad for param in params]
+    for param, grad, by in zip(params, earlier, (0.0, 1.0, 0.0), strict=True):
+        param.grad = grad + by
+        grad.zero_()  # its bucket is written to by the next backward
+    written = received.changes(ParamPairs(params, masters)).written
+    assert [(grad is params[1].grad, is_another) for grad, is_another in written] == [(True, True)]
+
+
 def test_those_that_are_kept_are_as_they_were_noted() -> None:
     params = params_with_gradients()
     received = noted(params)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support import scaled_backward
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 LEVELS = ("O1", "O2", "O5")
@@ -211,6 +212,27 @@ def test_writes_to_masters_and_steps_that_are_right_are_not_told(
             for master in amp.master_params(pair.optimizer):
                 master.grad.data.mul_(0.5)
             pair.optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_step": True}])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_that_ddp_moves_to_other_buckets_are_not_told(
+    amp: ModuleType, level: str, options: dict[str, bool]
+) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        pair = Pair(amp, level, **options)
+        pair.model = DistributedDataParallel(pair.model, gradient_as_bucket_view=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pair.backward(INPUTS[0])
+            pair.backward(INPUTS[1])
+            pair.optimizer.step()
+        for param, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            expected = plain.detach() - 0.5 * plain.grad
+            torch.testing.assert_close(param.detach().float(), expected, rtol=1e-2, atol=3e-3)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
