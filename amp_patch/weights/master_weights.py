@@ -133,25 +133,31 @@ class MasterWeights:
             params: tensors, or ``(name, tensor)``; anything else stays for torch to refuse.
         """
         known = dict(zip(map(id, self._params), self._masters, strict=True))
+        count = len(self)
         # What `listed` has made knows the classes of its tensors: it is not added to.
         self._params, self._masters = list(self._params), list(self._masters)
         replaced: list[Any] = []
-        for given in params:
-            names = given[:-1] if isinstance(given, tuple) else ()
-            param = given[-1] if isinstance(given, tuple) and given else given
-            is_half = isinstance(param, Tensor) and param.dtype in HALVES
-            if is_half and id(param) not in known and not self._values.is_frozen_half(param):
-                known[id(param)] = self._make(param)
-            stepped = known.get(id(param), param)
-            replaced.append((*names, stepped) if param is not given else stepped)
+        try:
+            for given in params:
+                names = given[:-1] if isinstance(given, tuple) else ()
+                param = given[-1] if isinstance(given, tuple) and given else given
+                is_half = isinstance(param, Tensor) and param.dtype in HALVES
+                if is_half and id(param) not in known and not self._values.is_frozen_half(param):
+                    known[id(param)] = self._make(param)
+                stepped = known.get(id(param), param)
+                replaced.append((*names, stepped) if param is not given else stepped)
+        except BaseException:  # out of memory, say
+            self.drop_after(count)
+            raise
         self._params, self._masters = listed(self._params), listed(self._masters)
         return replaced
 
     def drop_after(self, count: int) -> None:
         """Undo `replace` for all masters but the first ``count``, which no group holds."""
-        for param, master in list(self.pairs())[count:]:
+        # The last one may be there in part.
+        for param, master in zip(self._params[count:], self._masters[count:], strict=False):
             self._values.forget_versions(param, self._versions)
-            del self._params_by_master[id(master)]
+            self._params_by_master.pop(id(master), None)
             self._state.move(master, param)
         del self._versions.equal[count:]
         self._params, self._masters = listed(self._params[:count]), listed(self._masters[:count])

@@ -10,6 +10,9 @@ from fine_linear import assert_same, copies, fine_linear, train_step
 from torch import nn
 from torch.optim import SGD
 
+from amp_patch.weights import master_weights
+from amp_patch.weights.fp32_values import FP32Values
+
 F32 = torch.float32
 LEVELS = ("O2", "O5")  # which have masters
 
@@ -125,6 +128,39 @@ def test_a_group_that_torch_refuses_changes_nothing(amp: ModuleType, case: str) 
     optimizer.step()
     assert torch.equal(copies(model)["1.bias"], expected["1.bias"] - 0.25)
     assert torch.equal(copies(model)["1.weight"], expected["1.weight"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("where", [(FP32Values, "take"), (master_weights, "is_spread")])
+def test_a_group_for_which_memory_runs_out_changes_nothing(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, where: tuple[Any, str]
+) -> None:
+    model = nn.Sequential(fine_linear(4, 4), fine_linear())
+    expected = copies(model)
+    optimizer = SGD(model[0].parameters(), lr=0.125)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+    )
+    masters = list(amp.master_params(optimizer))
+    original, made = getattr(*where), []
+
+    def second_fails(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError
+        return original(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*where, second_fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert len(optimizer.param_groups) == 1
+    assert all(a is b for a, b in zip(amp.master_params(optimizer), masters, strict=True))
+    assert_same(copies(model), expected)
+    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.5})
+    train_step(amp, model, optimizer)
+    amp.deactivate()
+    assert torch.equal(copies(model)["1.bias"], expected["1.bias"] - 1.0)
 
 
 @pytest.mark.filterwarnings("ignore:at a level with fp32 masters")
