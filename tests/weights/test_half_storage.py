@@ -131,6 +131,19 @@ def test_a_model_that_processes_share_is_shared_still(amp: ModuleType, level: st
     assert not any(tensor.is_shared() for tensor in own)
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_are_in_the_memory_that_processes_share(amp: ModuleType, level: str) -> None:
+    """A process that starts by spawn initializes the shared model, and what it learns is seen."""
+    model = nn.Linear(4, 3).share_memory()
+    elsewhere = model.weight.detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert torch.equal(elsewhere, model.state_dict()["weight"])
+
+
 class NamesWhatIsKept(nn.Module):
     """As T5 of transformers, and a mixture of experts: casts to what is kept, where it is."""
 
