@@ -62,8 +62,8 @@ def refuse(wrappers: Iterable[nn.Module], models: Iterable[nn.Module], level: Op
             "Parallel wrappers should only be applied to the model AFTER the model has been "
             f"returned from amp.initialize(); got a {type(wrapper).__name__} around one whose "
             f"parameters opt_level {level.name} stores in {level.cast_model_type}. Call "
-            "amp.initialize(model, ...) with the model that nothing wraps yet, then wrap what it "
-            "returns."
+            "amp.initialize(model, ...) with the model that nothing wraps yet (del the wrapper of "
+            "an earlier stage), then wrap what it returns."
         )
 
 

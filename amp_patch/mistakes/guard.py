@@ -146,8 +146,10 @@ class Guard:
             RuntimeError: a model in a parallel wrapper, at a level that changes its parameters; or
                 parameters whose memory an optimizer steps as another tensor.
         """
-        self._wrappers = early_wrapping.wrappers_of(models)
-        early_wrapping.refuse(self._wrappers, models, level)
+        self._wrappers = []  # of a call that failed: they are kept alive no longer
+        wrappers = early_wrapping.wrappers_of(models)
+        early_wrapping.refuse(wrappers, models, level)
+        self._wrappers = wrappers
         if models:
             if level.cast_model_type in HALVES or level.loss_scale != 1.0:
                 refuse_flat(optimizers, models)

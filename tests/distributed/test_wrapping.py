@@ -11,7 +11,8 @@ import wrapping
 from support import nightly_but
 from test_accumulation import assert_alike
 from test_engines import PLANTS, assert_ranks_agree, assert_trained_alike
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 #: Levels that leave the parameters as they are.
 KEPT = ("O0", "O1", "O4")
@@ -35,6 +36,22 @@ def test_a_wrapper_from_before_is_refused_where_parameters_change() -> None:
         for message in said:
             assert "got a DistributedDataParallel around one whose parameters" in message
             assert "then wrap what it returns" in message
+
+
+def test_a_later_stage_drops_the_wrapper_of_the_earlier_one(amp: ModuleType) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 2)
+        amp.initialize(model, opt_level="O2", verbosity=0)
+        wrapper = DistributedDataParallel(model)
+        amp.deactivate()
+        with pytest.raises(RuntimeError, match="del the wrapper of an earlier stage"):
+            amp.initialize(model, opt_level="O2", verbosity=0)
+        del wrapper
+        amp.initialize(model, opt_level="O2", verbosity=0)
+        assert DistributedDataParallel(model)(torch.ones(1, 3)).dtype is torch.float32
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
