@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 import sysconfig
@@ -180,9 +181,13 @@ class Environment:
         self.others.write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
 
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """Run its Python."""
+        """Run its Python, which finds the packages of `others` there only."""
         return subprocess.run(
-            [self.python, *arguments], capture_output=True, text=True, cwd=self.packages.parent
+            [self.python, *arguments],
+            capture_output=True,
+            text=True,
+            cwd=self.packages.parent,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
 
     def finds(self, script: Path, *options: str, spawns: bool = False) -> list[str]:

@@ -474,6 +474,7 @@ def test_a_delayed_check_of_two_optimizers_is_made_once(amp: ModuleType) -> None
     assert amp.loss_scale() == 2.0**15
 
 
+@pytest.mark.filterwarnings("ignore:trainings that share a loss scale")  # the two calls' do
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
 def test_delayed_checks_train_as_checks_made_at_once(amp: ModuleType, level: str) -> None:
     @trains()
