@@ -83,6 +83,26 @@ def call_as_traced(function: F) -> F:
     return function
 
 
+def _is_exporting() -> bool:
+    return torch.compiler._is_exporting_flag
+
+
+@call_as_traced
+def _dynamo_is_exporting() -> bool:
+    tracers = torch._dynamo.symbolic_convert.InstructionTranslator
+    try:
+        return bool(tracers.current_tx().export)
+    except AttributeError:  # nothing is traced but by torch.export itself
+        return True
+
+
+#: Tells, in what is traced, whether torch.export traces it. `torch.compiler.is_exporting` says so
+#: of what torch.compile traces, too, in torch 2.11; torch 2.6 has neither it nor the flag.
+is_exporting = (
+    _is_exporting if hasattr(torch.compiler, "_is_exporting_flag") else _dynamo_is_exporting
+)
+
+
 def never_trace(function: F) -> F:
     """Call it as it is wherever torch.compile meets a call: graphs end before it, none is in it.
 

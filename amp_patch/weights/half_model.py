@@ -21,7 +21,7 @@ from amp_patch.casting.mode import FLOATS, HALVES, mode, process
 from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import calls_of
 from amp_patch.casting.shared_casts import CAST
-from amp_patch.casting.torch_compile import call_as_traced, leave_out, order_hooks
+from amp_patch.casting.torch_compile import call_as_traced, is_exporting, leave_out, order_hooks
 from amp_patch.warn_once import warn_once
 
 
@@ -71,7 +71,7 @@ class ForwardCasts(FollowsCopies):
         if self.is_copy and inputs is not None:
             inputs = dtype_of_weights(model)
         stored = inputs if inputs in HALVES else None
-        leaves_no_note = is_compiling and (mode.in_checkpoint or _is_exporting())
+        leaves_no_note = is_compiling and (mode.in_checkpoint or is_exporting())
         if not (leaves_no_note and self._holds_around(id(model), stored)):
             mode.enter_model(id(model), self.level, self.region_dtype, stored)
         if is_compiling:
@@ -130,15 +130,6 @@ class WeightCasts(ForwardCasts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "outputs": None})
-
-
-def _is_exporting() -> bool:
-    """Return whether torch.export traces; always in torch 2.6, which does not tell.
-
-    ``torch.compiler.is_exporting()`` is true in all that torch 2.11 compiles.
-    """
-    flag: bool = getattr(torch.compiler, "_is_exporting_flag", True)
-    return flag
 
 
 # Any device's: half the host time of asking for one.
