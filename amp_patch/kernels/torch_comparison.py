@@ -149,7 +149,7 @@ def _words(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _is_of_words(tensor: Tensor, per_word: int) -> bool:
     count, offset = tensor.numel(), tensor.storage_offset()
     is_whole = count > 0 and count % per_word == 0 and offset % per_word == 0
-    return is_whole and tensor.is_contiguous()
+    return bool(is_whole) and tensor.is_contiguous()
 
 
 def _pieces(source: Tensor, copy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
