@@ -321,7 +321,7 @@ class MasterWeights:
             return [False] * len(versions)
         wins = list(map(self._values.wins, self._params))
         if self._exposed is not None and self._exposed != (now := self.weight_versions()):
-            tell_of_lost_writes(self.pairs(), wins, now, self._exposed)
+            tell_of_lost_writes(self.pairs(), wins, now, self._versions.given)
         return wins
 
     @without_default_device

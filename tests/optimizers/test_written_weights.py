@@ -192,6 +192,7 @@ EVENTS = st.tuples(st.sampled_from([*WRITES, *STEPS]), st.integers(0, 11))
 
 
 @pytest.mark.filterwarnings("ignore:amp_patch")
+@pytest.mark.filterwarnings("ignore:between two forward passes")  # a program may write to both
 def test_any_program_leaves_the_bits_of_reconciling_before_the_step(
     amp: ModuleType, gpu: Gpu
 ) -> None:

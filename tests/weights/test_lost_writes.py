@@ -65,6 +65,21 @@ def test_a_write_that_agrees_or_comes_after_a_forward_is_no_loss(
     assert next(amp.master_params(optimizer)).eq(3.0).all()
 
 
+@torch.no_grad()
+def test_a_load_reaches_the_master_and_is_no_loss(
+    amp: ModuleType, run: tuple[nn.Linear, Optimizer]
+) -> None:
+    model, optimizer = run
+    masters = list(amp.master_params(optimizer))
+    loaded = {name: value + 2.0**-14 for name, value in model.state_dict().items()}
+    model.load_state_dict(loaded)
+    for master in masters:
+        master.mul_(0.5)
+    model(X)  # warnings are errors here
+    for master, value in zip(masters, loaded.values(), strict=True):
+        assert torch.equal(master, value * 0.5)
+
+
 def test_a_write_by_data_to_a_given_master_still_counts(
     amp: ModuleType, run: tuple[nn.Linear, Optimizer]
 ) -> None:
