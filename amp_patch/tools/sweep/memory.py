@@ -6,11 +6,12 @@ import gc
 import resource
 import sys
 import weakref
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -95,5 +96,9 @@ class LivingTensors(TorchDispatchMode):
 def _tensors_of_this_process() -> list[Tensor]:
     """Return what lives now and Python knows of, with the gradients but those that wait."""
     found = instances(Tensor)
+    # torch 2.6 hides from Python's collector what its autograd graphs hold as well: weights, say.
+    for module in instances(nn.Module):
+        held = [vars(module).get(name, {}).values() for name in ("_parameters", "_buffers")]
+        found += [one for one in chain(*held) if isinstance(one, Tensor)]
     grads = stored_grads(one for one in found if is_leaf(one))
     return found + [grad for grad in grads if grad is not None]
