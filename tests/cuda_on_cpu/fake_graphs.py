@@ -124,8 +124,12 @@ class FakeCuda:
         tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
         for one in tensors:
             one._fix_weakref()  # torch asks for it of whoever finds a tensor that it owns alone
-        dense = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
-        storages = {s._cdata: s for s in dense if s.device.type == "cpu"}
+        storages = {}
+        for one in tensors:
+            # some of torch 2.6 have none: they are gradients that are not defined
+            with contextlib.suppress(NotImplementedError):
+                if one.layout is torch.strided and one.untyped_storage().device.type == "cpu":
+                    storages[one.untyped_storage()._cdata] = one.untyped_storage()
         saved = [(storage, storage.clone()) for storage in storages.values()]
         self.is_capturing = True
         try:
