@@ -80,6 +80,7 @@ class BackwardPasses:
             or self._observers
             or mode.modules
             or mode.models
+            or mode.off
         ):
             return None
         return NoScaling(scaler, device)
@@ -102,7 +103,8 @@ class BackwardPasses:
         Raises:
             TypeError, IndexError: no such loss.
         """
-        if mode.modules or mode.models:  # an interrupt ended a forward, and training goes on
+        # an interrupt ended a forward, or the end of a step, and training goes on
+        if mode.modules or mode.models or mode.off:
             running = running_modules()
             rules_of_modules.leave_but(running)
             mode.leave_models_but(running)

@@ -181,7 +181,7 @@ class Session:
         self.models.refuse_sharded(models, level)
         self.guard.look_at(models, optimizers, level)
         rules_of_modules.leave_all()
-        mode.leave_all_models()
+        mode.leave_models_but(())
         stepped = set(map(id, params_of(*optimizers)))
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
@@ -265,7 +265,7 @@ class Session:
         """Restore everything patched; parameters hold their fp32 values again."""
         self.settle()
         rules_of_modules.leave_all()
-        mode.leave_all_models()
+        mode.leave_models_but(())
         self.observers.leaving()
         self.models.reshard()
         self.optimizers.release()

@@ -524,6 +524,25 @@ def test_the_next_step_ends_an_interrupted_forward(amp: ModuleType) -> None:
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
 
 
+@pytest.mark.parametrize(("level", "half"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def test_casts_are_on_again_after_a_step_that_was_interrupted_anywhere(
+    amp: ModuleType, level: str, half: torch.dtype
+) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level=level, verbosity=0)
+    train(amp, model, optimizer)
+    calls = interrupt(0, optimizer.step)
+    for at in range(1, calls + 1):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        interrupt(at, optimizer.step)
+        train(amp, model, optimizer)
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is half
+        with amp.disable_casts():
+            train(amp, model, optimizer)
+            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+
+
 class TrainsInForward(nn.Module):
     """Makes the step of a part of its own while it runs."""
 

@@ -160,18 +160,14 @@ class CastMode(threading.local):
         own["dtype"] = OFF if own["off"] else level
 
     def leave_models_but(self, running: Collection[int]) -> None:
-        """The forwards of all models but these are over: an interrupt may have ended one."""
-        while self.models and self.models[-1][0] not in running:
-            self.leave_model(self.models[-1][0])
-
-    def leave_all_models(self) -> None:
-        """No model's forward and no step runs: an interrupt may have ended one without a word.
+        """The forwards of all models but these are over, and all steps: an interrupt may end one.
 
         torch calls no hook then, and what a ``finally`` was to switch on again may be off. Blocks
         that are open stay.
         """
-        self.leave_models_but(())
-        if not self.around and not self.autocasts:
+        while self.models and self.models[-1][0] not in running:
+            self.leave_model(self.models[-1][0])
+        if not self.models and not self.around and not self.autocasts:
             self.restore(Saved(None, False, None))
 
 
