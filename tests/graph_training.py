@@ -43,7 +43,7 @@ class Network(nn.Module):
 
     def _note(self, tensor: Tensor) -> Tensor:
         self.dtypes.add(tensor.dtype)
-        return tensor
+        return tensor.detach()  # an output that is kept as it is would hold its own graph
 
 
 def train(

@@ -261,7 +261,7 @@ def kept_for_backward(given: str | None) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
+        return tensor.detach()  # an output that is kept as it is would hold its own graph
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(tokens, tokens)

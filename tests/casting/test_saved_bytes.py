@@ -60,7 +60,7 @@ def saved(model: nn.Module, x: Tensor, casts: contextlib.AbstractContextManager[
 
     def pack(tensor: Tensor) -> Tensor:
         found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
+        return tensor.detach()  # an output that is kept as it is would hold its own graph
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), casts:
         model(x)
