@@ -159,12 +159,21 @@ def _warn_of_autocast(model: nn.Module, level: torch.dtype) -> None:
             f"casts once more; got a call of a {name} in torch.autocast({on[0]!r}); remove that "
             "'with' and its GradScaler, and call model(inputs) as it is."
         )
-    elif mode.autocasts and level in HALVES and len(mode.models) == 1 and _is_trained(model):
+    elif _is_switched_off(level) and _is_trained(model):
         warn_once(
             "torch.autocast(..., enabled=False) switches the casts of amp.initialize() off; got a "
             f"training call of a {name} in one, and all of it is computed in float32; remove that "
             "'with', or write `with amp.disable_casts():` if that is meant."
         )
+
+
+def _is_switched_off(level: torch.dtype) -> bool:
+    """Tell whether a block of autocast alone switches the casts of the outermost model off.
+
+    A region around it says what is meant, and one in it may cast.
+    """
+    is_outermost = len(mode.models) == 1
+    return bool(mode.autocasts) and level in HALVES and is_outermost and not mode.around
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import ALL_DEVICES, OFF, mode, process
+from amp_patch.casting.mode import ALL_DEVICES, HALVES, OFF, mode, process
 from amp_patch.weights import half_model
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -563,6 +563,18 @@ def test_autocast_that_is_switched_off_for_a_part_or_an_evaluation_is_as_it_shou
         assert model(ones()).dtype is F32
     with torch.autocast("cpu", enabled=False):
         assert within.eval()(ones()).dtype is F32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_autocast_that_is_switched_off_and_a_region_say_together_what_is_meant(
+    amp: ModuleType, level: str
+) -> None:
+    model = prepared(amp, nn.Linear(4, 3), level)
+    with torch.autocast("cpu", enabled=False), amp.half_region():
+        assert model(ones()).dtype in HALVES  # which is not computed in float32
+    for region in (amp.disable_casts, amp.float_region):
+        with region(), torch.autocast("cpu", enabled=False):
+            assert model(ones()).dtype is F32
 
 
 def test_a_failing_hook_of_the_user_restores_the_mode(amp: ModuleType) -> None:
