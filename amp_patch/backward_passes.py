@@ -22,7 +22,7 @@ from .scaling.loss_scaler import LossScaler
 from .step.backward_pass import BackwardPass, Other
 from .step.loss_scaling import Found, HostScaling, LossScaling, NoScaling, choose_scaling
 from .step.observers import Observers
-from .step.optimizer_step import OptimizerStep
+from .step.optimizer_step import OptimizerStep, is_stepping
 from .step.overflow_log import OverflowLog
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
@@ -107,7 +107,7 @@ class BackwardPasses:
         if mode.modules or mode.models or mode.off:
             running = running_modules()
             rules_of_modules.leave_but(running)
-            mode.leave_models_but(running)
+            mode.leave_models_but(running, is_stepping())
         scaler_id = self._optimizers.scalers.index_of(steps[0], loss_id)
         if steps[0].backward.zeroing.is_watched and has_others():
             is_moved = self._scalers[scaler_id].rule.dynamic

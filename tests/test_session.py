@@ -543,6 +543,30 @@ def test_casts_are_on_again_after_a_step_that_was_interrupted_anywhere(
             assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
+class TrainsInItsStep(SGD):
+    """Asks for the gradients by itself, and then computes by what functions cast elsewhere."""
+
+    def step(self, closure: Any = None) -> None:
+        self.compute_gradients()
+        self.dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_stay_off_in_a_step_that_asks_for_its_gradients(amp: ModuleType, level: str) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = TrainsInItsStep(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+
+    def compute_gradients() -> None:
+        with amp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled:
+            scaled.backward()
+
+    optimizer.compute_gradients = compute_gradients
+    compute_gradients()
+    optimizer.step()
+    assert optimizer.dtype is torch.float32
+
+
 class TrainsInForward(nn.Module):
     """Makes the step of a part of its own while it runs."""
 

@@ -159,15 +159,19 @@ class CastMode(threading.local):
         own["region_dtype"], own["stored"] = region_dtype, stored
         own["dtype"] = OFF if own["off"] else level
 
-    def leave_models_but(self, running: Collection[int]) -> None:
+    def leave_models_but(self, running: Collection[int], is_stepping: bool = False) -> None:
         """The forwards of all models but these are over, and all steps: an interrupt may end one.
 
         torch calls no hook then, and what a ``finally`` was to switch on again may be off. Blocks
         that are open stay.
+
+        Args:
+            running: ids of the models.
+            is_stepping: whether a step goes on, which has switched casts off.
         """
         while self.models and self.models[-1][0] not in running:
             self.leave_model(self.models[-1][0])
-        if not self.models and not self.around and not self.autocasts:
+        if not (self.models or self.around or self.autocasts or is_stepping):
             self.restore(Saved(None, False, None))
 
 

@@ -1,4 +1,4 @@
-"""Which modules are being called in this thread, as its stack says.
+"""Which modules and functions are being called in this thread, as its stack says.
 
 Ctrl-C ends a forward, and torch calls no hook then: what the hooks noted of modules may be stale.
 """
@@ -6,6 +6,7 @@ Ctrl-C ends a forward, and torch calls no hook then: what the hooks noted of mod
 from __future__ import annotations
 
 import sys
+from types import CodeType
 
 from torch import nn
 
@@ -31,3 +32,11 @@ def calls_of(module: nn.Module) -> int:
         found += frame.f_code is _CALL and frame.f_locals["self"] is module
         frame = frame.f_back  # type: ignore[assignment]  # None above the first
     return found
+
+
+def is_called(code: CodeType) -> bool:
+    """Return whether a call of the function of this code is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]  # None above the first
+    return frame is not None

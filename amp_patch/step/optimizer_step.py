@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_patch.casting.mode import mode
+from amp_patch.casting.running_modules import is_called
 from amp_patch.distributed.engines import refuse_join
 from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.optimizers.device_flag import must_be_told, step_by_flag
@@ -369,3 +370,8 @@ class OptimizerStep:
         gradients.clear_elsewhere()
         self.backward.forget_gradients()
         self.skip.forget_cleared()  # what overflowed is gone
+
+
+def is_stepping() -> bool:
+    """Return whether the step of a prepared optimizer is on the stack, which runs without casts."""
+    return is_called(OptimizerStep._run.__code__)

@@ -1,11 +1,12 @@
 """The modules on the stack: those that are being called in this thread, and no other."""
 
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from amp_patch.casting.running_modules import calls_of, running_modules
+from amp_patch.casting.running_modules import calls_of, is_called, running_modules
 
 
 class Seen(nn.Module):
@@ -41,3 +42,11 @@ def test_a_module_that_calls_itself_has_several_calls() -> None:
     tree = Tree()
     assert nn.Sequential(tree)(2) == [1, 2, 3, 3, 2, 1]
     assert calls_of(tree) == 0
+
+
+def test_a_function_is_called_until_it_returns() -> None:
+    def outer(call: Callable[[], bool]) -> bool:
+        return call()
+
+    assert outer(lambda: is_called(outer.__code__))
+    assert not is_called(outer.__code__)
