@@ -309,6 +309,25 @@ def test_autocast_that_is_off_within_forward_is_not_blamed(amp: ModuleType, leve
     assert "mask.to(x.dtype)" in fail(lambda: model(X))
 
 
+class InOther(nn.Module):
+    """Casts to the other half dtype in its forward, and gives that to a layer."""
+
+    def __init__(self, other: torch.dtype) -> None:
+        super().__init__()
+        self.other, self.linear = other, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.other)
+        return x @ self.linear.weight
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_cast_to_another_half_dtype_within_forward(amp: ModuleType, level: str) -> None:
+    other = {"O5": torch.float16}.get(level, torch.bfloat16)
+    model = amp.initialize(InOther(other), opt_level=level, verbosity=0)
+    assert "A cast in forward does the same: write x.to(y.dtype)" in fail(lambda: model(X))
+
+
 class Joined(nn.Module):
     """Joins two tensors, which autocast to another half dtype refuses without naming a dtype."""
 
