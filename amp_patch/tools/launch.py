@@ -31,7 +31,7 @@ from .crash import crash_reason
 from .early_notice import NAME as NOTE
 from .errors import BadArguments, refuse_notebook
 from .process import Start, start_process
-from .untrained import MEND, is_to_end, module_files, notice, reason_after
+from .untrained import MEND, is_runnable, is_to_end, notice, reason_after
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
 GRACE = 5.0
@@ -110,7 +110,7 @@ def python_command(words: Sequence[str]) -> list[str]:
     if program is None:
         raise BadArguments(
             f"what stands after -- must be a script; got {first}, which is no file"
-            + (f"; did you mean -m {first}?" if module_files(first) else "")
+            + (f"; did you mean -m {first}?" if is_runnable(first) else "")
         )
     return [program, *words[1:]]
 

@@ -103,14 +103,20 @@ def _place(words: Sequence[str]) -> tuple[Path, Path] | None:
         return Path(waiting[0]), Path(waiting[0]).parent
     for word, following in itertools.pairwise([*waiting, ""]):
         if word == "-m" and following and following not in _LAUNCHING_MODULES:
-            files = module_files(following)
+            files = _module_files(following)
             return (files[-1], Path()) if files else None
         if word.endswith(".py") and Path(word).is_file():
             return Path(word), Path(word).parent
     return None
 
 
-def module_files(name: str) -> list[Path]:
+def is_runnable(name: str) -> bool:
+    """Return whether ``python -m NAME`` runs a module of this folder: no path, no mere package."""
+    files = _module_files(name) if all(name.split(".")) and "/" not in name else []
+    return bool(files) and files[-1].suffix == ".py" and files[-1].name != "__init__.py"
+
+
+def _module_files(name: str) -> list[Path]:
     """Return the files that ``python -m NAME`` runs in this folder, the outermost first."""
     return _files(f"{name}.__main__", Path()) or _files(name, Path())
 

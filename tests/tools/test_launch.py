@@ -167,3 +167,16 @@ def test_a_module_that_is_given_as_a_script_is_told_of_m(
     Path("package/train.py").touch()
     with pytest.raises(BadArguments, match=r"which is no file; did you mean -m package\.train\?$"):
         launch.python_command(["package.train"])
+
+
+@pytest.mark.parametrize("word", ["data", "package", "package/train", "package.train.", "."])
+def test_what_m_does_not_run_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "package"):
+        Path(name).mkdir()
+    for name in ("__init__.py", "train.py"):
+        Path("package", name).touch()
+    with pytest.raises(BadArguments, match=r"which is no file$"):
+        launch.python_command([word])
