@@ -12,6 +12,7 @@ import math
 import operator
 import os
 import pickle
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ def _takes_level(train_fn: Callable[..., Any]) -> bool:
         if isinstance(train_fn, str | os.PathLike):
             raise TypeError(
                 f"train_fn must be a function that trains; got {train_fn!r}; for a script call "
-                f"amp-patch sweep -- {os.fsdecode(train_fn)}"
+                f"amp-patch sweep -- {shlex.quote(os.fsdecode(train_fn))}"
             )
         raise TypeError(
             f"train_fn must be a function that trains; got {type(train_fn).__name__}; call "

@@ -280,8 +280,8 @@ def test_what_is_no_training_function_is_refused(given) -> None:
 
 
 def test_the_path_of_a_script_is_told_of_the_command() -> None:
-    with pytest.raises(TypeError, match=r"for a script call amp-patch sweep -- a/train\.py$"):
-        amp_patch.sweep(Path("a/train.py"))
+    with pytest.raises(TypeError, match=r"for a script call amp-patch sweep -- 'a b/train\.py'$"):
+        amp_patch.sweep(Path("a b/train.py"))
 
 
 async def later() -> None:
