@@ -275,6 +275,7 @@ amp.initialize(model, verbosity=0)
         ("import torch", [], False),
         (MAKES_AN_OPTIMIZER, [], True),
         ("import apex" + MAKES_AN_OPTIMIZER, [], False),
+        ("from amp_patch import amp" + MAKES_AN_OPTIMIZER, [], False),
         ("raise SystemExit(3)", ["--opt-level", "O2"], True),
         ("1 / 0", ["--opt-level", "O2"], False),
         (USES_AMP + "import amp_patch.amp as a; a.deactivate()", ["--opt-level", "O2"], False),

@@ -37,8 +37,9 @@ _TAKEN = {
 def argument(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """Arguments in the wrong order or of other names, parameters, a number for a loss."""
     for call in (*trace.named("amp.initialize"), *trace.named("amp.scale_loss")):
-        for name in call.arguments.keywords:
-            if name not in _TAKEN[call.name]:
+        # what ** adds may be of a dict that names were taken out of, or whose keys nobody knows
+        for name in (one.arg for one in getattr(call.node, "keywords", ())):
+            if name is not None and name not in _TAKEN[call.name]:
                 yield call.node, f"{call.name}({name}=...), which is none of its arguments"
         is_initialize = call.name == "amp.initialize"
         for place, name, wanted in (

@@ -42,7 +42,7 @@ def _all(trace: Trace) -> Iterator[Initialization]:
 
 @rule(
     "amp-import",
-    "initialize is looked for in amp_patch itself, where it is not",
+    "initialize is looked for in amp_patch or apex itself, where it is not",
     "write from amp_patch import amp, and amp.initialize(model, optimizer)",
 )
 def amp_import(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
