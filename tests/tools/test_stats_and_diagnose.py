@@ -126,9 +126,12 @@ def test_diagnose_says_that_nothing_overflowed() -> None:
 
 
 def test_diagnose_shows_what_it_found_before_the_script_failed() -> None:
-    result = called("diagnose", "--opt-level", "O2", value="300", last="amp.deactivate(); 1 / 0")
+    last = "amp.deactivate(); train(); 1 / 0"
+    result = called("diagnose", "--opt-level", "O2", value="300", last=last)
     assert result.exit_code == 1
-    assert "8 of 8 steps overflowed." in result.output
+    assert "16 of 16 steps overflowed." in result.output
+    assert "\n8 of 16, first in step 1: " in result.output
+    assert "\n8 of 16, first in step 9: " in result.output
     assert result.output.endswith("ZeroDivisionError: division by zero\n")
     assert "The last lines of the script:\n" in result.output
     assert "Traceback (most recent call last):\n" in result.output
@@ -222,11 +225,18 @@ def a_cause(**found: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("causes", "is_told"),
-    [([], True), ([{"fits": 8.0, "scale": 16.0}], True), ([{"fits": 0.0, "scale": 16.0}], False)],
+    ("causes", "hidden", "is_told"),
+    [
+        ([], [], True),
+        ([{"fits": 8.0, "scale": 16.0}], [], True),
+        ([{"fits": 0.0, "scale": 16.0}], [], False),
+        ([], [{"text": "exp returned inf", "rule": {}}], False),
+    ],
 )
-def test_more_steps_are_offered_where_nothing_but_the_scale_overflowed(causes, is_told) -> None:
-    found = a_report(was_ended=True, causes=[a_cause(**one) for one in causes])
+def test_more_steps_are_offered_where_nothing_but_the_scale_overflowed(
+    causes, hidden, is_told
+) -> None:
+    found = a_report(was_ended=True, causes=[a_cause(**one) for one in causes], hidden=hidden)
     assert (diagnose._ENDED in diagnose.report(found, ["x"])) is is_told
 
 
