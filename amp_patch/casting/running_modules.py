@@ -6,6 +6,7 @@ Ctrl-C ends a forward, and torch calls no hook then: what the hooks noted of mod
 from __future__ import annotations
 
 import sys
+from traceback import walk_stack
 from types import CodeType
 
 from torch import nn
@@ -14,29 +15,22 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def running_modules() -> set[int]:
-    """Return the ids of the modules whose calls are on the stack. Takes microseconds a frame."""
-    found = set()
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            found.add(id(frame.f_locals["self"]))
-        frame = frame.f_back  # type: ignore[assignment]  # None above the first
-    return found
+    """Return the ids of the modules whose ``__call__`` is on the stack."""
+    return {
+        id(frame.f_locals["self"])
+        for frame, _ in walk_stack(sys._getframe())
+        if frame.f_code is _CALL
+    }
 
 
 def calls_of(module: nn.Module) -> int:
     """Return how many calls of a module are on the stack, as of a tree that calls itself."""
-    found = 0
-    frame = sys._getframe(1)
-    while frame is not None:
-        found += frame.f_code is _CALL and frame.f_locals["self"] is module
-        frame = frame.f_back  # type: ignore[assignment]  # None above the first
-    return found
+    return sum(
+        frame.f_code is _CALL and frame.f_locals["self"] is module
+        for frame, _ in walk_stack(sys._getframe())
+    )
 
 
 def is_called(code: CodeType) -> bool:
     """Return whether a call of the function of this code is on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]  # None above the first
-    return frame is not None
+    return any(frame.f_code is code for frame, _ in walk_stack(sys._getframe()))

@@ -18,6 +18,7 @@ from torch import Tensor
 _MANY_USES = sys.maxsize
 # CPU builds of torch before 2.8 cannot tell: there every tensor counts as held.
 _count_storage_uses = getattr(torch._C, "_storage_Use_Count", lambda storage: _MANY_USES)
+# Known to the types of torch 2.15 alone.
 _count_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined, unused-ignore]
 
 

@@ -31,10 +31,10 @@ class Hook:
         except ModuleNotFoundError:
             return False
         if Hook in map(type, sys.meta_path):
-            sys.meta_path.remove(self)  # type: ignore[arg-type]  # as below
+            sys.meta_path.remove(self)  # type: ignore[arg-type]  # of no class of importlib's
             install()
         return True
 
 
 # No start of Python is to pay for the import of a type.
-sys.meta_path.insert(0, Hook())  # type: ignore[arg-type]
+sys.meta_path.insert(0, Hook())  # type: ignore[arg-type]  # of no class of importlib's
