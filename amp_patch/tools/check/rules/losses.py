@@ -67,9 +67,13 @@ def _is_asked(trace: Trace, read: Call) -> bool:
     "give scale_loss the loss itself",
 )
 def scaled_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``amp.scale_loss(loss * amp.loss_scale(), optimizer)``."""
+    """``amp.scale_loss(loss * amp.loss_scale(), optimizer)``, or of what another block yields."""
+    yielded = {block.scaled for block in trace.blocks}
     for block in trace.blocks:
-        for loss in flat(block.loss, block.call.guards):
+        losses = list(flat(block.loss, block.call.guards))
+        if losses and yielded.issuperset(map(root, losses)):
+            yield block.call.node, "scale_loss of what another scale_loss has scaled"
+        for loss in losses:
             if any(_is_times(loss, one) for one in loss.deps if is_loss_scale(one)):
                 yield block.call.node, "scale_loss of a loss times the loss scale"
 
