@@ -35,6 +35,7 @@ from . import (
     grad_scaler,
     hooks,
     late_sharding,
+    lost_scales,
     split_backward,
 )
 from .backwards import Backwards, leaves_of
@@ -91,6 +92,7 @@ class Guard:
             **grad_scaler.replacements(self._served),
             **bypasses.replacements(self._optimizers),
             **clearing.replacements(self._optimizers),
+            **lost_scales.replacements(self._optimizers),
             **clipping.replacements(self._optimizers, self.unprepared.refuse_clip),
             **averages.replacements(self._store, self._models.in_half),
             **self._of_late_modules(),
