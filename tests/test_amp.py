@@ -741,6 +741,12 @@ def test_an_unknown_loss_id_is_refused(amp: ModuleType, loss_id: int, mend: str)
         amp.loss_scale(loss_id)
 
 
+def test_a_third_argument_that_was_to_delay_is_told_its_name(amp: ModuleType) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    with pytest.raises(IndexError, match=r"got True; call .*optimizer, delay_unscale=True\)"):
+        amp.scale_loss(torch.zeros(()), optimizer, True)
+
+
 @pytest.mark.parametrize("loss_id", ["0", 1.0, None, make()[1]])
 def test_a_loss_id_that_is_no_int_is_refused_by_its_type(amp: ModuleType, loss_id: Any) -> None:
     _, optimizer = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)

@@ -86,6 +86,8 @@ class SharedScalers:
             mend = f"initialize(..., num_losses={index + 1})"
             if index < 0:  # the last, as a list would have it
                 mend = f"scale_loss(loss, optimizer, loss_id={count - 1})"
+            elif isinstance(index, bool):  # the third argument
+                mend = f"scale_loss(loss, optimizer, delay_unscale={index})"
             raise IndexError(
                 f"loss_id must be at least 0 and below the number of losses ({count}); got "
                 f"{index}; call amp.{mend}."
