@@ -334,6 +334,32 @@ def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> 
     assert {one.filename for one in caught} <= {__file__}
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+@pytest.mark.parametrize("level", SCALED)
+def test_one_that_is_forgotten_in_a_closure_is_told_of_once(
+    amp: ModuleType, level: str, is_forgotten: bool
+) -> None:
+    model, optimizer = prepared(amp, level)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, next(batches()))
+        if is_forgotten:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(closure)
+    told = ["at a level with a loss scale"] if is_forgotten else []
+    assert [str(one.message)[:28] for one in caught] == told
+    assert {one.filename for one in caught} <= {__file__}
+
+
 @pytest.mark.parametrize("options", [{"loss_scale": 1.0}, {"opt_level": "O0"}, {"opt_level": "O3"}])
 def test_without_a_loss_scale_nothing_is_forgotten(amp: ModuleType, options: dict) -> None:
     model, optimizer = prepared(amp, **{"level": "O1", **options})
