@@ -52,6 +52,26 @@ def test_a_scale_that_trains_stays(amp: ModuleType) -> None:
     assert scale_of(amp) == low
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_that_are_written_back_at_a_lost_scale_are_told_of_once(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    saved, state = weights(model), amp.state_dict()
+    for _ in range(2):
+        diverge(amp, model, optimizer)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), saved, strict=True):
+            param.copy_(value)
+    with pytest.warns(UserWarning, match="must be one at which float16 gradients") as told:
+        train(amp, model, optimizer)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    amp.load_state_dict(state)
+    train(amp, model, optimizer)
+    assert scale_of(amp) == INITIAL_SCALE
+
+
 def test_a_scale_that_was_loaded_stays(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, "O1")
     diverge(amp, model, optimizer)
