@@ -108,8 +108,16 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
     items: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
     for item in items:
         if not isinstance(item, kind):
-            raise TypeError(f"{rule} them; got {type(item).__name__}; {_MEND}.")
+            raise TypeError(f"{rule} them; got {_described(item, kind)}; {_MEND}.")
     return list(items)
+
+
+def _described(item: Any, kind: type) -> str:
+    """Return the type of what is not of a kind, and where it holds one, as wrappers do."""
+    name = type(item).__name__
+    held = (key for key, value in getattr(item, "__dict__", {}).items() if isinstance(value, kind))
+    attribute = next(held, None)
+    return name if attribute is None else f"{name}, which holds one to pass: its .{attribute}"
 
 
 def _refuse_unequal(model: nn.Module) -> None:
@@ -225,7 +233,7 @@ def optimizers_for(call: str, optimizers: Any) -> list[Optimizer]:
         TypeError: anything else, or none.
     """
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    wrong = [type(item).__name__ for item in given if not isinstance(item, Optimizer)]
+    wrong = [_described(item, Optimizer) for item in given if not isinstance(item, Optimizer)]
     if wrong or not given:
         raise TypeError(
             f"{call} takes what amp.initialize() returned for its optimizers; got "
@@ -286,7 +294,7 @@ def optimizer_of(optimizer: Any, caller: str, rest: str = "") -> Any:
         call = caller.replace("()", f"(optimizer{rest})", 1)
         raise TypeError(
             f"{caller} takes one optimizer, as amp.initialize() returned it; got "
-            f"{type(optimizer).__name__}; call {call}, once for each optimizer."
+            f"{_described(optimizer, Optimizer)}; call {call}, once for each optimizer."
         )
     return optimizer
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import hypothesis
+import numpy
 import pytest
 import torch
 import torch_snapshot
@@ -739,6 +740,19 @@ def test_an_unknown_loss_id_is_refused(amp: ModuleType, loss_id: int, mend: str)
         amp.scale_loss(torch.zeros(()), optimizer, loss_id=loss_id)
     with pytest.raises(IndexError, match=exactly(words)):
         amp.loss_scale(loss_id)
+
+
+def test_a_loss_id_of_numpy_is_taken(amp: ModuleType) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", num_losses=2, verbosity=0)
+    for loss_id in numpy.arange(2):
+        amp.scale_loss(torch.zeros(()), optimizer, loss_id=loss_id)
+        assert amp.loss_scale(loss_id) == 65536.0
+
+
+def test_a_third_argument_that_was_to_delay_is_told_its_name(amp: ModuleType) -> None:
+    _, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    with pytest.raises(IndexError, match=r"got True; call .*optimizer, delay_unscale=True\)"):
+        amp.scale_loss(torch.zeros(()), optimizer, True)
 
 
 @pytest.mark.parametrize("loss_id", ["0", 1.0, None, make()[1]])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import StepLR
 
 from amp_patch import arguments
 from amp_patch.levels import OPT_LEVELS
@@ -105,6 +106,7 @@ def test_a_model_that_no_dictionary_finds_is_refused_before_anything_is_patched(
         ({"optimizer": optimizer()}, "dict"),
         (SGD, "type"),
         ("SGD", "str"),
+        (StepLR(optimizer(), 5), "StepLR, which holds one to pass: its .optimizer"),
     ],
 )
 def test_what_is_no_optimizer_is_refused(optimizers: Any, received: str) -> None:
@@ -129,6 +131,7 @@ def test_optimizers_for_a_call_become_a_list_without_repetition() -> None:
         ([optimizer(), nn.Linear(1, 1)], "Linear"),
         (torch.zeros(()), "Tensor"),
         (SGD, "type"),
+        (StepLR(optimizer(), 5), "StepLR, which holds one to pass: its .optimizer"),
     ],
 )
 def test_what_stands_for_optimizers_is_refused_with_the_call(given: Any, received: str) -> None:

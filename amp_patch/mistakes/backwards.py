@@ -79,10 +79,15 @@ class Backwards:
         Args:
             scaled_loss: has a graph.
             params: see `_Block`.
+
+        Raises:
+            RuntimeError: the loss is what another block has yielded.
         """
         thread = threading.get_ident()
+        blocks = self._blocks.get(thread, ())
+        _refuse_scaled_twice(blocks, scaled_loss)
         block = _Block(scaled_loss, params)
-        around = [one for one in self._blocks.get(thread, ()) if one.node is not None]
+        around = [one for one in blocks if one.node is not None]
         self._blocks[thread] = [*around, block]
         return block.close
 
@@ -148,6 +153,23 @@ def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
                 refuse_late_backward()
             return True
     return False
+
+
+def _refuse_scaled_twice(blocks: Iterable[_Block], scaled_loss: Tensor) -> None:
+    """Raise for a block of what another one has yielded, which no end divides by both scales.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    node: Any = scaled_loss.grad_fn
+    given = node.next_functions[0][0]  # of the loss, which the scale was multiplied with
+    yielded = (loss.grad_fn for block in blocks if (loss := block.loss()) is not None)
+    if any(one is given for one in yielded):
+        raise RuntimeError(
+            "a loss must be scaled once; got one that another scale_loss() block has scaled. Give "
+            "one block all optimizers of the loss: `with amp.scale_loss(loss, [first, second]) as "
+            "scaled_loss: scaled_loss.backward()`."
+        )
 
 
 def _refuse_in_between() -> NoReturn:

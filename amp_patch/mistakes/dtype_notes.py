@@ -349,12 +349,16 @@ def _mend_of_float64(place: _Place) -> str:
 
 def _mend_of_a_cast(stored: set[str]) -> str:
     """Return what mends a model of which all weights have another dtype than the level's."""
-    calls = {"float32": "float", "float16": "half", "float64": "double"}
-    call = calls.get(min(stored), "bfloat16")
+    calls = {
+        "float32": "model.float()",
+        "float16": "model.half()",
+        "float64": "model.double() or torch.set_default_dtype(torch.float64)",
+    }
+    call = calls.get(min(stored), "model.bfloat16()")
     mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
     return (
-        f"All its weights are {min(stored)}, as model.{call}() leaves them: leave that call out"
-        f"{mend if call == 'float' else ''}. (So does `param.data = tensor`; write "
+        f"All its weights are {min(stored)}, as {call} leaves them: leave that call out"
+        f"{mend if min(stored) == 'float32' else ''}. (So does `param.data = tensor`; write "
         "param.data.copy_(tensor).)"
     )
 

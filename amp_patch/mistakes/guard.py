@@ -35,6 +35,7 @@ from . import (
     grad_scaler,
     hooks,
     late_sharding,
+    lost_scales,
     split_backward,
 )
 from .backwards import Backwards, leaves_of
@@ -91,7 +92,8 @@ class Guard:
             **grad_scaler.replacements(self._served),
             **bypasses.replacements(self._optimizers),
             **clearing.replacements(self._optimizers),
-            **clipping.replacements(self._optimizers, self.unprepared.refuse_clip),
+            **lost_scales.replacements(self._optimizers),
+            **clipping.replacements(self._optimizers, self._refuse_clip),
             **averages.replacements(self._store, self._models.in_half),
             **self._of_late_modules(),
             **conversions.replacements(lambda: self._models.levels),
@@ -192,6 +194,11 @@ class Guard:
             self._half_steps.refuse(optimizer, self._store, self._optimizers)
         elif self.plain_averages:
             self.plain_averages.look()
+
+    def _refuse_clip(self, params: Sequence[Tensor], call: str) -> None:
+        """See `UnpreparedParams.refuse_clip`."""
+        is_plain = self.backwards.last_was_plain
+        self.unprepared.refuse_clip(params, call, self._optimizers, is_plain)
 
     def explain(self, error: BaseException) -> None:
         """Add to what a model raised, see `dtype_notes`."""

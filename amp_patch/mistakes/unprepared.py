@@ -68,6 +68,7 @@ class UnpreparedParams:
     def __init__(self, plain_backwards: Callable[[], int]) -> None:
         self._plain_backwards = plain_backwards
         self._params: list[TensorWeakRef] = []
+        self._frozen: dict[int, TensorWeakRef] = {}  # by the id of the parameter
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaled: dict[int, _Scaled] = {}  # by the id of the parameter
         self._losses_to_look_at = 0
@@ -88,9 +89,12 @@ class UnpreparedParams:
             id(param): param
             for model in models
             for param in model.parameters()
-            if param.requires_grad and id(param) not in stepped
+            if id(param) not in stepped
         }
-        self._params = [TensorWeakRef(param) for param in found.values()]
+        self._params = [TensorWeakRef(one) for one in found.values() if one.requires_grad]
+        self._frozen = {
+            key: TensorWeakRef(one) for key, one in found.items() if not one.requires_grad
+        }
         self._known.clear()
         self._losses_to_look_at = _LOSSES if optimizers.scalers.scale_losses else 0
 
@@ -175,21 +179,43 @@ class UnpreparedParams:
         if scaled and (count := len(scaled - set(map(id, optimizers.params())))):
             raise RuntimeError(_refusal(optimizer, count))
 
-    def refuse_clip(self, params: Iterable[Tensor], call: str) -> None:
+    def refuse_clip(
+        self, params: Sequence[Tensor], call: str, optimizers: PreparedOptimizers, is_plain: bool
+    ) -> None:
         """Raise where gradients that are clipped together are scaled.
+
+        Args:
+            params: with these gradients.
+            call: how the function is called that clips.
+            optimizers: those that are prepared.
+            is_plain: whether the last backward was of no scaled loss.
 
         Raises:
             RuntimeError: as said.
         """
         count = len(self._scaled_of(params)) if self._scaled else 0
+        if self._frozen and not is_plain and optimizers.scalers.scale_losses:
+            count += self._count_unfrozen(params, optimizers)
         if count:
             raise RuntimeError(
                 f"{call} needs unscaled gradients; got {count} of parameters that no optimizer of "
                 "amp.initialize() steps, which are multiplied by the loss scale. Call "
                 "amp.clip_grad_norm_(optimizer, max_norm), freeze what is not to be trained by "
-                "requires_grad_(False), or give amp.initialize() and amp.scale_loss() the "
-                "optimizer of these."
+                "requires_grad_(False), or train these: optimizer.add_param_group({'params': "
+                "[...]}), or an optimizer that amp.initialize() and amp.scale_loss() get."
             )
+
+    def _count_unfrozen(self, params: Iterable[Tensor], optimizers: PreparedOptimizers) -> int:
+        """Return how many were frozen for `find`, and have a gradient that no optimizer steps."""
+        thawed = [
+            param
+            for param in params
+            if (found := self._frozen.get(id(param))) is not None
+            and found() is param
+            and param.requires_grad
+            and stored_grad(param) is not None
+        ]
+        return len(set(map(id, thawed)) - set(map(id, optimizers.params()))) if thawed else 0
 
     def _scaled_of(self, params: Iterable[Tensor]) -> set[int]:
         """Return the ids of those among parameters whose gradients are scaled still."""

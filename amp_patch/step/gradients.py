@@ -379,8 +379,8 @@ class Gradients:
                 "What is written to the gradients of half parameters after scale_loss() has no "
                 "effect, for the optimizer steps fp32 masters, which have received theirs; got "
                 "such a write. Write to those of amp.master_params(optimizer); call "
-                "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() of the "
-                "optimizer into a scale_loss()."
+                "amp.clip_grad_norm_(optimizer, max_norm) to clip; put every backward() into a "
+                "scale_loss() of all the optimizers that it is to train."
             )
 
 

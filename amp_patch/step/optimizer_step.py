@@ -232,6 +232,19 @@ class OptimizerStep:
                 "amp.initialize(..., loss_scale=1.0) to train without."
             )
 
+    def _looking_for_scale(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that looks at the first gradients which it brings."""
+        was_scaled = self.was_scaled
+        if was_scaled is None:
+            return closure
+
+        def look() -> Any:
+            loss = closure()
+            self._look_for_scale(was_scaled)
+            return loss
+
+        return look
+
     def _has_to_know(self) -> bool:
         """Return whether the host skips the next step; else the device does."""
         if self.skip.is_certain:
@@ -249,7 +262,7 @@ class OptimizerStep:
         if optimizer is not None and not evaluates_first(optimizer):
             before = StateBeforeStep(optimizer, self.backward.pairs().master)
         try:
-            checked = CheckedClosure(closure, self.backward)
+            checked = CheckedClosure(self._looking_for_scale(closure), self.backward)
             return self._run(None, original, checked, *args, **kwargs)
         except BaseException as error:
             if before is not None:

@@ -6,6 +6,7 @@ Knows what was set up for optimizers by this alone; how a scale moves is `loss_s
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,31 +67,35 @@ class SharedScalers:
         Raises:
             TypeError, IndexError: no such loss.
         """
-        known = loss_id in step.scalers if isinstance(loss_id, int) else False
-        return step.scalers[loss_id] if known else self.check(loss_id)
+        number = loss_id if isinstance(loss_id, int) else self.check(loss_id)
+        return step.scalers[number] if number in step.scalers else self.check(number)
 
     def check(self, index: Any) -> int:
-        """Return ``index`` if the list of scalers has it.
+        """Return ``index``, perhaps NumPy's, as an int if the list of scalers has it.
 
         Raises:
             TypeError: it is no int.
             IndexError: there is no such scaler.
         """
-        if not isinstance(index, int):
+        try:
+            number: int = index if isinstance(index, bool) else operator.index(index)
+        except TypeError:
             raise TypeError(
                 f"loss_id must be an int, the number of a loss; got {type(index).__name__}; "
                 "call amp.scale_loss(loss, optimizer, loss_id=0), or amp.loss_scale(loss_id=0)."
-            )
+            ) from None
         count = len(self._every)
-        if not 0 <= index < count:
-            mend = f"initialize(..., num_losses={index + 1})"
-            if index < 0:  # the last, as a list would have it
+        if not 0 <= number < count:
+            mend = f"initialize(..., num_losses={number + 1})"
+            if number < 0:  # the last, as a list would have it
                 mend = f"scale_loss(loss, optimizer, loss_id={count - 1})"
+            elif isinstance(number, bool):  # the third argument
+                mend = f"scale_loss(loss, optimizer, delay_unscale={number})"
             raise IndexError(
                 f"loss_id must be at least 0 and below the number of losses ({count}); got "
-                f"{index}; call amp.{mend}."
+                f"{number}; call amp.{mend}."
             )
-        return index
+        return number
 
     def of(self, step: OptimizerStep) -> list[LossScaler]:
         """Return the scalers of an optimizer's losses."""

@@ -124,6 +124,13 @@ def around_forward(amp: Any, model: Any, optimizer: Any) -> None:
         nn.functional.cross_entropy(outputs, torch.zeros(len(INPUTS), dtype=torch.long)).backward()
 
 
+def of_a_scaled_loss(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+        pass
+    with amp.scale_loss(scaled_loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
 ANOTHER, LATE = "must be that of the loss it yields", "must run inside of its scale_loss"
 REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "clip before backward": (with_scaled(clip_before_backward), "Move it behind", LEVELS),
@@ -140,6 +147,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "loss.backward() between blocks": (between_delayed, "for the last block", ("O1", "O2")),
     "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),
     "backward outside": (late_backward, LATE, ("O1", "O2")),
+    "a scaled loss scaled again": (of_a_scaled_loss, "a loss must be scaled once", ("O1", "O2")),
     "a loss of scaled outputs": (around_forward, "of what LogSoftmax made of it", ("O1", "O2")),
 }
 
@@ -156,6 +164,29 @@ def test_refused(amp: ModuleType, mistake: str, level: str) -> None:
     optimizer.zero_grad()
     assert_equal(weights(model), before)
     train(amp, model, optimizer)
+    torch.testing.assert_close(weights(model), trained_rightly(level))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_blocks_for_the_optimizers_of_a_loss_inside_each_other_are_refused(
+    amp: ModuleType, level: str
+) -> None:
+    """The inner one would scale what the outer one has scaled."""
+    model, _ = make()
+    both = [torch.optim.SGD(part.parameters(), lr=0.05) for part in model.children()]
+    amp.initialize(model, both, opt_level=level, verbosity=0)
+    with (
+        pytest.raises(RuntimeError, match=r"a loss must be scaled once.*\[first, second\]"),
+        amp.scale_loss(loss_of(model, INPUTS), both[0]) as outer,
+        amp.scale_loss(outer, both[1]) as inner,
+    ):
+        inner.backward()
+    for inputs in batches():
+        with amp.scale_loss(loss_of(model, inputs), both) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
     torch.testing.assert_close(weights(model), trained_rightly(level))
 
 

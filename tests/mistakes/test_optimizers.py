@@ -208,6 +208,32 @@ def test_what_no_optimizer_steps_is_not_clipped_with_the_rest(amp: ModuleType, l
     optimizer.step()
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("level", SCALED)
+def test_what_is_unfrozen_is_clipped_with_the_rest_if_an_optimizer_steps_it(
+    amp: ModuleType, level: str, is_added: bool
+) -> None:
+    model, _ = make()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    for inputs in [*batches()] * 2:
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.first.requires_grad_(True)
+    if is_added:
+        optimizer.add_param_group({"params": list(model.first.parameters())})
+    refused = pytest.raises(RuntimeError, match="got 2 of parameters that no optimizer")
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with contextlib.nullcontext() if is_added else refused:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def test_nothing_is_kept_of_optimizers_that_live_for_a_step(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, "O1")
     for inputs in batches():
@@ -304,6 +330,32 @@ def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> 
             loss_of(model, inputs).backward()
             optimizer.step()
     told = ["at a level with a loss scale"] if level in SCALED else []
+    assert [str(one.message)[:28] for one in caught] == told
+    assert {one.filename for one in caught} <= {__file__}
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+@pytest.mark.parametrize("level", SCALED)
+def test_one_that_is_forgotten_in_a_closure_is_told_of_once(
+    amp: ModuleType, level: str, is_forgotten: bool
+) -> None:
+    model, optimizer = prepared(amp, level)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, next(batches()))
+        if is_forgotten:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.step(closure)
+    told = ["at a level with a loss scale"] if is_forgotten else []
     assert [str(one.message)[:28] for one in caught] == told
     assert {one.filename for one in caught} <= {__file__}
 

@@ -243,7 +243,8 @@ class Calls(Expressions):
         if name in _PARAMETERS:
             return Params(owner)
         key = f"{owner.key}.{name}({', '.join(one.key for one in arguments.values())})"
-        return Value(key, [owner, *arguments.values()])
+        # no gradient goes back from it to what it was made from
+        return Value(key) if name == "detach" else Value(key, [owner, *arguments.values()])
 
     def _dtype_of(self, name: str, arguments: Arguments) -> str | None:
         """Return the dtype of ``.to(torch.float16)``, ``.to(dtype=...)``, ``.type(...)``."""

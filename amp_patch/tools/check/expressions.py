@@ -189,7 +189,10 @@ class Expressions(Reader):
         return one_of(true, unclear[0]), one_of(false, unclear[1])
 
     def _read_BinOp(self, node: ast.BinOp) -> Value:
-        return self.binary(self.evaluate(node.left), node.op, self.evaluate(node.right), node)
+        left, right = self.evaluate(node.left), self.evaluate(node.right)
+        if isinstance(node.op, ast.Pow):
+            self.note("Pow", node, Arguments([right]), left)
+        return self.binary(left, node.op, right, node)
 
     def binary(self, left: Value, op: ast.operator, right: Value, node: ast.AST) -> Value:
         """Return what ``left op right`` stands for."""

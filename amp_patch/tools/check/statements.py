@@ -26,6 +26,8 @@ from .values import (
 )
 
 _ENDINGS = {"sys.exit", "builtins.exit", "builtins.quit", "os._exit"}
+#: Functions whose backward a script writes itself.
+_AUTOGRAD = {"torch.autograd.Function", "torch.autograd.function.Function"}
 _NUMBERS = itertools.count()
 
 
@@ -117,6 +119,8 @@ class Statements(Contexts):
         for method in own:
             method.scope = outer
             self._methods.append((cls, method))
+            if _name_of(method) == "backward" and any(map(_is_autograd, cls.ancestry())):
+                self.note("def backward", method.node, Arguments())
 
     def _do_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -192,6 +196,11 @@ class Statements(Contexts):
     # --- branches ---
 
     def _do_If(self, node: ast.If) -> bool:
+        asked = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+        if isinstance(asked, ast.Attribute | ast.Name):
+            value = self.evaluate(asked)
+            if isinstance(value, Imported):  # a function, which is always true
+                self.note("not called", asked, Arguments([value]))
         truth = truth_of(self.evaluate(node.test), self.guards)
         return self._branches([(truth[0], node.body), (truth[1], node.orelse)])
 
@@ -297,6 +306,11 @@ def _names_in(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
     }
     return methods | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def _is_autograd(base: Value) -> bool:
+    """Return whether a class is that of functions with a backward of their own."""
+    return isinstance(base, Imported) and base.dotted in _AUTOGRAD
 
 
 def _name_of(function: Function) -> str:

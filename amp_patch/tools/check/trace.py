@@ -47,8 +47,9 @@ class Call:
     Attributes:
         name: of `names.canonical`; ``".name"`` of a method; ``"=name"`` of an assignment to an
             attribute, ``"=[]"`` to an item; ``"Add="`` of ``+=`` and so on, with what was there
-            as the receiver; ``"with autocast"`` where an autocast begins; ``"not called"`` of a
-            method that is a statement.
+            as the receiver; ``"Pow"`` of ``**``; ``"with autocast"`` where an autocast begins;
+            ``"not called"`` of a method that is a statement, and of what is imported and asked
+            whether it is true; ``"def backward"`` of a ``torch.autograd.Function``'s.
         node: where it stands.
         receiver: the object whose method it is.
         guards: the branches that lead to it.

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.trace import Trace, is_module, is_optimizer
-from amp_patch.tools.check.values import Made, Params, Value, flat, root
+from amp_patch.tools.check.values import Items, Made, Params, Table, Value, flat, root
 
 from .registry import rule
 
@@ -49,6 +49,17 @@ def argument(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             for one in flat(call.arguments.get(name, place), call.guards):
                 if what := _what(one, wanted):
                     yield call.node, f"{call.name}() with {what} in the place of the {wanted}"
+    yield from _of_other_calls(trace)
+
+
+def _of_other_calls(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    for call in trace.named("amp.scale_loss"):
+        if isinstance(call.arguments.get("loss", 0), Items | Table):
+            yield call.node, "amp.scale_loss() with several losses, whose sum it takes"
+    for call in trace.named("amp.master_params", "amp.clip_grad_norm_", "amp.step_was_skipped"):
+        given = call.arguments.get("optimizer", 0)
+        if given is not None and (what := _what(given, "optimizer")):
+            yield call.node, f"{call.name}() with {what} in the place of the optimizer"
 
 
 def _what(value: Value, wanted: str) -> str:

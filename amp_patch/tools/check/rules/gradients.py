@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.trace import Block, Call, Trace, is_constant, is_optimizer
-from amp_patch.tools.check.values import Const, Params, Value, root
+from amp_patch.tools.check.values import Cast, Const, Params, Value, root
 
 from .registry import rule
 from .steps import WRITES, backwards, gradient_of, is_loss_scale, steps_of
@@ -113,3 +113,19 @@ def _is_of(param: Value, models: set[Value]) -> bool:
     if any(is_optimizer(one) for one in param.deps):  # of its groups, or of amp.master_params
         return False
     return any(isinstance(one, Params) and one.owner in models for one in param.deps)
+
+
+@rule(
+    "half-square",
+    "gradients of half parameters are squared in float16, where that of one below 2e-4 is 0",
+    "square them in float32: p.grad.float() ** 2",
+)
+def half_square(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
+    """``p.grad ** 2`` of ``model.parameters()`` at O2 and O3, as of Fisher information."""
+    for call in trace.named("Pow", ".pow", ".square", "torch.pow", "torch.square"):
+        squared = call.receiver or call.arguments.get("input", 0)
+        param = None if isinstance(squared, Cast) else gradient_of(squared)
+        inits = [one for one in trace.initializations(call) if one.is_at("O2", "O3")]
+        models = {root(model) for one in inits for model in one.models}
+        if param is not None and _is_of(param, models):
+            yield call.node, "a square of .grad of model.parameters()"

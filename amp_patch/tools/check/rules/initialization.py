@@ -42,12 +42,13 @@ def _all(trace: Trace) -> Iterator[Initialization]:
 
 @rule(
     "amp-import",
-    "initialize is looked for in amp_patch or apex itself, where it is not",
+    "initialize is looked for in amp_patch or apex itself, or in torch's amp, where it is not",
     "write from amp_patch import amp, and amp.initialize(model, optimizer)",
 )
 def amp_import(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``import amp_patch as amp``, or the package's name in the place of the module's."""
-    for call in trace.named("amp_patch.initialize", "apex.initialize"):
+    """``import amp_patch as amp``, the package's name, or an import of torch's amp behind ours."""
+    wrong = ("amp_patch", "apex", "torch.amp", "torch.cuda.amp")
+    for call in trace.named(*(f"{one}.initialize" for one in wrong)):
         yield call.node, f"{call.name}()"
 
 

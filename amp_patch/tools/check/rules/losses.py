@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from amp_patch.tools.check.names import canonical
 from amp_patch.tools.check.trace import Call, Trace, is_module, is_optimizer
-from amp_patch.tools.check.values import Member, Value, flat, root
+from amp_patch.tools.check.values import Imported, Member, Value, flat, root
 
 from .registry import rule
 from .steps import is_loss_scale
@@ -67,9 +68,13 @@ def _is_asked(trace: Trace, read: Call) -> bool:
     "give scale_loss the loss itself",
 )
 def scaled_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``amp.scale_loss(loss * amp.loss_scale(), optimizer)``."""
+    """``amp.scale_loss(loss * amp.loss_scale(), optimizer)``, or of what another block yields."""
+    yielded = {block.scaled for block in trace.blocks}
     for block in trace.blocks:
-        for loss in flat(block.loss, block.call.guards):
+        losses = list(flat(block.loss, block.call.guards))
+        if losses and yielded.issuperset(map(root, losses)):
+            yield block.call.node, "scale_loss of what another scale_loss has scaled"
+        for loss in losses:
             if any(_is_times(loss, one) for one in loss.deps if is_loss_scale(one)):
                 yield block.call.node, "scale_loss of a loss times the loss scale"
 
@@ -80,13 +85,15 @@ def _is_times(loss: Value, scale: Value) -> bool:
 
 @rule(
     "not-called",
-    "a method is named, and not called",
-    "write the parentheses: scaled_loss.backward(), optimizer.step(), optimizer.zero_grad()",
+    "a method or function is named, and not called",
+    "write the parentheses: scaled_loss.backward(), amp.step_was_skipped(optimizer)",
 )
 def not_called(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """``scaled_loss.backward`` as a statement of its own."""
+    """``scaled_loss.backward`` as a statement, and ``if amp.step_was_skipped:``."""
     for call in trace.named("not called"):
         method = call.arguments.positional[0]
+        if isinstance(method, Imported) and canonical(method.dotted) == "amp.step_was_skipped":
+            yield call.node, "amp.step_was_skipped without parentheses"
         if isinstance(method, Member) and trace.uses_amp(call) and _is_meant(method):
             yield call.node, f"{method.name} without parentheses"
 

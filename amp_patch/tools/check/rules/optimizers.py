@@ -43,9 +43,9 @@ def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _may_hold(one: Initialization, optimizer: Value) -> bool:
-    given = [*map(root, one.optimizers)]
+    """Return whether an optimizer was given to a call, or wraps such a one, or is wrapped by it."""
     return one.call.arguments.is_open or any(
-        optimizer is other or optimizer in other.deps for other in given
+        is_part_of(optimizer, other) or is_part_of(other, optimizer) for other in one.optimizers
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import Call, Trace, is_module, is_optimizer, owners_of
-from amp_patch.tools.check.values import Const, Instance, Member, Value, flat, root
+from amp_patch.tools.check.values import Const, Instance, Member, Params, Value, flat, root
 
 #: What writes in place.
 WRITES = (
@@ -76,6 +76,15 @@ def zeroed(trace: Trace, optimizer: Value) -> list[Call]:
     for call in trace.named("=grad"):
         given, param = call.arguments.positional[0], call.receiver
         is_none = isinstance(given, Const) and given.value is None
-        if is_none and param is not None and not root(param).deps.isdisjoint(reached):
+        if is_none and param is not None and _is_of_all(root(param), reached):
             found.append(call)
     return found
+
+
+def _is_of_all(param: Value, reached: list[Value]) -> bool:
+    """Return whether a parameter is of the groups of an optimizer, or of ``parameters()`` of all.
+
+    Who clears the gradients of one layer freezes it so.
+    """
+    lists = {root(one.owner) for one in param.deps if isinstance(one, Params)}
+    return not (lists or param.deps).isdisjoint(reached)

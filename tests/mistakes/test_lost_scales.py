@@ -1,0 +1,89 @@
+"""Earlier weights that come back behind a training that diverged: they train at a new scale."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import batches, loss_of, make, prepared, trained_rightly, weights
+
+INITIAL_SCALE = 65536.0
+
+
+def scale_of(amp: ModuleType) -> Any:
+    return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def train(amp: ModuleType, model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs) * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+def diverge(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(5):
+        train(amp, model, optimizer, torch.inf)
+    assert scale_of(amp) < 1.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_that_come_back_train_as_from_the_start(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    diverge(amp, model, optimizer)
+    model.load_state_dict(saved)
+    assert scale_of(amp) == INITIAL_SCALE
+    train(amp, model, optimizer)
+    torch.testing.assert_close(weights(model), trained_rightly(level))
+
+
+def test_a_scale_that_trains_stays(amp: ModuleType) -> None:
+    """Below 1, too: gradients that large need it."""
+    model, optimizer = prepared(amp, "O1")
+    diverge(amp, model, optimizer)
+    train(amp, model, optimizer)
+    low = scale_of(amp)
+    model.load_state_dict(model.state_dict())
+    assert scale_of(amp) == low
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_that_are_written_back_at_a_lost_scale_are_told_of_once(
+    amp: ModuleType, level: str
+) -> None:
+    model, optimizer = prepared(amp, level)
+    saved, state = weights(model), amp.state_dict()
+    for _ in range(2):
+        diverge(amp, model, optimizer)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), saved, strict=True):
+            param.copy_(value)
+    with pytest.warns(UserWarning, match="must be one at which float16 gradients") as told:
+        train(amp, model, optimizer)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    amp.load_state_dict(state)
+    train(amp, model, optimizer)
+    assert scale_of(amp) == INITIAL_SCALE
+
+
+def test_a_scale_that_was_loaded_stays(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O1")
+    diverge(amp, model, optimizer)
+    low = scale_of(amp)
+    amp.load_state_dict(amp.state_dict())
+    model.load_state_dict(model.state_dict())
+    assert scale_of(amp) == low
+
+
+def test_a_load_of_another_model_is_none_of_this_one(amp: ModuleType) -> None:
+    model, optimizer = prepared(amp, "O1")
+    diverge(amp, model, optimizer)
+    other, _ = make()
+    other.load_state_dict(other.state_dict())
+    assert scale_of(amp) < 1.0
