@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-
-from amp_patch.casting import rules, targets
 
 from .ranges import Range
 
@@ -21,8 +19,6 @@ from .ranges import Range
 #: the loss outside of the models, in their gradients' sum, in what the script wrote to them; or it
 #: could not be found.
 Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "written", "unknown"]
-#: Operators that make inf or NaN of 0 in every precision.
-_OF_ZERO = {"div", "divide", "log", "log10", "log2", "pow", "reciprocal", "rsqrt", "true_divide"}
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -58,6 +54,7 @@ class Cause:
         in_half: of a loss, an operator that the script computes in half, "" for none.
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
         also: the paths of further modules that must be in fp32 together with the module.
+        by_rule: whether a rule of the operator's function mends it as well as the module.
     """
 
     where: Where
@@ -82,11 +79,12 @@ class Cause:
     in_half: str = ""
     is_large: bool = False
     also: tuple[str, ...] = ()
+    by_rule: bool = False
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> Hashable:
         """The same for causes that one mend cures."""
-        return self.where, self.model, self.module, self.operator
+        return self.where, self.model, self.module, self.operator, self.is_loss_scale
 
     @property
     def is_loss_scale(self) -> bool:
@@ -201,8 +199,7 @@ def _of_operator(cause: Cause) -> str:
         return f"{_OF_LARGE_LOSS} Or take O5: bfloat16 has the range of float32."
     module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
-    is_one = cause.mended_by == "module" and not cause.also
-    if cause.level in ("O1", "O4") and _has_rule(cause) and is_one:
+    if cause.by_rule:
         rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'
     after = ""
     if module and cause.level not in ("O0", "O1", "O4"):
@@ -283,18 +280,6 @@ _ADVICE = {
     "written": _of_written,
     "unknown": _of_unknown,
 }
-
-
-def _has_rule(cause: Cause) -> bool:
-    """Return whether a rule would keep the operator in fp32, costs little, and is enough."""
-    if cause.operator in rules.HALF:
-        return False  # the products that half precision is for
-    if cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands):
-        return False  # it was rounded to 0 before
-    try:
-        return bool(targets.user_rule_targets(cause.operator))
-    except ValueError:
-        return False
 
 
 def _capital(words: str) -> str:

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting import regions
-from amp_patch.casting.argument_casts import tensors_in
-from amp_patch.casting.mode import mode
+from amp_patch.casting.argument_casts import tensors_in, to_float
+from amp_patch.casting.mode import casts_are_on, mode
 from amp_patch.session import session
 from amp_patch.weights.half_model import cast_floats
 
-from .places import Place, Places, names_of
+from .places import Place, Places, function_of, names_of
 from .recorded_calls import Call, copied
 from .saved_state import ModelState, RandomState, set_buffers
 from .watch import Origin, Watch, Watched
@@ -30,6 +31,7 @@ class Rerun:
     Args:
         call: of a model that still lives.
         in_float: modules that compute in fp32 this time.
+        function: one that computes in fp32 this time, as by a rule of the user's; "" for none.
 
     Attributes:
         watched: what it showed.
@@ -37,12 +39,12 @@ class Rerun:
         reached: the origins of those outputs of the forward that are not finite.
     """
 
-    def __init__(self, call: Call, in_float: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, call: Call, in_float: Sequence[nn.Module] = (), function: str = "") -> None:
         model = call.model()
         assert model is not None
         self.model = model
         self.watched = Watched()
-        self._call, self._in_float = call, in_float
+        self._call, self._in_float, self._function = call, in_float, function
         self._places = Places(names_of(model))
         self._watch = Watch(self._places, self.watched, model)
         self.reached: list[Origin] = []
@@ -60,9 +62,7 @@ class Rerun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_around(self._call))
-            stack.enter_context(_computing_in_float(self._in_float, self._dtype_after()))
-            stack.enter_context(self._places.followed())
-            stack.enter_context(self._watch)
+            stack.enter_context(self._looked_at())
             self._outputs = tensors_in(self.model(*args, **kwargs))
         self.reached = self._origins_of(self._outputs)
         return self._first(self._outputs)
@@ -81,10 +81,16 @@ class Rerun:
         outputs = [self._outputs[index] for index in reached]
         params = [param for param in self.model.parameters() if param.requires_grad]
         leaves = params + [one for one in tensors_in(self._inputs) if one.requires_grad]
-        in_float = _computing_in_float(self._in_float, self._dtype_after())
-        with in_float, self._places.followed(), self._watch:  # a checkpoint computes forward again
+        with self._looked_at():  # a checkpoint computes its forward again
             found = _gradients(outputs, [grads[index] for index in reached], leaves)
         return self._first(found)
+
+    @contextlib.contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """Follow what runs inside, with what is to compute in fp32 this time."""
+        in_float = _computing_in_float(self._in_float, self._dtype_after())
+        with in_float, self._places.followed(), _Ruled(self._function), self._watch:
+            yield
 
     def _first(self, tensors: Sequence[Tensor]) -> Origin | None:
         found = [origin for origin in self._origins_of(tensors) if not origin.is_meant]
@@ -138,6 +144,26 @@ def _around(call: Call) -> Iterator[None]:
         block = regions.FloatRegion() if is_float else regions.HalfRegion()
     with block:
         yield
+
+
+class _Ruled(TorchFunctionMode):
+    """Lets a function compute in fp32 where casts are on, as ``rules={"mul": "float"}`` does.
+
+    Args:
+        function: a bare name of torch's; "" for none.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._function and function_of(func) == self._function and casts_are_on():
+            args, kwargs = to_float(args), to_float(kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

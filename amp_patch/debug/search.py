@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amp_patch.casting import rules, targets
 from amp_patch.session import session
 
 from .cause import Cause, Mend, largest_scale
@@ -32,10 +33,12 @@ class _Mended(NamedTuple):
     Attributes:
         by: see `cause.Mend`.
         also: paths in the called model, of the modules that must be in fp32 beside the origin's.
+        by_rule: whether a rule of the operator's function does, too.
     """
 
     by: Mend | None
     also: tuple[str, ...] = ()
+    by_rule: bool = False
 
 
 class Search:
@@ -175,6 +178,7 @@ def _in_model(
         fits=fits,
         mended_by=mended.by,
         also=tuple(joined(called, module) for module in mended.also),
+        by_rule=mended.by_rule,
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,
@@ -209,7 +213,8 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
     while len(together) <= MOST_TOGETHER:
         left = _left(call, [model.get_submodule(one) for one in together], grads)
         if left is None:
-            return _Mended("module", tuple(together[1:]))
+            by_rule = len(together) == 1 and _rule_mends(call, origin.place.operator, grads)
+            return _Mended("module", tuple(together[1:]), by_rule)
         if not _may_join(left, together):
             break
         # Many a model has the same block several times, and each of them overflows by itself.
@@ -221,11 +226,27 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
     return _Mended("level" if left.place.operator == "cast" else "nothing")
 
 
+def _rule_mends(call: Call, function: str, grads: Mapping[int, Tensor] | None) -> bool:
+    """Return whether a rule for a function mends the call, and costs little."""
+    model = call.model()
+    level = None if model is None else session.models.levels.get(root_of(model)[0])
+    if level is None or not level.casts_functions or function in rules.HALF:
+        return False  # the products that half precision is for
+    try:
+        targets.user_rule_targets(function)
+    except ValueError:
+        return False
+    return _left(call, [], grads, function) is None
+
+
 def _left(
-    call: Call, in_float: Sequence[nn.Module], grads: Mapping[int, Tensor] | None
+    call: Call,
+    in_float: Sequence[nn.Module],
+    grads: Mapping[int, Tensor] | None,
+    function: str = "",
 ) -> Origin | None:
-    """Return what is still not finite where these modules compute in fp32."""
-    one = Rerun(call, in_float)
+    """Return what is still not finite where these modules, or a function, compute in fp32."""
+    one = Rerun(call, in_float, function)
     left = one.forward()
     return one.backward(grads) if left is None and grads is not None else left
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
-from .cause import Cause
+from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
@@ -86,7 +86,7 @@ class Tracer(StepObserver):
         self._clear()
 
     def _clear(self) -> None:
-        self.causes: dict[tuple[str, ...], tuple[Cause, int]] = {}
+        self.causes: dict[Hashable, tuple[Cause, int]] = {}
         self.overflows = 0
         self.passes: list[tuple[int, float, LossWatch]] = []
         self._looked_at = 0  # the number of the last pass whose cause was searched
@@ -240,10 +240,20 @@ class Tracer(StepObserver):
             self.overflowed(0, [])
 
 
+#: What makes a step finite, from the least that is to be done to the most.
+_MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "nothing")
+
+
 def _together(cause: Cause, before: Cause) -> Cause:
-    """Return a cause with what an earlier step needed in fp32 beside it: one mend is to do."""
-    both = dict.fromkeys((*before.also, *cause.also))
-    return replace(cause, also=tuple(both)) if cause.mended_by == "module" else cause
+    """Return one of two steps' cause: what mends it must mend both."""
+    both = tuple(dict.fromkeys((*before.also, *cause.also)))
+    most = max(cause, before, key=_to_do)
+    return replace(most, also=both) if most.mended_by == "module" else most
+
+
+def _to_do(cause: Cause) -> tuple[int, bool, float]:
+    """Return how much is to be done against a cause, to be compared."""
+    return _MENDS.index(cause.mended_by), not cause.by_rule, -(cause.fits or 0.0)
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:

@@ -74,10 +74,75 @@ def test_a_sum_that_torch_computes_in_float32_is_not_advised_to_be(amp, dims: An
 
 
 def test_a_function_is_advised_to_run_in_float32_where_that_is_enough() -> None:
-    enough = Cause("forward", 1.0, operator="softmax", level="O1", mended_by="module")
+    enough = Cause("forward", 1.0, operator="softmax", mended_by="module", by_rule=True)
     assert enough.title().startswith("the model itself: `softmax` returned")
     assert 'rules={"softmax": "float"}' in enough.advice()
-    assert "rules=" not in replace(enough, mended_by="model").advice()
+    assert "rules=" not in replace(enough, by_rule=False).advice()
+
+
+class Amplified(nn.Module):
+    """A product beyond float16, and what makes it small again: after a linear layer, or at once."""
+
+    def __init__(self, layer: bool, in_place: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH) if layer else nn.Identity()
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.half() + 2.0
+        y = x.mul_(6e4) if self.in_place else x * 6e4
+        return self.layer(y) * 1e-5
+
+
+@pytest.mark.parametrize(("layer", "in_place"), [(False, False), (True, False), (False, True)])
+def test_a_rule_of_a_function_is_advised_where_it_mends(amp, layer: bool, in_place: bool) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        plant = Amplified(layer, in_place)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), plant, nn.Linear(WIDTH, 1))
+
+    traced, optimizer = prepared(amp, model(), "O1")
+    train(amp, traced, optimizer)
+    cause = the_cause(amp)
+    assert (cause.module, cause.operator) == ("1", "mul")
+    mended, optimizer = prepared(amp, model(), "O1", rules={"mul": "float"})
+    train(amp, mended, optimizer)
+    assert ("rules=" in cause.advice()) == (not amp.step_was_skipped(optimizer))
+
+
+class RoundedToZero(nn.Module):
+    """The logarithm of what float16 rounds to 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log((x * 1e-9).abs())
+
+
+def test_what_no_precision_mends_in_one_step_is_not_said_to_be_mended_in_the_next(amp) -> None:
+    class Now(RoundedToZero):
+        is_zero = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 0.0 if self.is_zero else x)
+
+    model, optimizer = prepared(amp, nn.Sequential(nn.Linear(WIDTH, WIDTH), Now()), "O1")
+    for is_zero in (False, True, False):
+        model[1].is_zero = is_zero
+        train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.operator, cause.mended_by) == ("log", "nothing")
+
+
+def test_an_overflow_that_no_scale_mends_is_told_apart_from_one_of_the_scale(amp) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale=65536.0)
+    for factor in (8.0, 1e7, 8.0, 32.0):
+        train(amp, model, optimizer, lambda outputs, f=factor: (outputs + 1.0).sum() * f)
+    first, second = (cause for cause, _ in amp.overflow_report().causes)
+    assert first.is_loss_scale and not second.is_loss_scale
+    assert first.operator == second.operator
+    # the scale that is said to fit fits all of them
+    again, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale=first.fits)
+    train(amp, again, optimizer, lambda outputs: (outputs + 1.0).sum() * 32.0)
+    assert not amp.step_was_skipped(optimizer)
 
 
 class Spectral(nn.Module):
