@@ -187,16 +187,20 @@ def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
         return (
             "float32 does not help, for it comes out so there, too: look for a division by zero, "
-            "the square root or logarithm of 0, a softmax over nothing but -inf (a row that is "
-            "masked throughout), or for values that grow from step to step (the learning rate)."
+            "the square root or logarithm of 0, acos or asin at 1, the standard deviation of one "
+            "number or of equal ones, a softmax over nothing but -inf (a row that is masked "
+            "throughout), or for values that grow from step to step (the learning rate)."
         )
+    bfloat16 = (
+        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
+    )
     if cause.mended_by == "level" and cause.where == "forward":
         return (
             "float16, to which this level casts, cannot hold such values: bring them below 65504 "
-            "(normalize the input, say), or take O5, for bfloat16 has the range of float32."
+            f"(normalize the input, say), or take {bfloat16}"
         )
     if cause.mended_by == "level":
-        return f"{_OF_LARGE_LOSS} Or take O5: bfloat16 has the range of float32."
+        return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
     module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
     if cause.by_rule:
@@ -207,12 +211,9 @@ def _of_operator(cause: Cause) -> str:
         after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
     if cause.mended_by == "model" and cause.where == "forward":
         after = " What it returns is too large for float16 wherever it is used next."
-    elif cause.mended_by == "model":
-        after = f" {_OF_LARGE_LOSS}"
-    return (
-        f"{_capital(_region(module, cause.also))}{rule}.{after} Or train at "
-        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
-    )
+    elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
+        after += f" {_OF_LARGE_LOSS}"
+    return f"{_capital(_region(module, cause.also))}{rule}.{after} Or train at {bfloat16}"
 
 
 def _of_weight(cause: Cause) -> str:
@@ -222,8 +223,7 @@ def _of_weight(cause: Cause) -> str:
             f"{cause.dtype}, in which this level steps, so it divides by 0. Give the optimizer "
             "eps=1e-4, or take O2 or O5, which step in float32."
         )
-    kinds = () if cause.result is None else cause.result.kinds
-    if "NaN" not in kinds and cause.dtype != "float32":
+    if _is_inf(cause) and cause.dtype != "float32":
         grows = " If it grows from step to step, lower the learning rate."
         if cause.level in ("O1", "O4"):
             return f"It is too large for float16: {_region(cause.module)}, or take O4.{grows}"
@@ -237,18 +237,27 @@ def _of_weight(cause: Cause) -> str:
 
 
 def _of_input(cause: Cause) -> str:
-    return (
+    look = (
         "Look at what makes it: the data, or what the script computes before the model, such as "
         "another model whose weights hold NaN."
+    )
+    if cause.dtype != "float16" or not _is_inf(cause):
+        return look
+    return (
+        "It may be too large for float16: compute what makes it in `with amp.float_region():`. "
+        f"Else: {_lower(look)}"
     )
 
 
 def _of_loss(cause: Cause) -> str:
     in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
+    if cause.level in ("O1", "O4"):  # which casts the arguments of a product back
+        in_float = "compute the loss in `with amp.float_region():`."
     if cause.dtype in ("float16", "bfloat16"):
         return _capital(in_float)
     look = (
-        "Look at the loss: a division by zero, a square root or logarithm of 0 (add an epsilon); "
+        "Look at the loss and its targets: NaN in the data, a division by zero, a square root or "
+        "logarithm of 0 (add an epsilon), values that grow from step to step (the learning rate); "
     )
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
@@ -256,7 +265,10 @@ def _of_loss(cause: Cause) -> str:
 
 
 def _of_sum(cause: Cause) -> str:
-    return "Divide each loss by the number of backward passes that a step takes."
+    return (
+        "A smaller loss scale may hold it: a dynamic one comes there by itself. Else divide each "
+        "loss by the number of backward passes that a step takes."
+    )
 
 
 def _of_written(cause: Cause) -> str:
@@ -282,8 +294,17 @@ _ADVICE = {
 }
 
 
+def _is_inf(cause: Cause) -> bool:
+    """Return whether numbers were too large, and none is NaN."""
+    return cause.result is not None and "NaN" not in cause.result.kinds
+
+
 def _capital(words: str) -> str:
     return words[0].upper() + words[1:]
+
+
+def _lower(words: str) -> str:
+    return words[0].lower() + words[1:]
 
 
 def largest_scale(peak: float) -> float:

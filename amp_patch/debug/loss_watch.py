@@ -69,7 +69,8 @@ class LossWatch:
                 node.register_hook(_Look(self, node))
                 if any(one.dtype in HALVES for one in node._input_metadata):
                     name = readable(node.name())
-                    self.in_half = name if name not in _MOVING else self.in_half
+                    if name not in _MOVING and not (self.in_half and name == "cast"):
+                        self.in_half = name
             waiting += [following for following, _ in node.next_functions]
 
 

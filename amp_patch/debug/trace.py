@@ -141,10 +141,13 @@ class Tracer(StepObserver):
 
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
         """See `StepObserver`."""
+        self._overflowed(scaler_id, self._find)
+
+    def _overflowed(self, scaler_id: int, find: Callable[[], Cause]) -> None:
         self.overflows += 1
         self._looked_at = self.recorded.passes
         try:
-            cause = replace(self._find(), is_static=not session.scalers[scaler_id].rule.dynamic)
+            cause = replace(find(), is_static=not session.scalers[scaler_id].rule.dynamic)
         except Exception as error:
             # To trace must not end a training that goes on without.
             cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")
@@ -229,7 +232,10 @@ class Tracer(StepObserver):
             self.recorded.is_off, self.is_looking = was_off, False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Look at losses: one of NaN may have finite gradients, and unscaled ones nobody checks."""
+        """Look at losses, of which one of NaN may have finite gradients, and at what is stepped.
+
+        Gradients without a scale nobody has checked, and others the script may have written to.
+        """
         new = [(scale, watch) for number, scale, watch in self.passes if number > self._looked_at]
         unscaled = [watch for scale, watch in new if scale == 1.0]
         if (
@@ -238,6 +244,8 @@ class Tracer(StepObserver):
             or (unscaled and not are_finite(_gradients_of(optimizer)))
         ):
             self.overflowed(0, [])
+        elif new and not are_finite(_gradients_of(optimizer)):
+            self._overflowed(0, lambda: Cause("written", new[-1][0]))
 
 
 #: What makes a step finite, from the least that is to be done to the most.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.debug import Cause
 from amp_patch.debug.ranges import range_of
+from amp_patch.debug.trace import tracer
 
 
 class Normalized(nn.Module):
@@ -137,7 +138,8 @@ def test_an_overflow_that_no_scale_mends_is_told_apart_from_one_of_the_scale(amp
     for factor in (8.0, 1e7, 8.0, 32.0):
         train(amp, model, optimizer, lambda outputs, f=factor: (outputs + 1.0).sum() * f)
     first, second = (cause for cause, _ in amp.overflow_report().causes)
-    assert first.is_loss_scale and not second.is_loss_scale
+    assert first.is_loss_scale
+    assert not second.is_loss_scale
     assert first.operator == second.operator
     # the scale that is said to fit fits all of them
     again, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale=first.fits)
@@ -212,3 +214,28 @@ def test_no_operator_is_told_of_a_weight_and_of_a_loss_by_itself() -> None:
     assert "\n  weight: float32 [1], " in str(weight)
     called = Cause("forward", 1.0, operator="exp", result=range_of("result", torch.ones(1)))
     assert "\n  operator: result: float32 [1], " in str(called)
+
+
+def test_a_product_in_the_loss_is_advised_to_be_in_a_region_where_functions_cast(amp) -> None:
+    def similarities(outputs: Tensor) -> Tensor:
+        large = outputs.float() * 0.0 + 600.0
+        return (large @ large.T).mean() * 1e-6
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, model, optimizer, similarities)
+    cause = the_cause(amp)
+    assert (cause.where, cause.in_half) == ("loss", "mm")
+    assert "compute the loss in `with amp.float_region():`" in cause.advice()
+    before = tracer.overflows
+    with amp.float_region():
+        train(amp, model, optimizer, similarities)
+    assert tracer.overflows == before
+
+
+def test_what_the_script_made_too_large_for_float16_before_a_part_is_told_so(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, lambda x: model[1](model[0](x) * 1e6), optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module, cause.dtype) == ("input", "1", "float16")
+    assert "float_region" in cause.advice()
+    assert "the data" in cause.advice()

@@ -536,14 +536,34 @@ def test_without_a_loss_scale_a_backward_that_is_not_finite_is_traced(
     assert (cause.where, cause.operator, cause.module) == ("backward", "sqrt", "1.1")
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(amp, level: str) -> None:
-    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=1.0)
+@pytest.mark.parametrize(
+    ("level", "scale"),
+    [("O4", 1.0), ("O5", 1.0), ("O1", "dynamic"), ("O1", 8.0), ("O2", "dynamic")],
+)
+def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(
+    amp, level: str, scale: Any
+) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=scale)
     scaled_backward(amp, square(model(torch.randn(4, WIDTH))), optimizer)
     for param in amp.master_params(optimizer):
         param.grad.div_(0.0)
     optimizer.step()
     assert the_cause(amp).where == "written"
+
+
+def test_running_statistics_that_an_overflow_has_spoiled_are_no_cause_of_the_next(amp) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].weight.data.mul_(1e5)
+    model, optimizer = prepared(amp, model, "O2")
+    train(amp, model, optimizer, steps=3)
+    assert model[1].running_mean.isnan().any()
+    cause = the_cause(amp)
+    assert (cause.where, cause.module) == ("forward", "0")
+
+    model.eval()
+    train(amp, model, optimizer)
+    _, read = (cause for cause, _ in amp.overflow_report().causes)
+    assert (read.where, read.operator) == ("weight", "running_mean")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
