@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting import regions
 from amp_patch.casting.argument_casts import tensors_in, to_float
-from amp_patch.casting.mode import casts_are_on, mode
+from amp_patch.casting.mode import Saved, casts_are_on, mode
 from amp_patch.session import session
 from amp_patch.weights.half_model import cast_floats
 
 from .places import Place, Places, function_of, names_of
+from .ranges import kinds_in
 from .recorded_calls import Call, copied
 from .saved_state import ModelState, RandomState, set_buffers
 from .watch import Origin, Watch, Watched
@@ -37,6 +38,7 @@ class Rerun:
         watched: what it showed.
         model: the call's.
         reached: the origins of those outputs of the forward that are not finite.
+        lost: kinds of numbers that outputs of the first run held, and those of the forward do not.
     """
 
     def __init__(self, call: Call, in_float: Sequence[nn.Module] = (), function: str = "") -> None:
@@ -48,6 +50,7 @@ class Rerun:
         self._places = Places(names_of(model))
         self._watch = Watch(self._places, self.watched, model)
         self.reached: list[Origin] = []
+        self.lost: list[str] = []
         self._outputs: list[Tensor] = []
         self._inputs: Any = None
 
@@ -63,7 +66,14 @@ class Rerun:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_around(self._call))
             stack.enter_context(self._looked_at())
-            self._outputs = tensors_in(self.model(*args, **kwargs))
+            weights = self._call.weights
+            outputs = (
+                torch.func.functional_call(self.model, weights, args, kwargs)
+                if weights
+                else self.model(*args, **kwargs)
+            )
+            self._outputs = tensors_in(outputs)
+        self.lost = sorted(self._call.kinds - kinds_in(self._outputs))
         self.reached = self._origins_of(self._outputs)
         return self._first(self._outputs)
 
@@ -79,8 +89,9 @@ class Rerun:
             if index < len(self._outputs) and self._outputs[index].requires_grad
         ]
         outputs = [self._outputs[index] for index in reached]
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        leaves = params + [one for one in tensors_in(self._inputs) if one.requires_grad]
+        given = (self._call.weights, self._inputs)
+        tensors = (*self.model.parameters(), *tensors_in(given))
+        leaves = [one for one in tensors if one.requires_grad]
         with self._looked_at():  # a checkpoint computes its forward again
             found = _gradients(outputs, [grads[index] for index in reached], leaves)
         return self._first(found)
@@ -113,7 +124,8 @@ class Rerun:
     def _introduce(self) -> None:
         for number, tensor in enumerate(tensors_in(self._inputs)):
             self._watch.introduce("input", Place("", 1, ""), f"input {number}", tensor)
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+        own = {**dict(self.model.named_parameters()), **self._call.weights}
+        for name, tensor in (*own.items(), *self.model.named_buffers()):
             place = Place(name.rpartition(".")[0], 1, "")
             self._watch.introduce("weight", place, name.rpartition(".")[2], tensor)
 
@@ -124,6 +136,7 @@ def leaving_no_trace(models: Sequence[nn.Module]) -> Iterator[None]:
     random, states = RandomState(), [ModelState(model) for model in models]
     saved = mode.save()
     try:
+        mode.restore(Saved(None, False, None))  # before a step, which has switched casts off
         yield
     finally:
         mode.restore(saved)

@@ -72,8 +72,12 @@ class Search:
             if origin is not None:
                 found = _in_model(one, origin, self._scale, _mend(call, origin, None))
                 return (self._handed_on(call, found) if origin.source == "input" else None) or found
+            if one.lost:
+                return self._not_again(one)
         if self._watch.loss and self._watch.loss[0].kinds:
-            return self._of_loss(self._watch.loss[0])
+            operator, ranges = self._watch.spoiled_by or ("", ())
+            note = f"The first place that shows it is `{operator}`, of these." if operator else ""
+            return self._of_loss(self._watch.loss[0], operands=ranges, note=note)
         if self._watch.found is not None:
             return self._in_loss(self._watch.found)
         for call in reversed(self._calls):
@@ -81,6 +85,19 @@ class Search:
             if cause is not None:
                 return cause
         return None
+
+    def _not_again(self, one: Rerun) -> Cause:
+        """Return the cause where the second run of a call was finite, and the first was not."""
+        root, path = root_of(one.model)
+        name = session.models.label_of(root) or type(root).__name__
+        return Cause(
+            "unknown",
+            self._scale,
+            level=_level_of(root),
+            note=f"{name}{f', `{path}`,' if path else ''} returned {' and '.join(one.lost)}, and "
+            "did not in a second run: it computed with numbers that are gone, such as weights "
+            "that the script has written to since.",
+        )
 
     def _handed_on(self, call: Call, found: Cause) -> Cause | None:
         """Return the cause in the first model of the step that made inf or NaN before this call.

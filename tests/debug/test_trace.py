@@ -551,6 +551,13 @@ def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(
     assert the_cause(amp).where == "written"
 
 
+def test_before_a_step_a_model_is_run_again_in_the_precision_that_it_had(amp) -> None:
+    model, optimizer = prepared(amp, around(Scores()), "O1", loss_scale=1.0)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.dtype) == ("forward", "matmul", "float16")
+
+
 def test_running_statistics_that_an_overflow_has_spoiled_are_no_cause_of_the_next(amp) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
     model[0].weight.data.mul_(1e5)
