@@ -191,9 +191,9 @@ def _of_operator(cause: Cause) -> str:
             "number or of equal ones, a softmax over nothing but -inf (a row that is masked "
             "throughout), or for values that grow from step to step (the learning rate)."
         )
-    bfloat16 = (
-        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
-    )
+    if cause.level in ("O4", "O5"):
+        return _of_rounding(cause)
+    bfloat16 = f"{'O4' if cause.level == 'O1' else 'O5'}: bfloat16 has the range of float32."
     if cause.mended_by == "level" and cause.where == "forward":
         return (
             "float16, to which this level casts, cannot hold such values: bring them below 65504 "
@@ -201,6 +201,16 @@ def _of_operator(cause: Cause) -> str:
         )
     if cause.mended_by == "level":
         return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
+    after = ""
+    if cause.mended_by == "model" and cause.where == "forward":
+        after = " What it returns is too large for float16 wherever it is used next."
+    elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
+        after = f" {_OF_LARGE_LOSS}"
+    return f"{_in_float32(cause)}{after} Or train at {bfloat16}"
+
+
+def _in_float32(cause: Cause) -> str:
+    """Return what has to compute in fp32."""
     module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
     if cause.by_rule:
@@ -209,11 +219,15 @@ def _of_operator(cause: Cause) -> str:
     if module and cause.level not in ("O0", "O1", "O4"):
         its = "their results" if cause.also else "its result"
         after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
-    if cause.mended_by == "model" and cause.where == "forward":
-        after = " What it returns is too large for float16 wherever it is used next."
-    elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
-        after += f" {_OF_LARGE_LOSS}"
-    return f"{_capital(_region(module, cause.also))}{rule}.{after} Or train at {bfloat16}"
+    return f"{_capital(_region(module, cause.also))}{rule}.{after}"
+
+
+def _of_rounding(cause: Cause) -> str:
+    """Return the advice at a level that computes in bfloat16."""
+    rounded = "bfloat16 has three digits, so what should be a little above 0 may be 0, or below it."
+    if cause.mended_by == "level":
+        return f"{_capital(rounded)} Take O1 or O2: float16 has four."
+    return f"{_in_float32(cause)} {_capital(rounded)}"
 
 
 def _of_weight(cause: Cause) -> str:
@@ -256,8 +270,9 @@ def _of_loss(cause: Cause) -> str:
     if cause.dtype in ("float16", "bfloat16"):
         return _capital(in_float)
     look = (
-        "Look at the loss and its targets: NaN in the data, a division by zero, a square root or "
-        "logarithm of 0 (add an epsilon), values that grow from step to step (the learning rate); "
+        "Look at the loss and its targets: NaN in the data, a mean of nothing, a division by "
+        "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
+        "step (the learning rate); "
     )
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"

@@ -6,7 +6,7 @@ Knows nothing of when that is done, which is the tracer's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -75,15 +75,35 @@ class Search:
             if one.lost:
                 return self._not_again(one)
         if self._watch.loss and self._watch.loss[0].kinds:
-            operator, ranges = self._watch.spoiled_by or ("", ())
-            note = f"The first place that shows it is `{operator}`, of these." if operator else ""
-            return self._of_loss(self._watch.loss[0], operands=ranges, note=note)
+            return self._of_spoiled_loss(self._watch.loss[0])
         if self._watch.found is not None:
             return self._in_loss(self._watch.found)
         for call in reversed(self._calls):
             cause = self._in_backward(call, call.grads[self._number])
             if cause is not None:
                 return cause
+        return None
+
+    def _of_spoiled_loss(self, loss: Range) -> Cause:
+        """Return the cause where the outputs of the models are finite, and the loss is not."""
+        if self._watch.spoiled_by is None:
+            return self._kept_inside() or self._of_loss(loss)
+        operator, ranges = self._watch.spoiled_by
+        note = f"The first place that shows it is `{operator}`, of these."
+        return self._of_loss(loss, operands=ranges, note=note)
+
+    def _kept_inside(self) -> Cause | None:
+        """Return the cause in a model that keeps for the loss what it does not return."""
+        for call in self._calls:
+            one = Rerun(call)
+            one.forward()
+            found = filter(_is_error, one.watched.origins)
+            # -inf alone is often a mask, as the logarithm of one
+            origin = min(found, key=lambda one: not one.may_hide, default=None)
+            if origin is not None:
+                mended = _Mended(_mend_inside(call, origin, _is_error))
+                note = "The model does not return it: the loss has it from an attribute, say."
+                return replace(_in_model(one, origin, self._scale, mended), note=note)
         return None
 
     def _not_again(self, one: Rerun) -> Cause:
@@ -221,6 +241,11 @@ def _zero_eps(model: nn.Module, origin: Origin) -> float | None:
     return None
 
 
+def _is_error(origin: Origin) -> bool:
+    """Return whether an operator of a forward made what nobody meant."""
+    return origin.source == "forward" and not origin.is_meant
+
+
 def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Mended:
     """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
     model = call.model()
@@ -279,26 +304,45 @@ def _may_join(left: Origin, together: Sequence[str]) -> bool:
     return not any(f"{module}.".startswith(f"{one}.") for one in together if one)
 
 
-def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
-    """Yield what came up in a forward, reaches no output, and is finite in fp32.
+def hidden(call: Call, one: Rerun, shown: Sequence[Origin]) -> Iterator[Cause]:
+    """Yield what came up in a forward, no gradient shows, and is finite in fp32.
 
     1 / inf is 0: no gradient tells of it. What fp32 makes as well is the script's own matter.
+
+    Args:
+        call: one that was run again.
+        one: that run.
+        shown: origins of which gradients do tell.
     """
-    shown = {id(origin) for origin in one.reached}
     for origin in list(one.watched.origins):
-        if not origin.may_hide or id(origin) in shown:
-            continue
-        tries: dict[Mend, nn.Module] = {
-            "module": one.model.get_submodule(origin.place.module),
-            "model": one.model,
-        }
-        for name, module in tries.items():
-            again = Rerun(call, [module])
-            again.forward()
-            left = {other.place.module for other in again.watched.origins if other.may_hide}
-            if origin.place.module not in left:
-                yield _in_model(one, origin, 1.0, _Mended(name))
-                break
+        if origin.may_hide and not any(origin is other for other in shown):
+            mend = _mend_inside(call, origin, lambda other: other.may_hide)
+            if mend != "nothing":
+                yield _in_model(one, origin, 1.0, _Mended(mend))
+
+
+def _mend_inside(call: Call, origin: Origin, counts: Callable[[Origin], bool]) -> Mend:
+    """Return what has to be in fp32 for a module to be finite inside, whatever it returns.
+
+    Args:
+        call: of the model.
+        origin: what came up in the module.
+        counts: whether an origin does.
+    """
+    model = call.model()
+    assert model is not None
+    tries: dict[Mend, nn.Module] = {
+        "module": model.get_submodule(origin.place.module),
+        "model": model,
+    }
+    for name, module in tries.items():
+        again = Rerun(call, [module])
+        again.forward()
+        if all(
+            one.place.module != origin.place.module for one in again.watched.origins if counts(one)
+        ):
+            return name
+    return "nothing"
 
 
 def root_of(module: nn.Module) -> tuple[nn.Module, str]:

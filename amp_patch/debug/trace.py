@@ -171,7 +171,9 @@ class Tracer(StepObserver):
             for call in calls:
                 one = Rerun(call)
                 one.forward()
-                found.hidden += hidden(call, one)
+                # a loss may hide what an output shows, and has not where the pass overflowed
+                shown = one.reached if last.number <= self._looked_at else []
+                found.hidden += hidden(call, one, shown)
                 one.backward(call.grads[last.number])
                 root, path = root_of(one.model)
                 label = session.models.label_of(root)

@@ -118,6 +118,30 @@ class RoundedToZero(nn.Module):
         return torch.log((x * 1e-9).abs())
 
 
+class Difference(nn.Module):
+    """Divides by what is a little above 0 until bfloat16 rounds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones_like(x, dtype=torch.float32)
+        return (x / (ones - (ones * 0.999).to(self.proj(x).dtype))).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_level_of_bfloat16_is_not_advised_for_its_range(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(Difference()), level, loss_scale=1.0)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module, cause.operator) == ("forward", "1.1", "div")
+    assert cause.mended_by == "module"
+    assert "three digits" in cause.advice()
+    assert "range of float32" not in cause.advice()
+    assert "is the loss a sum" not in cause.advice()
+
+
 def test_what_no_precision_mends_in_one_step_is_not_said_to_be_mended_in_the_next(amp) -> None:
     class Now(RoundedToZero):
         is_zero = True

@@ -668,6 +668,20 @@ def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
     assert cause.rule == {"1.1": "float"}
 
 
+def test_inf_in_an_output_that_the_loss_hides_is_named(amp) -> None:
+    observer = Surveying()
+    session.observers.attach(observer)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight.data.fill_(6e4)
+    model[0].bias.data.fill_(30.0)
+    model, optimizer = prepared(amp, model, "O1")
+    train(amp, model, optimizer, lambda outputs: torch.tanh(outputs.float()).mean())
+    assert not amp.step_was_skipped(optimizer)
+    (cause,) = observer.hidden
+    assert (cause.where, cause.module, cause.operator) == ("forward", "1", "linear")
+    assert cause.rule == {"1": "float"}
+
+
 def test_inf_that_float32_makes_as_well_is_no_hidden_cause(amp) -> None:
     class Divided(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -150,6 +150,22 @@ def test_a_model_whose_second_run_is_another_is_not_said_to_be_finite(amp) -> No
     assert "did not in a second run" in cause.note
 
 
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_a_loss_that_a_model_keeps_inside_is_named_there(amp, is_zero: bool) -> None:
+    class Experts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = x.half() * (0.0 if is_zero else 1e-9)
+            self.auxiliary = (chosen * chosen.abs().float().log()).mean()
+            return x
+
+    inside = Experts()
+    model, optimizer = prepared(amp, around(inside), "O1")
+    train(amp, model, optimizer, lambda outputs: square(outputs) + inside.auxiliary)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module, cause.operator) == ("forward", "1.1", "log")
+    assert cause.mended_by == ("nothing" if is_zero else "module")
+
+
 def test_a_traced_model_may_be_called_by_vmap(amp) -> None:
     model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
     train(amp, torch.func.vmap(model), optimizer)
