@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-
-from amp_patch.casting import rules, targets
 
 from .ranges import Range
 
@@ -21,8 +19,6 @@ from .ranges import Range
 #: the loss outside of the models, in their gradients' sum, in what the script wrote to them; or it
 #: could not be found.
 Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "written", "unknown"]
-#: Operators that make inf or NaN of 0 in every precision.
-_OF_ZERO = {"div", "divide", "log", "log10", "log2", "pow", "reciprocal", "rsqrt", "true_divide"}
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -58,6 +54,7 @@ class Cause:
         in_half: of a loss, an operator that the script computes in half, "" for none.
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
         also: the paths of further modules that must be in fp32 together with the module.
+        by_rule: whether a rule of the operator's function mends it as well as the module.
     """
 
     where: Where
@@ -82,11 +79,12 @@ class Cause:
     in_half: str = ""
     is_large: bool = False
     also: tuple[str, ...] = ()
+    by_rule: bool = False
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> Hashable:
         """The same for causes that one mend cures."""
-        return self.where, self.model, self.module, self.operator
+        return self.where, self.model, self.module, self.operator, self.is_loss_scale
 
     @property
     def is_loss_scale(self) -> bool:
@@ -189,33 +187,47 @@ def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
         return (
             "float32 does not help, for it comes out so there, too: look for a division by zero, "
-            "the square root or logarithm of 0, a softmax over nothing but -inf (a row that is "
-            "masked throughout), or for values that grow from step to step (the learning rate)."
+            "the square root or logarithm of 0, acos or asin at 1, the standard deviation of one "
+            "number or of equal ones, a softmax over nothing but -inf (a row that is masked "
+            "throughout), or for values that grow from step to step (the learning rate)."
         )
+    if cause.level in ("O4", "O5"):
+        return _of_rounding(cause)
+    bfloat16 = f"{'O4' if cause.level == 'O1' else 'O5'}: bfloat16 has the range of float32."
     if cause.mended_by == "level" and cause.where == "forward":
         return (
             "float16, to which this level casts, cannot hold such values: bring them below 65504 "
-            "(normalize the input, say), or take O5, for bfloat16 has the range of float32."
+            f"(normalize the input, say), or take {bfloat16}"
         )
     if cause.mended_by == "level":
-        return f"{_OF_LARGE_LOSS} Or take O5: bfloat16 has the range of float32."
+        return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
+    after = ""
+    if cause.mended_by == "model" and cause.where == "forward":
+        after = " What it returns is too large for float16 wherever it is used next."
+    elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
+        after = f" {_OF_LARGE_LOSS}"
+    return f"{_in_float32(cause)}{after} Or train at {bfloat16}"
+
+
+def _in_float32(cause: Cause) -> str:
+    """Return what has to compute in fp32."""
     module = cause.called if cause.mended_by == "model" else cause.module
     rule = ""
-    is_one = cause.mended_by == "module" and not cause.also
-    if cause.level in ("O1", "O4") and _has_rule(cause) and is_one:
+    if cause.by_rule:
         rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'
     after = ""
     if module and cause.level not in ("O0", "O1", "O4"):
         its = "their results" if cause.also else "its result"
         after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
-    if cause.mended_by == "model" and cause.where == "forward":
-        after = " What it returns is too large for float16 wherever it is used next."
-    elif cause.mended_by == "model":
-        after = f" {_OF_LARGE_LOSS}"
-    return (
-        f"{_capital(_region(module, cause.also))}{rule}.{after} Or train at "
-        f"{'O4' if cause.level in ('O1', 'O4') else 'O5'}: bfloat16 has the range of float32."
-    )
+    return f"{_capital(_region(module, cause.also))}{rule}.{after}"
+
+
+def _of_rounding(cause: Cause) -> str:
+    """Return the advice at a level that computes in bfloat16."""
+    rounded = "bfloat16 has three digits, so what should be a little above 0 may be 0, or below it."
+    if cause.mended_by == "level":
+        return f"{_capital(rounded)} Take O1 or O2: float16 has four."
+    return f"{_in_float32(cause)} {_capital(rounded)}"
 
 
 def _of_weight(cause: Cause) -> str:
@@ -225,8 +237,7 @@ def _of_weight(cause: Cause) -> str:
             f"{cause.dtype}, in which this level steps, so it divides by 0. Give the optimizer "
             "eps=1e-4, or take O2 or O5, which step in float32."
         )
-    kinds = () if cause.result is None else cause.result.kinds
-    if "NaN" not in kinds and cause.dtype != "float32":
+    if _is_inf(cause) and cause.dtype != "float32":
         grows = " If it grows from step to step, lower the learning rate."
         if cause.level in ("O1", "O4"):
             return f"It is too large for float16: {_region(cause.module)}, or take O4.{grows}"
@@ -240,18 +251,28 @@ def _of_weight(cause: Cause) -> str:
 
 
 def _of_input(cause: Cause) -> str:
-    return (
+    look = (
         "Look at what makes it: the data, or what the script computes before the model, such as "
         "another model whose weights hold NaN."
+    )
+    if cause.dtype != "float16" or not _is_inf(cause):
+        return look
+    return (
+        "It may be too large for float16: compute what makes it in `with amp.float_region():`. "
+        f"Else: {_lower(look)}"
     )
 
 
 def _of_loss(cause: Cause) -> str:
     in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
+    if cause.level in ("O1", "O4"):  # which casts the arguments of a product back
+        in_float = "compute the loss in `with amp.float_region():`."
     if cause.dtype in ("float16", "bfloat16"):
         return _capital(in_float)
     look = (
-        "Look at the loss: a division by zero, a square root or logarithm of 0 (add an epsilon); "
+        "Look at the loss and its targets: NaN in the data, a mean of nothing, a division by "
+        "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
+        "step (the learning rate); "
     )
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
@@ -259,7 +280,10 @@ def _of_loss(cause: Cause) -> str:
 
 
 def _of_sum(cause: Cause) -> str:
-    return "Divide each loss by the number of backward passes that a step takes."
+    return (
+        "A smaller loss scale may hold it: a dynamic one comes there by itself. Else divide each "
+        "loss by the number of backward passes that a step takes."
+    )
 
 
 def _of_written(cause: Cause) -> str:
@@ -285,20 +309,17 @@ _ADVICE = {
 }
 
 
-def _has_rule(cause: Cause) -> bool:
-    """Return whether a rule would keep the operator in fp32, costs little, and is enough."""
-    if cause.operator in rules.HALF:
-        return False  # the products that half precision is for
-    if cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands):
-        return False  # it was rounded to 0 before
-    try:
-        return bool(targets.user_rule_targets(cause.operator))
-    except ValueError:
-        return False
+def _is_inf(cause: Cause) -> bool:
+    """Return whether numbers were too large, and none is NaN."""
+    return cause.result is not None and "NaN" not in cause.result.kinds
 
 
 def _capital(words: str) -> str:
     return words[0].upper() + words[1:]
+
+
+def _lower(words: str) -> str:
+    return words[0].lower() + words[1:]
 
 
 def largest_scale(peak: float) -> float:

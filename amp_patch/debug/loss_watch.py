@@ -5,8 +5,9 @@ That code is the script's own and cannot be run again. Knows autograd's graphs o
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,18 @@ _MOST_NODES = 500
 _MOVING = {
     *("as_strided", "cat", "clone", "expand", "index", "permute", "select", "slice", "split"),
     *("squeeze", "stack", "t", "transpose", "unbind", "unsafe_view", "unsqueeze", "view"),
+}
+
+
+#: What an operator was given, as its node has saved it, and of which numbers inf or NaN comes.
+_UNDEFINED: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "acos": ("self", lambda numbers: numbers.abs() > 1),
+    "asin": ("self", lambda numbers: numbers.abs() > 1),
+    "div": ("other", lambda numbers: numbers == 0),
+    "log": ("self", lambda numbers: numbers <= 0),
+    "log10": ("self", lambda numbers: numbers <= 0),
+    "log1p": ("self", lambda numbers: numbers <= -1),
+    "log2": ("self", lambda numbers: numbers <= 0),
 }
 
 
@@ -52,6 +65,8 @@ class LossWatch:
         loss: the loss's range.
         found: what was not finite first; None where all was.
         in_half: an operator whose result is in half, "" for none.
+        spoiled_by: of a loss that is not finite, the first operator whose saved tensors show it,
+            and the ranges of these; None where none does.
     """
 
     def __init__(self, loss: Tensor, made_in_model: Callable[[Any], bool]) -> None:
@@ -69,8 +84,32 @@ class LossWatch:
                 node.register_hook(_Look(self, node))
                 if any(one.dtype in HALVES for one in node._input_metadata):
                     name = readable(node.name())
-                    self.in_half = name if name not in _MOVING else self.in_half
+                    if name not in _MOVING and not (self.in_half and name == "cast"):
+                        self.in_half = name
             waiting += [following for following, _ in node.next_functions]
+        not_finite = any(one.kinds for one in self.loss)
+        self.spoiled_by: tuple[str, tuple[Range, ...]] | None = None
+        # torch refuses what was saved and has been written to since; the backward says so
+        with contextlib.suppress(RuntimeError):
+            self.spoiled_by = _first_not_finite(seen) if not_finite else None
+
+
+def _first_not_finite(nodes: set[Any]) -> tuple[str, tuple[Range, ...]] | None:
+    """Return the first operator that was given or returned inf or NaN, or what makes it."""
+    for node in sorted(nodes, key=lambda one: one._sequence_nr()):
+        operator, start = readable(node.name()), "_saved_"
+        saved = {
+            name.removeprefix(start): value
+            for name in dir(node)
+            if name.startswith(start) and can_look(value := getattr(node, name))
+        }
+        name, is_undefined = _UNDEFINED.get(operator, ("", torch.isnan))
+        ranges = ranges_of(saved)
+        if any(set(one.kinds) - {"-inf"} for one in ranges) or (  # -inf may be a mask
+            name in saved and not saved[name].is_complex() and bool(is_undefined(saved[name]).any())
+        ):
+            return operator, ranges
+    return None
 
 
 class _Look:

@@ -70,7 +70,7 @@ class Places(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._functions.append(getattr(func, "__name__", ""))
+        self._functions.append(function_of(func))
         try:
             return func(*args, **(kwargs or {}))
         finally:
@@ -124,7 +124,7 @@ class Places(TorchFunctionMode):
         function = self._functions[-1] if self._functions else ""
         if not function or function in _COMPOSITES:
             return _OPERATORS.get(operator, operator.strip("_"))
-        return rules.OPERATORS.get(function, function.strip("_"))
+        return function.strip("_")
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if id(module) in self._names:
@@ -138,6 +138,12 @@ class Places(TorchFunctionMode):
         while any(known is module for known, _, _ in self._modules):
             if self._modules.pop()[0] is module:
                 return
+
+
+def function_of(func: Any) -> str:
+    """Return the name of a function as rules have it: "mul" of ``Tensor.__mul__``."""
+    name = getattr(func, "__name__", "")
+    return rules.OPERATORS.get(name, name)
 
 
 def in_backward() -> bool:

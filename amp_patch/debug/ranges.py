@@ -56,6 +56,7 @@ def can_look(tensor: Any) -> bool:
         isinstance(tensor, Tensor)
         and (tensor.is_floating_point() or tensor.is_complex())
         and tensor.device.type != "meta"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and tensor.layout in (torch.strided, torch.sparse_coo)
         and numbers_of(tensor).numel() > 0
     )
@@ -81,6 +82,11 @@ def kinds_of(tensor: Tensor) -> tuple[str, ...]:
         return ()
     tests = (numbers == math.inf, numbers == -math.inf, numbers.isnan())
     return tuple(kind for kind, test in zip(KINDS, tests, strict=True) if test.any())
+
+
+def kinds_in(tensors: Iterable[Any]) -> set[str]:
+    """Return which of `KINDS` any of the tensors holds."""
+    return {kind for one in tensors if can_look(one) for kind in kinds_of(one)}
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from amp_patch.casting.nested import map_tensors
 from amp_patch.kernels.graph_capture import captures
 
 from .places import next_node
+from .ranges import kinds_in
 from .saved_state import RandomState
 
 
@@ -37,6 +38,8 @@ class Call:
         region: the dtype of the region around it; None outside of regions.
         casts_off: whether ``disable_casts`` was around it.
         grads: the gradients that arrived, by the number of the pass and that of the output.
+        kinds: which numbers in the outputs were not finite.
+        weights: what ``torch.func.functional_call`` put in the place of parameters, by name.
     """
 
     def __init__(
@@ -50,6 +53,12 @@ class Call:
         self.region = None if mode.region is None else mode.region.dtype
         self.casts_off = mode.off and mode.region is None
         self.grads: dict[int, dict[int, Tensor]] = {}
+        self.kinds: set[str] = set()
+        self.weights = {
+            name: _copy(param)
+            for name, param in model.named_parameters()
+            if not isinstance(param, nn.Parameter)
+        }
 
 
 class RecordedCalls:
@@ -120,6 +129,7 @@ class RecordedCalls:
             return
         if call is None or outputs is None:
             return
+        call.kinds = kinds_in(tensors_in(outputs))
         self._count += 1
         self._order[call] = self._count
         self._last[model] = call  # also where no graph holds it: under no_grad(), or detached

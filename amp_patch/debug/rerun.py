@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting import regions
-from amp_patch.casting.argument_casts import tensors_in
-from amp_patch.casting.mode import mode
+from amp_patch.casting.argument_casts import tensors_in, to_float
+from amp_patch.casting.mode import Saved, casts_are_on, mode
 from amp_patch.session import session
 from amp_patch.weights.half_model import cast_floats
 
-from .places import Place, Places, names_of
+from .places import Place, Places, function_of, names_of
+from .ranges import kinds_in
 from .recorded_calls import Call, copied
 from .saved_state import ModelState, RandomState, set_buffers
 from .watch import Origin, Watch, Watched
@@ -30,22 +32,25 @@ class Rerun:
     Args:
         call: of a model that still lives.
         in_float: modules that compute in fp32 this time.
+        function: one that computes in fp32 this time, as by a rule of the user's; "" for none.
 
     Attributes:
         watched: what it showed.
         model: the call's.
         reached: the origins of those outputs of the forward that are not finite.
+        lost: kinds of numbers that outputs of the first run held, and those of the forward do not.
     """
 
-    def __init__(self, call: Call, in_float: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, call: Call, in_float: Sequence[nn.Module] = (), function: str = "") -> None:
         model = call.model()
         assert model is not None
         self.model = model
         self.watched = Watched()
-        self._call, self._in_float = call, in_float
+        self._call, self._in_float, self._function = call, in_float, function
         self._places = Places(names_of(model))
         self._watch = Watch(self._places, self.watched, model)
         self.reached: list[Origin] = []
+        self.lost: list[str] = []
         self._outputs: list[Tensor] = []
         self._inputs: Any = None
 
@@ -60,10 +65,15 @@ class Rerun:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_around(self._call))
-            stack.enter_context(_computing_in_float(self._in_float, self._dtype_after()))
-            stack.enter_context(self._places.followed())
-            stack.enter_context(self._watch)
-            self._outputs = tensors_in(self.model(*args, **kwargs))
+            stack.enter_context(self._looked_at())
+            weights = self._call.weights
+            outputs = (
+                torch.func.functional_call(self.model, weights, args, kwargs)
+                if weights
+                else self.model(*args, **kwargs)
+            )
+            self._outputs = tensors_in(outputs)
+        self.lost = sorted(self._call.kinds - kinds_in(self._outputs))
         self.reached = self._origins_of(self._outputs)
         return self._first(self._outputs)
 
@@ -79,12 +89,19 @@ class Rerun:
             if index < len(self._outputs) and self._outputs[index].requires_grad
         ]
         outputs = [self._outputs[index] for index in reached]
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        leaves = params + [one for one in tensors_in(self._inputs) if one.requires_grad]
-        in_float = _computing_in_float(self._in_float, self._dtype_after())
-        with in_float, self._places.followed(), self._watch:  # a checkpoint computes forward again
+        given = (self._call.weights, self._inputs)
+        tensors = (*self.model.parameters(), *tensors_in(given))
+        leaves = [one for one in tensors if one.requires_grad]
+        with self._looked_at():  # a checkpoint computes its forward again
             found = _gradients(outputs, [grads[index] for index in reached], leaves)
         return self._first(found)
+
+    @contextlib.contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """Follow what runs inside, with what is to compute in fp32 this time."""
+        in_float = _computing_in_float(self._in_float, self._dtype_after())
+        with in_float, self._places.followed(), _Ruled(self._function), self._watch:
+            yield
 
     def _first(self, tensors: Sequence[Tensor]) -> Origin | None:
         found = [origin for origin in self._origins_of(tensors) if not origin.is_meant]
@@ -107,7 +124,8 @@ class Rerun:
     def _introduce(self) -> None:
         for number, tensor in enumerate(tensors_in(self._inputs)):
             self._watch.introduce("input", Place("", 1, ""), f"input {number}", tensor)
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+        own = {**dict(self.model.named_parameters()), **self._call.weights}
+        for name, tensor in (*own.items(), *self.model.named_buffers()):
             place = Place(name.rpartition(".")[0], 1, "")
             self._watch.introduce("weight", place, name.rpartition(".")[2], tensor)
 
@@ -118,6 +136,7 @@ def leaving_no_trace(models: Sequence[nn.Module]) -> Iterator[None]:
     random, states = RandomState(), [ModelState(model) for model in models]
     saved = mode.save()
     try:
+        mode.restore(Saved(None, False, None))  # before a step, which has switched casts off
         yield
     finally:
         mode.restore(saved)
@@ -138,6 +157,26 @@ def _around(call: Call) -> Iterator[None]:
         block = regions.FloatRegion() if is_float else regions.HalfRegion()
     with block:
         yield
+
+
+class _Ruled(TorchFunctionMode):
+    """Lets a function compute in fp32 where casts are on, as ``rules={"mul": "float"}`` does.
+
+    Args:
+        function: a bare name of torch's; "" for none.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._function and function_of(func) == self._function and casts_are_on():
+            args, kwargs = to_float(args), to_float(kwargs)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

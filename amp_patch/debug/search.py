@@ -6,13 +6,14 @@ Knows nothing of when that is done, which is the tracer's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from amp_patch.casting import rules, targets
 from amp_patch.session import session
 
 from .cause import Cause, Mend, largest_scale
@@ -32,10 +33,12 @@ class _Mended(NamedTuple):
     Attributes:
         by: see `cause.Mend`.
         also: paths in the called model, of the modules that must be in fp32 beside the origin's.
+        by_rule: whether a rule of the operator's function does, too.
     """
 
     by: Mend | None
     also: tuple[str, ...] = ()
+    by_rule: bool = False
 
 
 class Search:
@@ -69,8 +72,10 @@ class Search:
             if origin is not None:
                 found = _in_model(one, origin, self._scale, _mend(call, origin, None))
                 return (self._handed_on(call, found) if origin.source == "input" else None) or found
+            if one.lost:
+                return self._not_again(one)
         if self._watch.loss and self._watch.loss[0].kinds:
-            return self._of_loss(self._watch.loss[0])
+            return self._of_spoiled_loss(self._watch.loss[0])
         if self._watch.found is not None:
             return self._in_loss(self._watch.found)
         for call in reversed(self._calls):
@@ -78,6 +83,41 @@ class Search:
             if cause is not None:
                 return cause
         return None
+
+    def _of_spoiled_loss(self, loss: Range) -> Cause:
+        """Return the cause where the outputs of the models are finite, and the loss is not."""
+        if self._watch.spoiled_by is None:
+            return self._kept_inside() or self._of_loss(loss)
+        operator, ranges = self._watch.spoiled_by
+        note = f"The first place that shows it is `{operator}`, of these."
+        return self._of_loss(loss, operands=ranges, note=note)
+
+    def _kept_inside(self) -> Cause | None:
+        """Return the cause in a model that keeps for the loss what it does not return."""
+        for call in self._calls:
+            one = Rerun(call)
+            one.forward()
+            found = filter(_is_error, one.watched.origins)
+            # -inf alone is often a mask, as the logarithm of one
+            origin = min(found, key=lambda one: not one.may_hide, default=None)
+            if origin is not None:
+                mended = _Mended(_mend_inside(call, origin, _is_error))
+                note = "The model does not return it: the loss has it from an attribute, say."
+                return replace(_in_model(one, origin, self._scale, mended), note=note)
+        return None
+
+    def _not_again(self, one: Rerun) -> Cause:
+        """Return the cause where the second run of a call was finite, and the first was not."""
+        root, path = root_of(one.model)
+        name = session.models.label_of(root) or type(root).__name__
+        return Cause(
+            "unknown",
+            self._scale,
+            level=_level_of(root),
+            note=f"{name}{f', `{path}`,' if path else ''} returned {' and '.join(one.lost)}, and "
+            "did not in a second run: it computed with numbers that are gone, such as weights "
+            "that the script has written to since.",
+        )
 
     def _handed_on(self, call: Call, found: Cause) -> Cause | None:
         """Return the cause in the first model of the step that made inf or NaN before this call.
@@ -175,6 +215,7 @@ def _in_model(
         fits=fits,
         mended_by=mended.by,
         also=tuple(joined(called, module) for module in mended.also),
+        by_rule=mended.by_rule,
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,
@@ -200,6 +241,11 @@ def _zero_eps(model: nn.Module, origin: Origin) -> float | None:
     return None
 
 
+def _is_error(origin: Origin) -> bool:
+    """Return whether an operator of a forward made what nobody meant."""
+    return origin.source == "forward" and not origin.is_meant
+
+
 def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Mended:
     """Return what has to be in fp32 for the call to be finite, backward too with ``grads``."""
     model = call.model()
@@ -209,7 +255,8 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
     while len(together) <= MOST_TOGETHER:
         left = _left(call, [model.get_submodule(one) for one in together], grads)
         if left is None:
-            return _Mended("module", tuple(together[1:]))
+            by_rule = len(together) == 1 and _rule_mends(call, origin.place.operator, grads)
+            return _Mended("module", tuple(together[1:]), by_rule)
         if not _may_join(left, together):
             break
         # Many a model has the same block several times, and each of them overflows by itself.
@@ -221,11 +268,27 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
     return _Mended("level" if left.place.operator == "cast" else "nothing")
 
 
+def _rule_mends(call: Call, function: str, grads: Mapping[int, Tensor] | None) -> bool:
+    """Return whether a rule for a function mends the call, and costs little."""
+    model = call.model()
+    level = None if model is None else session.models.levels.get(root_of(model)[0])
+    if level is None or not level.casts_functions or function in rules.HALF:
+        return False  # the products that half precision is for
+    try:
+        targets.user_rule_targets(function)
+    except ValueError:
+        return False
+    return _left(call, [], grads, function) is None
+
+
 def _left(
-    call: Call, in_float: Sequence[nn.Module], grads: Mapping[int, Tensor] | None
+    call: Call,
+    in_float: Sequence[nn.Module],
+    grads: Mapping[int, Tensor] | None,
+    function: str = "",
 ) -> Origin | None:
-    """Return what is still not finite where these modules compute in fp32."""
-    one = Rerun(call, in_float)
+    """Return what is still not finite where these modules, or a function, compute in fp32."""
+    one = Rerun(call, in_float, function)
     left = one.forward()
     return one.backward(grads) if left is None and grads is not None else left
 
@@ -241,26 +304,45 @@ def _may_join(left: Origin, together: Sequence[str]) -> bool:
     return not any(f"{module}.".startswith(f"{one}.") for one in together if one)
 
 
-def hidden(call: Call, one: Rerun) -> Iterator[Cause]:
-    """Yield what came up in a forward, reaches no output, and is finite in fp32.
+def hidden(call: Call, one: Rerun, shown: Sequence[Origin]) -> Iterator[Cause]:
+    """Yield what came up in a forward, no gradient shows, and is finite in fp32.
 
     1 / inf is 0: no gradient tells of it. What fp32 makes as well is the script's own matter.
+
+    Args:
+        call: one that was run again.
+        one: that run.
+        shown: origins of which gradients do tell.
     """
-    shown = {id(origin) for origin in one.reached}
     for origin in list(one.watched.origins):
-        if not origin.may_hide or id(origin) in shown:
-            continue
-        tries: dict[Mend, nn.Module] = {
-            "module": one.model.get_submodule(origin.place.module),
-            "model": one.model,
-        }
-        for name, module in tries.items():
-            again = Rerun(call, [module])
-            again.forward()
-            left = {other.place.module for other in again.watched.origins if other.may_hide}
-            if origin.place.module not in left:
-                yield _in_model(one, origin, 1.0, _Mended(name))
-                break
+        if origin.may_hide and not any(origin is other for other in shown):
+            mend = _mend_inside(call, origin, lambda other: other.may_hide)
+            if mend != "nothing":
+                yield _in_model(one, origin, 1.0, _Mended(mend))
+
+
+def _mend_inside(call: Call, origin: Origin, counts: Callable[[Origin], bool]) -> Mend:
+    """Return what has to be in fp32 for a module to be finite inside, whatever it returns.
+
+    Args:
+        call: of the model.
+        origin: what came up in the module.
+        counts: whether an origin does.
+    """
+    model = call.model()
+    assert model is not None
+    tries: dict[Mend, nn.Module] = {
+        "module": model.get_submodule(origin.place.module),
+        "model": model,
+    }
+    for name, module in tries.items():
+        again = Rerun(call, [module])
+        again.forward()
+        if all(
+            one.place.module != origin.place.module for one in again.watched.origins if counts(one)
+        ):
+            return name
+    return "nothing"
 
 
 def root_of(module: nn.Module) -> tuple[nn.Module, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from amp_patch.step.loss_scaling import Found
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
 
-from .cause import Cause
+from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
@@ -86,7 +86,7 @@ class Tracer(StepObserver):
         self._clear()
 
     def _clear(self) -> None:
-        self.causes: dict[tuple[str, ...], tuple[Cause, int]] = {}
+        self.causes: dict[Hashable, tuple[Cause, int]] = {}
         self.overflows = 0
         self.passes: list[tuple[int, float, LossWatch]] = []
         self._looked_at = 0  # the number of the last pass whose cause was searched
@@ -141,10 +141,13 @@ class Tracer(StepObserver):
 
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:
         """See `StepObserver`."""
+        self._overflowed(scaler_id, self._find)
+
+    def _overflowed(self, scaler_id: int, find: Callable[[], Cause]) -> None:
         self.overflows += 1
         self._looked_at = self.recorded.passes
         try:
-            cause = replace(self._find(), is_static=not session.scalers[scaler_id].rule.dynamic)
+            cause = replace(find(), is_static=not session.scalers[scaler_id].rule.dynamic)
         except Exception as error:
             # To trace must not end a training that goes on without.
             cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")
@@ -168,7 +171,9 @@ class Tracer(StepObserver):
             for call in calls:
                 one = Rerun(call)
                 one.forward()
-                found.hidden += hidden(call, one)
+                # a loss may hide what an output shows, and has not where the pass overflowed
+                shown = one.reached if last.number <= self._looked_at else []
+                found.hidden += hidden(call, one, shown)
                 one.backward(call.grads[last.number])
                 root, path = root_of(one.model)
                 label = session.models.label_of(root)
@@ -229,7 +234,10 @@ class Tracer(StepObserver):
             self.recorded.is_off, self.is_looking = was_off, False
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Look at losses: one of NaN may have finite gradients, and unscaled ones nobody checks."""
+        """Look at losses, of which one of NaN may have finite gradients, and at what is stepped.
+
+        Gradients without a scale nobody has checked, and others the script may have written to.
+        """
         new = [(scale, watch) for number, scale, watch in self.passes if number > self._looked_at]
         unscaled = [watch for scale, watch in new if scale == 1.0]
         if (
@@ -238,12 +246,24 @@ class Tracer(StepObserver):
             or (unscaled and not are_finite(_gradients_of(optimizer)))
         ):
             self.overflowed(0, [])
+        elif new and not are_finite(_gradients_of(optimizer)):
+            self._overflowed(0, lambda: Cause("written", new[-1][0]))
+
+
+#: What makes a step finite, from the least that is to be done to the most.
+_MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "nothing")
 
 
 def _together(cause: Cause, before: Cause) -> Cause:
-    """Return a cause with what an earlier step needed in fp32 beside it: one mend is to do."""
-    both = dict.fromkeys((*before.also, *cause.also))
-    return replace(cause, also=tuple(both)) if cause.mended_by == "module" else cause
+    """Return one of two steps' cause: what mends it must mend both."""
+    both = tuple(dict.fromkeys((*before.also, *cause.also)))
+    most = max(cause, before, key=_to_do)
+    return replace(most, also=both) if most.mended_by == "module" else most
+
+
+def _to_do(cause: Cause) -> tuple[int, bool, float]:
+    """Return how much is to be done against a cause, to be compared."""
+    return _MENDS.index(cause.mended_by), not cause.by_rule, -(cause.fits or 0.0)
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:

@@ -184,7 +184,12 @@ class Watch(TorchDispatchMode):
         if _name_of(func) in _UNWRITTEN:
             return self._emptied(func(*args, **kwargs))
         inputs = [one for one in tree_leaves((args, kwargs)) if can_look(one)]
-        bad = [(one, origin) for one in inputs if (origin := self.origin_of(one)) is not None]
+        unread = _unread(func, args)
+        bad = [
+            (one, origin)
+            for one in inputs
+            if (origin := self.origin_of(one)) is not None and id(one) not in unread
+        ]
         written = _written(func, args)
         before = ranges_of(_numbered(inputs)) if written else None
         result = func(*args, **kwargs)
@@ -192,7 +197,8 @@ class Watch(TorchDispatchMode):
         outputs = [one for one in tree_leaves(result) if can_look(one)]
         operation = _Operation(func, args, inputs, bad, place, before)
         for output in _unique([*outputs, *written]):
-            self._look(operation, output)
+            if id(output) not in unread or self.origin_of(output) is None:
+                self._look(operation, output)
         self._count_flushed(place, inputs, outputs)
         return result
 
@@ -331,6 +337,18 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += [one for one in tree_leaves(value) if can_look(one)]
     return found
+
+
+def _unread(func: Any, args: tuple[Any, ...]) -> set[int]:
+    """Return the ids of the running statistics that a batch norm updates, and does not read.
+
+    An overflow leaves NaN in them, also of a step that is skipped.
+    """
+    if "batch_norm" not in _name_of(func):
+        return set()
+    given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
+    is_training = given.get("training", given.get("train", True))
+    return {id(given.get(name)) for name in ("running_mean", "running_var") if is_training}
 
 
 def _name_of(func: Any) -> str:

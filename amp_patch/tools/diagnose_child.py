@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +33,10 @@ class DiagnoseRecorder(StepObserver):
         self._lines = child.Lines(out, "found")
         self._overflows = self._steps = self._overflowed = self._known = 0
         self._causes: list[dict[str, Any]] = []
-        self._first: dict[tuple[str, ...], int] = {}  # cause -> the step that it first came up in
+        self._first: dict[Hashable, int] = {}  # cause -> the step that it first came up in
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
-        self._hidden: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._hidden: dict[Hashable, dict[str, Any]] = {}
         self._has_ended = False
         self.limit = StepLimit(steps, self._survey)
 

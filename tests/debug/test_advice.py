@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from amp_patch.debug import Cause
 from amp_patch.debug.ranges import range_of
+from amp_patch.debug.trace import tracer
 
 
 class Normalized(nn.Module):
@@ -74,10 +75,100 @@ def test_a_sum_that_torch_computes_in_float32_is_not_advised_to_be(amp, dims: An
 
 
 def test_a_function_is_advised_to_run_in_float32_where_that_is_enough() -> None:
-    enough = Cause("forward", 1.0, operator="softmax", level="O1", mended_by="module")
+    enough = Cause("forward", 1.0, operator="softmax", mended_by="module", by_rule=True)
     assert enough.title().startswith("the model itself: `softmax` returned")
     assert 'rules={"softmax": "float"}' in enough.advice()
-    assert "rules=" not in replace(enough, mended_by="model").advice()
+    assert "rules=" not in replace(enough, by_rule=False).advice()
+
+
+class Amplified(nn.Module):
+    """A product beyond float16, and what makes it small again: after a linear layer, or at once."""
+
+    def __init__(self, layer: bool, in_place: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH) if layer else nn.Identity()
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.half() + 2.0
+        y = x.mul_(6e4) if self.in_place else x * 6e4
+        return self.layer(y) * 1e-5
+
+
+@pytest.mark.parametrize(("layer", "in_place"), [(False, False), (True, False), (False, True)])
+def test_a_rule_of_a_function_is_advised_where_it_mends(amp, layer: bool, in_place: bool) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        plant = Amplified(layer, in_place)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), plant, nn.Linear(WIDTH, 1))
+
+    traced, optimizer = prepared(amp, model(), "O1")
+    train(amp, traced, optimizer)
+    cause = the_cause(amp)
+    assert (cause.module, cause.operator) == ("1", "mul")
+    mended, optimizer = prepared(amp, model(), "O1", rules={"mul": "float"})
+    train(amp, mended, optimizer)
+    assert ("rules=" in cause.advice()) == (not amp.step_was_skipped(optimizer))
+
+
+class RoundedToZero(nn.Module):
+    """The logarithm of what float16 rounds to 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log((x * 1e-9).abs())
+
+
+class Difference(nn.Module):
+    """Divides by what is a little above 0 until bfloat16 rounds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones_like(x, dtype=torch.float32)
+        return (x / (ones - (ones * 0.999).to(self.proj(x).dtype))).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_a_level_of_bfloat16_is_not_advised_for_its_range(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(Difference()), level, loss_scale=1.0)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module, cause.operator) == ("forward", "1.1", "div")
+    assert cause.mended_by == "module"
+    assert "three digits" in cause.advice()
+    assert "range of float32" not in cause.advice()
+    assert "is the loss a sum" not in cause.advice()
+
+
+def test_what_no_precision_mends_in_one_step_is_not_said_to_be_mended_in_the_next(amp) -> None:
+    class Now(RoundedToZero):
+        is_zero = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 0.0 if self.is_zero else x)
+
+    model, optimizer = prepared(amp, nn.Sequential(nn.Linear(WIDTH, WIDTH), Now()), "O1")
+    for is_zero in (False, True, False):
+        model[1].is_zero = is_zero
+        train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.operator, cause.mended_by) == ("log", "nothing")
+
+
+def test_an_overflow_that_no_scale_mends_is_told_apart_from_one_of_the_scale(amp) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale=65536.0)
+    for factor in (8.0, 1e7, 8.0, 32.0):
+        train(amp, model, optimizer, lambda outputs, f=factor: (outputs + 1.0).sum() * f)
+    first, second = (cause for cause, _ in amp.overflow_report().causes)
+    assert first.is_loss_scale
+    assert not second.is_loss_scale
+    assert first.operator == second.operator
+    # the scale that is said to fit fits all of them
+    again, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale=first.fits)
+    train(amp, again, optimizer, lambda outputs: (outputs + 1.0).sum() * 32.0)
+    assert not amp.step_was_skipped(optimizer)
 
 
 class Spectral(nn.Module):
@@ -147,3 +238,28 @@ def test_no_operator_is_told_of_a_weight_and_of_a_loss_by_itself() -> None:
     assert "\n  weight: float32 [1], " in str(weight)
     called = Cause("forward", 1.0, operator="exp", result=range_of("result", torch.ones(1)))
     assert "\n  operator: result: float32 [1], " in str(called)
+
+
+def test_a_product_in_the_loss_is_advised_to_be_in_a_region_where_functions_cast(amp) -> None:
+    def similarities(outputs: Tensor) -> Tensor:
+        large = outputs.float() * 0.0 + 600.0
+        return (large @ large.T).mean() * 1e-6
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, model, optimizer, similarities)
+    cause = the_cause(amp)
+    assert (cause.where, cause.in_half) == ("loss", "mm")
+    assert "compute the loss in `with amp.float_region():`" in cause.advice()
+    before = tracer.overflows
+    with amp.float_region():
+        train(amp, model, optimizer, similarities)
+    assert tracer.overflows == before
+
+
+def test_what_the_script_made_too_large_for_float16_before_a_part_is_told_so(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, lambda x: model[1](model[0](x) * 1e6), optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module, cause.dtype) == ("input", "1", "float16")
+    assert "float_region" in cause.advice()
+    assert "the data" in cause.advice()

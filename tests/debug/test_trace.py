@@ -536,14 +536,41 @@ def test_without_a_loss_scale_a_backward_that_is_not_finite_is_traced(
     assert (cause.where, cause.operator, cause.module) == ("backward", "sqrt", "1.1")
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(amp, level: str) -> None:
-    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=1.0)
+@pytest.mark.parametrize(
+    ("level", "scale"),
+    [("O4", 1.0), ("O5", 1.0), ("O1", "dynamic"), ("O1", 8.0), ("O2", "dynamic")],
+)
+def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(
+    amp, level: str, scale: Any
+) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=scale)
     scaled_backward(amp, square(model(torch.randn(4, WIDTH))), optimizer)
     for param in amp.master_params(optimizer):
         param.grad.div_(0.0)
     optimizer.step()
     assert the_cause(amp).where == "written"
+
+
+def test_before_a_step_a_model_is_run_again_in_the_precision_that_it_had(amp) -> None:
+    model, optimizer = prepared(amp, around(Scores()), "O1", loss_scale=1.0)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.dtype) == ("forward", "matmul", "float16")
+
+
+def test_running_statistics_that_an_overflow_has_spoiled_are_no_cause_of_the_next(amp) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].weight.data.mul_(1e5)
+    model, optimizer = prepared(amp, model, "O2")
+    train(amp, model, optimizer, steps=3)
+    assert model[1].running_mean.isnan().any()
+    cause = the_cause(amp)
+    assert (cause.where, cause.module) == ("forward", "0")
+
+    model.eval()
+    train(amp, model, optimizer)
+    _, read = (cause for cause, _ in amp.overflow_report().causes)
+    assert (read.where, read.operator) == ("weight", "running_mean")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
@@ -639,6 +666,20 @@ def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
     (cause,) = observer.hidden
     assert (cause.module, cause.operator, cause.where) == ("1.1", "mul", "forward")
     assert cause.rule == {"1.1": "float"}
+
+
+def test_inf_in_an_output_that_the_loss_hides_is_named(amp) -> None:
+    observer = Surveying()
+    session.observers.attach(observer)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight.data.fill_(6e4)
+    model[0].bias.data.fill_(30.0)
+    model, optimizer = prepared(amp, model, "O1")
+    train(amp, model, optimizer, lambda outputs: torch.tanh(outputs.float()).mean())
+    assert not amp.step_was_skipped(optimizer)
+    (cause,) = observer.hidden
+    assert (cause.where, cause.module, cause.operator) == ("forward", "1", "linear")
+    assert cause.rule == {"1": "float"}
 
 
 def test_inf_that_float32_makes_as_well_is_no_hidden_cause(amp) -> None:

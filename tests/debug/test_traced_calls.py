@@ -6,6 +6,7 @@ import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Failing(nn.Module):
@@ -97,6 +98,78 @@ def test_a_loss_that_is_computed_in_half_outside_of_the_model_is_told_so(amp, in
     assert (cause.where, cause.in_half) == ("loss", "mul" if in_half else "")
     assert ("or at `mul` in it, which is in half" in cause.advice()) == in_half
     assert ("precision has no part in it" in cause.advice()) != in_half
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "operator"),
+    [
+        (lambda outputs: outputs.relu().mul(0.0).log().mean(), "log"),
+        (lambda outputs: (outputs * outputs.mul(0.0).reciprocal()).sum(), "reciprocal"),
+        (lambda outputs: (outputs / (outputs * 0.0)).exp().mean(), "div"),
+        (lambda outputs: F.mse_loss(outputs, outputs.detach() * torch.nan), "mse_loss"),
+        (lambda outputs: F.softmax(outputs - torch.inf, -1).sum(), "softmax"),
+        (lambda outputs: outputs.exp().sum() * 1e38, ""),
+    ],
+)
+def test_where_a_loss_left_the_finite_range_is_told_as_far_as_its_graph_shows(
+    amp, loss_of, operator: str
+) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, model, optimizer, lambda outputs: loss_of(outputs.float()))
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator) == ("loss", "")
+    assert (f"shows it is `{operator}`, of these" in cause.note) == bool(operator)
+    assert bool(cause.operands) == bool(operator)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_of_a_functional_call_are_those_of_the_second_run(amp, level: str) -> None:
+    def call(x: Tensor) -> Tensor:
+        weights = {name: param * 1e6 for name, param in model.named_parameters() if "1.0" in name}
+        return torch.func.functional_call(model, weights, (x,))
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=1.0)
+    train(amp, call, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module) == ("weight" if level == "O2" else "forward", "1.0")
+
+
+def test_a_model_whose_second_run_is_another_is_not_said_to_be_finite(amp) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = [torch.inf]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factors.pop() if self.factors else x
+
+    model, optimizer = prepared(amp, around(Once()), "O1")
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert cause.where == "unknown"
+    assert "did not in a second run" in cause.note
+
+
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_a_loss_that_a_model_keeps_inside_is_named_there(amp, is_zero: bool) -> None:
+    class Experts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = x.half() * (0.0 if is_zero else 1e-9)
+            self.auxiliary = (chosen * chosen.abs().float().log()).mean()
+            return x
+
+    inside = Experts()
+    model, optimizer = prepared(amp, around(inside), "O1")
+    train(amp, model, optimizer, lambda outputs: square(outputs) + inside.auxiliary)
+    cause = the_cause(amp)
+    assert (cause.where, cause.module, cause.operator) == ("forward", "1.1", "log")
+    assert cause.mended_by == ("nothing" if is_zero else "module")
+
+
+def test_a_traced_model_may_be_called_by_vmap(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, torch.func.vmap(model), optimizer)
+    assert not amp.step_was_skipped(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

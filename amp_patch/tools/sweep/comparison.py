@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .continued import continued
+from .continued import begun_otherwise, continued
 from .outcomes import Run
 from .verdicts import DIVERGED, REFERENCE, Verdict, deviations, verdict_of
 from .warm_up import timed, warm_up_steps
@@ -76,6 +76,7 @@ class Comparison:
         rounds: how many runs each level has.
         on_cuda: whether memory is the CUDA allocator's.
         continued: levels that seem to go on from what an earlier run has saved.
+        begun_otherwise: levels whose first loss, before any step, is not O0's.
         timed: level -> steps whose time counts, over the rounds that came to their end.
     """
 
@@ -84,6 +85,7 @@ class Comparison:
     rounds: int
     on_cuda: bool
     continued: Sequence[str] = ()
+    begun_otherwise: Sequence[str] = ()
     timed: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -119,7 +121,8 @@ def compared(runs: Sequence[Run], tolerance: float) -> Comparison:
         level: sum(len(timed(run.steps, warm_up)) for run in own if run.is_finished)
         for level, own in levels.items()
     }
-    return Comparison(rows, warm_up, rounds, on_cuda, continued(runs), counts)
+    otherwise = begun_otherwise(runs, REFERENCE)
+    return Comparison(rows, warm_up, rounds, on_cuda, continued(runs), otherwise, counts)
 
 
 def _row(runs: list[Run], references: list[Run], tolerance: float, warm_up: int) -> Row:

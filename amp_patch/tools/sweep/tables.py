@@ -99,17 +99,32 @@ def remarks(comparison: Comparison) -> list[str]:
         for words in _skips(row):
             alike.setdefault(words, []).append(row.level)
     lines = [f"{', '.join(levels)}: {words}" for words, levels in alike.items()]
+    lines += _beginnings(comparison)
+    if comparison.reference is None:
+        lines.append(f"{REFERENCE} was not swept: there is nothing to compare speed or loss with.")
+    if comparison.warm_up:
+        first = "step" if comparison.warm_up == 1 else f"{comparison.warm_up} steps"
+        lines.append(f"Times leave out the first {first} of each run (warm-up).")
+    return lines
+
+
+def _beginnings(comparison: Comparison) -> list[str]:
+    """Return what is to be said of levels that did not begin as the first run did."""
+    lines = []
     if comparison.continued:
         lines.append(
             f"{', '.join(comparison.continued)}: not from scratch, as it seems, but from what an "
             "earlier run has saved; figures then do not compare. Give each run a folder of its own "
             "by {run} in the script's arguments."
         )
-    if comparison.reference is None:
-        lines.append(f"{REFERENCE} was not swept: there is nothing to compare speed or loss with.")
-    if comparison.warm_up:
-        first = "step" if comparison.warm_up == 1 else f"{comparison.warm_up} steps"
-        lines.append(f"Times leave out the first {first} of each run (warm-up).")
+    deviating = {row.level for row in comparison.rows if row.verdict.kind == DEVIATES}
+    otherwise = deviating & set(comparison.begun_otherwise) - set(comparison.continued)
+    if otherwise:
+        lines.append(
+            f"{', '.join(sorted(otherwise))}: the first loss, before any step, is not "
+            f"{REFERENCE}'s. Either half precision computes another (amp-patch compare tells), or "
+            "the runs draw other random numbers: seed all of them in the script."
+        )
     return lines
 
 

@@ -150,6 +150,32 @@ def test_nothing_goes_on_where_nothing_has_ended() -> None:
     assert compared(noisy, 0.05).continued == []
 
 
+def test_a_loss_that_varies_from_step_to_step_is_not_said_to_go_on() -> None:
+    varying = [60.0, 18.0, 95.0, 42.0, 71.0, 30.0, 84.0, 25.0, 66.0, 43.0]
+    runs = [made_run("O0", varying), made_run("O1", [35.0, *varying])]
+    assert compared(runs, 0.05).continued == []
+    smooth = [60.0 - step for step in range(20)]
+    runs = [made_run("O0", smooth), made_run("O1", [42.0, 41.0])]
+    assert compared(runs, 0.05).continued == ["O1"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([5.0, 4.0, 4.0], True),
+        ([2.01, 1.5, 3.0], False),  # it began alike
+        ([5.0, 1.0, 0.6], False),  # it ended alike
+        ([math.nan, 1.0, 3.0], False),
+    ],
+)
+def test_a_level_that_deviates_from_its_first_loss_on_is_told_of_random_numbers(
+    losses: list[float], told: bool
+) -> None:
+    comparison = compared([made_run("O0", FALLING), made_run("O1", losses)], 0.05)
+    lines = [line for line in tables.remarks(comparison) if "random numbers" in line]
+    assert [line.partition(":")[0] for line in lines] == ["O1"] * told
+
+
 def test_without_o0_no_column_compares_with_it() -> None:
     comparison = compared([made_run("O1"), made_run("O4")], 0.05)
     names = [name for group in tables.columns(comparison) for name, _ in group]
