@@ -108,7 +108,10 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
     items: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
     for item in items:
         if not isinstance(item, kind):
-            raise TypeError(f"{rule} them; got {type(item).__name__}; {_MEND}.")
+            got = type(item)
+            # fastai has an Optimizer of its own
+            module = f"{got.__module__}." if got.__name__ == kind.__name__ else ""
+            raise TypeError(f"{rule} them; got {module}{got.__name__}; {_MEND}.")
     return list(items)
 
 
