@@ -114,7 +114,9 @@ def _as_list(given: Any, kind: type, rule: str) -> list[Any]:
 
 def _described(item: Any, kind: type) -> str:
     """Return the type of what is not of a kind, and where it holds one, as wrappers do."""
-    name = type(item).__name__
+    got = type(item)
+    # fastai has an Optimizer of its own
+    name = f"{got.__module__}.{got.__name__}" if got.__name__ == kind.__name__ else got.__name__
     held = (key for key, value in getattr(item, "__dict__", {}).items() if isinstance(value, kind))
     attribute = next(held, None)
     return name if attribute is None else f"{name}, which holds one to pass: its .{attribute}"

@@ -127,6 +127,7 @@ class Session:
             lambda: self.scalers[0],
             lambda steps, device: self.passes.scaling(steps, 0, device, may_be_delayed=True),
             lambda steps, scaling: self.passes.under(steps, 0, scaling),
+            self.cache.mark_stale,
         )
         self.passes = BackwardPasses(
             self.scalers,

@@ -107,6 +107,7 @@ def test_a_model_that_no_dictionary_finds_is_refused_before_anything_is_patched(
         (SGD, "type"),
         ("SGD", "str"),
         (StepLR(optimizer(), 5), "StepLR, which holds one to pass: its .optimizer"),
+        (type("Optimizer", (), {"__module__": "fastai.optimizer"})(), "fastai.optimizer.Optimizer"),
     ],
 )
 def test_what_is_no_optimizer_is_refused(optimizers: Any, received: str) -> None:

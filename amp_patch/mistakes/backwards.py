@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
 from amp_patch.step.optimizer_step import OptimizerStep
@@ -56,6 +57,9 @@ class Backwards:
     Args:
         delayed: returns the parameters whose gradients wait, scaled, for the next block.
         running: the steps of optimizers that run.
+        after_lone: called behind each backward while no optimizer is prepared, whose step would
+            tell that weights change: a script may write to them by hand, through ``.data`` say.
+        prepared: the prepared optimizers; false without any.
 
     Attributes:
         last_was_plain: True where the last backward was of no scaled loss; False also before the
@@ -64,9 +68,14 @@ class Backwards:
     """
 
     def __init__(
-        self, delayed: Callable[[], Iterable[Tensor]], running: Sequence[OptimizerStep] = ()
+        self,
+        delayed: Callable[[], Iterable[Tensor]],
+        running: Sequence[OptimizerStep],
+        after_lone: Callable[[], None],
+        prepared: Collection[Optimizer],
     ) -> None:
         self._delayed, self._running = delayed, running
+        self._after_lone, self._prepared = after_lone, prepared
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = 0
@@ -97,6 +106,7 @@ class Backwards:
 
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         blocks, running, run = self._blocks, self._running, short_for_scalars(original)
+        prepared = self._prepared
 
         @never_trace
         @functools.wraps(original)
@@ -105,9 +115,11 @@ class Backwards:
             if blocks and torch._C._current_graph_task_id() == -1:
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
                 self._look(tensors, kwargs.get("inputs"), creates_graph)
-            if not running:
+            if prepared and not running:
                 return run(tensors, *args, **kwargs)
             result = run(tensors, *args, **kwargs)
+            if not prepared and torch._C._current_graph_task_id() == -1:
+                self._after_lone()
             for step in [*running]:
                 step.receive_in_step()
             return result

@@ -21,8 +21,9 @@ from amp_patch.casting.running_modules import running_modules
 from amp_patch.levels import OptLevel
 from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
+# A tensor that is printed, as what torch.jit cannot trace, ends with its type and shape in braces.
 _COMPLAINT = re.compile(
-    r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor|BFloat16Tensor|desired output type"
+    r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor(?!\{)|BFloat16Tensor|desired output type"
     r"|must have the type|autocast::prioritize"
 )
 # Of autocast alone, which may be over by the time that the note is written.

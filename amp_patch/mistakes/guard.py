@@ -54,6 +54,7 @@ class Guard:
         models, optimizers, store: of the session.
         scaler: returns the loss scaler of loss_id 0.
         make_scaling, make_pass: see `grad_scaler`.
+        after_lone: see `Backwards`.
 
     Attributes:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
@@ -70,9 +71,12 @@ class Guard:
         scaler: Callable[[], LossScaler],
         make_scaling: MakeScaling,
         make_pass: MakePass,
+        after_lone: Callable[[], None],
     ) -> None:
         self._models, self._optimizers, self._store = models, optimizers, store
-        self.backwards = Backwards(optimizers.scaled_params, optimizers.running)
+        self.backwards = Backwards(
+            optimizers.scaled_params, optimizers.running, after_lone, optimizers.steps
+        )
         self.unprepared = UnpreparedParams(lambda: self.backwards.plain)
         self._served = ServedScalers(
             optimizers, scaler, make_scaling, make_pass, self.unprepared.forget

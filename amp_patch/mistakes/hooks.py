@@ -32,8 +32,10 @@ _METHODS = {
 
 
 #: Packages whose own hooks do not depend on the scale: Lightning's Fabric sees by one whether its
-#: ``backward`` was called.
-_NO_SCRIPTS = frozenset({"torch", "amp_patch", "apex", "lightning", "lightning_fabric"})
+#: ``backward`` was called, Pyro whether a gradient is NaN, and Captum takes gradients of no loss.
+_NO_SCRIPTS = frozenset(
+    {"torch", "amp_patch", "apex", "lightning", "lightning_fabric", "pyro", "captum"}
+)
 
 _Models = Callable[[], Iterable[nn.Module]]
 _ParamOf = Callable[[Tensor], Tensor]

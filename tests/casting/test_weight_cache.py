@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from amp_patch import amp as core
 from amp_patch.casting.mode import mode, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.kernels.reusable import _MANY_USES
@@ -1056,6 +1057,30 @@ def test_a_compiled_function_casts_the_weight_itself(amp: ModuleType) -> None:
         assert torch.equal(compiled(x), F.linear(x, model.weight.to(HALF)))
         model(x)
         model.weight.data.neg_()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_steps_by_hand_through_data_train_without_any_optimizer(
+    amp: ModuleType, level: str
+) -> None:
+    """As in PyTorch's own tutorial: ``p.data.sub_(p.grad * lr)``, which moves no version."""
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    inputs = torch.randn(32, 8)
+    model = amp.initialize(copy.deepcopy(exact), opt_level=level, verbosity=0)
+    losses = []
+    for net in (exact, model):
+        with nullcontext() if net is model else core.disable_casts():
+            for _ in range(20):
+                net.zero_grad()
+                loss = F.mse_loss(net(inputs), inputs[:, :2])
+                loss.backward()
+                for param in net.parameters():
+                    assert param.grad is not None
+                    param.data.sub_(param.grad, alpha=0.3)
+        losses.append(loss.item())
+    assert losses[0] < 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 def test_a_copy_of_a_model_casts_its_own_weights(amp: ModuleType) -> None:

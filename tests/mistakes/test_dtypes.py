@@ -586,3 +586,15 @@ def test_a_layer_cast_outside_of_a_forward_is_told_of(amp: ModuleType, level: st
     model, _ = prepared(amp, level)
     with pytest.warns(UserWarning, match=r"Linear.to\(\) afterwards, which stores them in"):
         model.first.to(torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_half_tensor_that_an_error_prints_is_no_complaint_about_dtypes(
+    amp: ModuleType, level: str
+) -> None:
+    """torch.jit cannot trace parameters that are not those of the state, and prints one."""
+    model = prepared(amp, level)[0]
+    with pytest.raises(RuntimeError, match=r"\[ torch\.HalfTensor\{") as raised:
+        torch.jit._get_trace_graph(model, (torch.randn(2, 4),))
+    assert not getattr(raised.value, "__notes__", None)
+    assert "amp_patch: " not in str(raised.value)

@@ -72,14 +72,15 @@ def test_what_the_warning_says_makes_the_hook_right(amp: ModuleType) -> None:
     )
 
 
-def test_a_hook_of_a_library_that_only_looks_is_not_told(amp: ModuleType) -> None:
-    """Lightning's Fabric registers one on each output of the model."""
+@pytest.mark.parametrize("importer", ["lightning_fabric.wrappers", "pyro.util", "captum._utils"])
+def test_a_hook_of_a_library_that_only_looks_is_not_told(amp: ModuleType, importer: str) -> None:
+    """Lightning's Fabric registers one on each output of the model, Pyro on each value."""
     model, _ = prepared(amp, "O1")
-    fabric: dict[str, Any] = {"__name__": "lightning_fabric.wrappers", "clamp": clamp}
-    fabric["output"] = loss_of(model, next(batches()))
+    library: dict[str, Any] = {"__name__": importer, "clamp": clamp}
+    library["output"] = loss_of(model, next(batches()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        exec("output.register_hook(clamp)", fabric)
+        exec("output.register_hook(clamp)", library)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
