@@ -60,9 +60,9 @@ def show(pairs: ParamPairs) -> list[Tensor]:
 def write(halves: list[Tensor], values: list[Tensor]) -> None:
     """Write to half gradients; those that are views have the versions of before.
 
-    The gradients that `DistributedDataParallel` keeps in a bucket (``gradient_as_bucket_view=True``)
-    have one version together: what is written for one optimizer would look like a script's write to
-    those of another.
+    The gradients that `DistributedDataParallel` keeps in a bucket, with
+    ``gradient_as_bucket_view=True``, have one version together: what is written for one optimizer
+    would look like a script's write to those of another.
 
     Args:
         halves: dense gradients.
