@@ -170,7 +170,8 @@ class Session:
             fused_step: at levels with masters only.
             process_group: of the ranks that step together; None: found by itself.
         """
-        stepping = [local_optimizer(o) if level.master_weights else o for o in optimizers]
+        local = list(map(local_optimizer, optimizers))  # which refuses some, at every level
+        stepping = local if level.master_weights else list(optimizers)
         arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.master_weights:
             arguments.refuse_shared_state(stepping)

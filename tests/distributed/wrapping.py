@@ -124,6 +124,22 @@ def zero_with_views(level: str) -> str:
     return "nothing"
 
 
+def zero_that_overlaps(level: str) -> str:
+    """Return what is said of ZeRO that steps inside of the backward."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
+
+    model = training.make_model()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    try:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    except TypeError as error:
+        return str(error)
+    amp.deactivate()
+    return "nothing"
+
+
 def zero_in_join(level: str) -> str:
     """Return what is said of ZeRO in a ``Join``, in which one rank has more batches."""
     from torch.distributed.algorithms.join import Join
