@@ -72,7 +72,7 @@ def write(halves: list[Tensor], values: list[Tensor]) -> None:
     if not views:
         torch._foreach_copy_(halves, values)
         return
-    with torch.autograd._unsafe_preserve_version_counter(views):
+    with torch.autograd._unsafe_preserve_version_counter(views):  # type: ignore[attr-defined]  # torch's own
         torch._foreach_copy_(halves, values)
 
 
