@@ -1,8 +1,8 @@
 """torch's functions that clip gradients, given parameters whose masters are what is stepped.
 
 At O2 and O5 they clip the masters' gradients. Where each rank has another part of these (ZeRO,
-FSDP1), or some are DTensors and others not (tensor parallel), the norm is that of all ranks. Gradients that are still scaled are refused. Knows the
-prepared optimizers.
+FSDP1), or some are DTensors and others not (tensor parallel), the norm is that of all ranks.
+Gradients that are still scaled are refused. Knows the prepared optimizers.
 """
 
 from __future__ import annotations
