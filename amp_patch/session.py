@@ -171,7 +171,7 @@ class Session:
             fused_step: at levels with masters only.
             process_group: of the ranks that step together; None: found by itself.
         """
-        stepping = [local_optimizer(o) if level.master_weights else o for o in optimizers]
+        stepping = _stepping(optimizers, level)
         arguments.refuse_twice(stepping, self.optimizers.steps)
         if level.master_weights:
             arguments.refuse_shared_state(stepping)
@@ -420,6 +420,16 @@ def _explain(error: BaseException) -> None:
 
 def _announce(message: str) -> None:
     session.announce(message)
+
+
+def _stepping(optimizers: Sequence[Optimizer], level: OptLevel) -> list[Optimizer]:
+    """Return what steps the parameters at a level: with masters the local optimizer of ZeRO.
+
+    Raises:
+        TypeError: one that steps in the backward, at every level.
+    """
+    local = list(map(local_optimizer, optimizers))
+    return local if level.master_weights else list(optimizers)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

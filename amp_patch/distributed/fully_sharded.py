@@ -40,10 +40,11 @@ def unshared(module: Any) -> list[Tensor]:
 def reshard(model: nn.Module) -> None:
     """Have the sharded parameters of FSDP of either kind, where whole ones may stand."""
     flat_parameters.reshard(model)
-    for module in sharded_modules(model):
-        for group in _groups_of(module):
-            group.wait_for_unshard()  # which a backward that failed has begun ahead of its need
-        module.reshard()
+    for group in _groups(model):
+        group.wait_for_unshard()  # which a backward that failed has begun ahead of its need
+        # For torch a forward that failed goes on: in one, reshard_after_forward decides.
+        with group.use_training_state(type(group._training_state).IDLE):
+            group.reshard()
 
 
 def follow_parameters(model: nn.Module) -> None:

@@ -30,6 +30,36 @@ def local(tensor: Any) -> Any:
     return tensor._local_tensor if is_spread(tensor) else tensor
 
 
+def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the plain tensors, and the DTensors of each mesh: torch's functions take no mixture.
+
+    Those that are alike keep their order.
+    """
+    if not any_spread(tensors):
+        return [list(tensors)]
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if is_spread(tensor) else None  # type: ignore[attr-defined]  # it is a DTensor
+        found.setdefault(mesh, []).append(tensor)
+    return list(found.values())
+
+
+def whole(tensor: Any) -> Any:
+    """Return all of a DTensor on each rank, by a collective; any other stands for itself."""
+    return tensor.full_tensor() if is_spread(tensor) else tensor
+
+
+def beside(model: Any, number: Tensor) -> Tensor:
+    """Return a tensor that is the same on all ranks, to compute with where ``model`` is spread."""
+    if not is_spread(model):
+        return number
+    mesh = model.device_mesh
+    placements = [_replicate()] * mesh.ndim
+    from_local: Any = type(model).from_local
+    spread: Tensor = from_local(number, mesh, placements, run_check=False)
+    return spread
+
+
 def spread_as(model: Any, part: Tensor) -> Tensor:
     """Return a tensor of which this rank holds ``part``, spread as ``model`` is.
 
@@ -74,10 +104,8 @@ def summed(grad: Any) -> Any:
     """Return a gradient of which no rank has a mere summand, by a collective where one has."""
     if not is_spread(grad) or not any(one.is_partial() for one in grad.placements):
         return grad
-    whole = sys.modules["torch.distributed.tensor"].Replicate()
-    return grad.redistribute(
-        placements=[whole if one.is_partial() else one for one in grad.placements]
-    )
+    placements = [_replicate() if one.is_partial() else one for one in grad.placements]
+    return grad.redistribute(placements=placements)
 
 
 def set_part(tensor: Any, part: Tensor) -> None:
@@ -103,6 +131,10 @@ def _dtensor() -> type | None:
     module = sys.modules.get("torch.distributed.tensor")
     found: type | None = getattr(module, "DTensor", None)
     return found
+
+
+def _replicate() -> Any:
+    return sys.modules["torch.distributed.tensor"].Replicate()
 
 
 def place(tensor: Tensor) -> int:

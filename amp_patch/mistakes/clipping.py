@@ -1,8 +1,8 @@
 """torch's functions that clip gradients, given parameters whose masters are what is stepped.
 
 At O2 and O5 they clip the masters' gradients. Where each rank has another part of these (ZeRO,
-FSDP1) the norm is that of all ranks. Gradients that are still scaled are refused. Knows the
-prepared optimizers.
+FSDP1), or some are DTensors and others not (tensor parallel), the norm is that of all ranks.
+Gradients that are still scaled are refused. Knows the prepared optimizers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.utils.clip_grad
 from torch import Tensor, nn
 
 from amp_patch.distributed.norms import clip_by_norm
+from amp_patch.distributed.shards import by_mesh
 from amp_patch.step.optimizer_backward import OptimizerBackward
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
 
@@ -64,7 +65,7 @@ def _clipping(
         stepped, owners = _stepped(optimizers, parameters, call)
         if isinstance(stepped, list):
             refuse(stepped, call)
-        if call in _BY_NORM and any(one.ranks.have_parts for one in owners):
+        if call in _BY_NORM and owners and _are_parts(stepped, owners):
             result = _clip_parts(stepped, owners, *args, **kwargs)
         else:
             result = original(stepped, *args, **kwargs)
@@ -93,6 +94,11 @@ def _have_masters(optimizers: PreparedOptimizers, params: list[nn.Parameter]) ->
     return any(one is not None and one.has_master_of_any(params) for one in masters)
 
 
+def _are_parts(stepped: Sequence[Tensor], owners: Sequence[OptimizerBackward]) -> bool:
+    """Return whether torch's function has not the norm of all: of parts, or of several meshes."""
+    return any(one.ranks.have_parts for one in owners) or len(by_mesh(stepped)) > 1
+
+
 def _clip_parts(
     stepped: Sequence[Tensor],
     owners: Sequence[OptimizerBackward],
@@ -113,7 +119,8 @@ def _clip_parts(
         RuntimeError: parameters of optimizers that other ranks share; the norm is not finite.
     """
     ranks = owners[0].ranks
-    if any(one.ranks != ranks for one in owners):
+    have_parts = any(one.ranks.have_parts for one in owners)
+    if have_parts and any(one.ranks != ranks for one in owners):
         raise RuntimeError(
             "gradients that are clipped together must be shared by the same ranks; got those of "
             f"{len(owners)} optimizers whose ranks differ. Call amp.clip_grad_norm_(optimizer, "

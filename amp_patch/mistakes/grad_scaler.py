@@ -97,7 +97,7 @@ class _Cycle:
 
 
 class ServedScalers:
-    """All objects of ``torch.amp.GradScaler``, while an optimizer is prepared.
+    """All objects of ``torch.amp.GradScaler``, and of FSDP1's, while an optimizer is prepared.
 
     They have one scale, that of loss_id 0.
 
@@ -107,6 +107,9 @@ class ServedScalers:
         make_scaling, make_pass: see there.
         unscaled: gets the parameters of an optimizer that is not prepared, when `unscale_` has
             divided their gradients.
+
+    Attributes:
+        used: those of which a method was called.
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class ServedScalers:
         self._optimizers, self._scaler = optimizers, scaler
         self._make_scaling, self._make_pass = make_scaling, make_pass
         self._unscaled = unscaled
+        self.used: weakref.WeakSet[Any] = weakref.WeakSet()
         self._cycle = _Cycle(scaler)
         self._is_off = False
         self._task = -1
@@ -326,11 +330,24 @@ def replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
     for name in ("growth_factor", "backoff_factor", "growth_interval"):
         own[f"get_{name}"] = functools.partial(served.option, name)
         own[f"set_{name}"] = functools.partial(served.set_option, name)
-    used: weakref.WeakSet[Any] = weakref.WeakSet()
+    return _replaced("torch.amp.grad_scaler.GradScaler", served, own)
+
+
+#: The module of the one that FSDP1 asks for.
+SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
+
+
+def sharded_replacements(served: ServedScalers) -> dict[str, Callable[[Any], Any]]:
+    """Return the same for the methods that `ShardedGradScaler` has beside those of GradScaler."""
+    own = {name: getattr(served, name) for name in ("scale", "unscale_", "update")}
+    return _replaced(f"{SHARDED}.ShardedGradScaler", served, own)
+
+
+def _replaced(
+    path: str, served: ServedScalers, own: Mapping[str, Callable[..., Any]]
+) -> dict[str, Callable[[Any], Any]]:
     return {
-        f"torch.amp.grad_scaler.GradScaler.{name}": functools.partial(
-            _serving, served, used, method
-        )
+        f"{path}.{name}": functools.partial(_serving, served, method)
         for name, method in own.items()
     }
 
@@ -343,7 +360,6 @@ def _options_of(scaler: Any) -> dict[str, Any]:
 
 def _serving(
     served: ServedScalers,
-    used: weakref.WeakSet[Any],
     method: Callable[..., Any],
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
@@ -352,13 +368,13 @@ def _serving(
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
         # One that has scaled nothing is on its way to amp.load_state_dict() perhaps.
-        if is_state and self not in used:
+        if is_state and self not in served.used:
             with served.off():
                 return original(self, *args, **kwargs)
         if not served.serve:
             return original(self, *args, **kwargs)
-        if self not in used:
-            used.add(self)
+        if self not in served.used:
+            served.used.add(self)
             served.adopt(_options_of(self))
         return method(*args, **kwargs)
 

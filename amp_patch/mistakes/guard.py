@@ -129,6 +129,7 @@ class Guard:
     def _of_late_modules(self) -> dict[str, Callable[[Any], Any]]:
         made = checkpoints.replacements(self._optimizers)
         made[late_sharding.FSDP] |= late_sharding.replacements(self._optimizers, self._store)
+        made[grad_scaler.SHARDED] = grad_scaler.sharded_replacements(self._served)
         return self._late_modules.imported(made)
 
     def _noting_init(self, original: Callable[..., None]) -> Callable[..., None]:

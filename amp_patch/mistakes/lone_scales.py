@@ -27,13 +27,15 @@ class ScaleUsers:
         self._found: dict[int, set[bool]] = {}
 
     def note(self, steps: Iterable[OptimizerStep], scaler_id: int, is_moved: bool) -> None:
-        """Optimizers use a scaler; warn where it moves and is of both kinds."""
+        """Optimizers use a scaler together; warn where it moves and is of both kinds."""
         found = self._found.setdefault(scaler_id, set())
-        for step in steps:
-            params = step.backward.pairs().model
-            is_shared = bool(step.backward.ranks.groups) or self._is_wrapped(params)
-            step.backward.decides_alone = not is_shared
-            found.add(is_shared)
+        backwards = [step.backward for step in steps]
+        # What is found in the gradients of one is agreed upon with what is found in the others'.
+        are_agreed = any(one.ranks.groups for one in backwards)
+        for one in backwards:
+            is_shared = bool(one.ranks.groups) or self._is_wrapped(one.pairs().model)
+            one.decides_alone = not is_shared
+            found.add(is_shared or are_agreed)
         if is_moved and len(found) > 1:
             warn_once(
                 "a loss scale must move alike on all ranks that share a model; got one for both a "

@@ -6,6 +6,7 @@ Knows no loss scales or masters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed.shards import any_spread, beside, by_mesh, local, whole
 from amp_patch.kernels import cuda_module, torch_optimizers
 from amp_patch.kernels.cuda_launch import launch
 from amp_patch.kernels.cuda_module import Kernel
@@ -26,6 +28,7 @@ from amp_patch.kernels.cuda_optimizers import (
 )
 from amp_patch.kernels.dense_rows import Part
 from amp_patch.kernels.torch_kernels import alike, norms_of
+from amp_patch.kernels.torch_norms import combined
 
 from .adam import state_columns
 from .groups import GroupUpdate, ParamState, StepInputs
@@ -146,9 +149,9 @@ class FusedLAMB(Optimizer):
                 "LAMB needs dense gradients; got a sparse one. Build the embedding with "
                 "sparse=False, or give its weight to torch.optim.SparseAdam."
             )
-        factor = LambUpdate.clip_factor(self, lambda: norms_of(grads, 2.0))
+        factor = LambUpdate.clip_factor(self, lambda: _norms_of(grads))
         for group, params in stepped:
-            for (part,) in alike(params):
+            for (part,) in chain.from_iterable(map(alike, by_mesh(params))):
                 self._step_alike(group, part, factor)
         return loss
 
@@ -165,12 +168,19 @@ class FusedLAMB(Optimizer):
         if params[0].dtype in HALVES:
             exact = [[tensor.float() for tensor in column] for column in exact]
         if factor is not None:
-            exact[0] = torch_optimizers.scaled(exact[0], factor)
+            exact[0] = torch_optimizers.scaled(exact[0], beside(params[0], factor))
         counts = [float(step) for step in steps]
         _update(group, exact, counts)
         if exact[1] is not params:
             for targets, sources in zip(stored, exact[1:], strict=True):
-                torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
+
+
+def _norms_of(grads: list[Tensor]) -> list[Tensor]:
+    """Return 2-norms whose 2-norm is that of all gradients: of those on a mesh that of all."""
+    if not any_spread(grads):
+        return norms_of(grads, 2.0)
+    return [whole(combined(norms_of(some, 2.0), 2.0)) for some in by_mesh(grads)]
 
 
 class _LambKernels(OptimizerKernels):

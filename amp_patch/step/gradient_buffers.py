@@ -33,6 +33,7 @@ from amp_patch.weights.parameter_lists import (
 )
 
 from .param_pairs import ParamPairs
+from .shown_gradients import write
 from .target_pool import InPlaceCheck, TargetPool
 
 
@@ -166,7 +167,7 @@ class GradientBuffers:
         """
         halves, unscaled = self._local(halves), self._local(unscaled)
         for rows in self._kinds:
-            torch._foreach_copy_(chosen(halves, rows), chosen(unscaled, rows))
+            write(chosen(halves, rows), chosen(unscaled, rows))
 
     def in_place(self, column: list[Tensor]) -> list[Tensor]:
         """Return the entries that belong to parameters stepped themselves."""

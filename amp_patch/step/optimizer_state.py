@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_patch.distributed.engines import is_zero
 from amp_patch.distributed.saved_masters import SavedMasters
 from amp_patch.optimizers.half_eps import warn_of_eps
 
@@ -41,7 +42,10 @@ class OptimizerState:
         held: HeldParams,
         holder: HoldsState | None,
     ) -> None:
-        self._optimizers = [weakref.ref(one) for one in (optimizer, *wrapped)]
+        holding: list[Any] = [optimizer, *wrapped]
+        # At O3 a ZeroRedundancyOptimizer itself is here; the one that steps for it has the state.
+        holding += [one.optim for one in holding if is_zero(one)]
+        self._optimizers = [weakref.ref(one) for one in holding]
         self._masters = held.masters
         self._stored_in: dict[Tensor, torch.dtype] = {}  # before the parameters are restored
         self._undo: list[Callable[[], None]] = []
@@ -89,10 +93,15 @@ class OptimizerState:
                     state[key] = value.to(param.dtype)
 
     def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield each parameter with its state; a user's optimizer may keep more beside them."""
+        """Yield each parameter with its state.
+
+        A user's optimizer may keep more beside them; a `ZeroRedundancyOptimizer` that was loaded
+        has None for what other ranks step.
+        """
         alive = [one() for one in self._optimizers]
         items = chain.from_iterable(one.state.items() for one in alive if one is not None)
-        return ((param, state) for param, state in items if isinstance(param, Tensor))
+        pairs = ((param, state) for param, state in items if isinstance(param, Tensor))
+        return ((param, state) for param, state in pairs if state is not None)
 
     def _call_after_loads(self, optimizer: Optimizer, method: Callable[[], object]) -> None:
         call = _weakly(method)

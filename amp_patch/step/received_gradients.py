@@ -172,11 +172,14 @@ def _is_copy(grad: Tensor, reference: Reference, master: Tensor) -> bool:
     Args:
         grad: of the half parameter.
         reference: to the earlier one, which others may have written to by now.
-        master: of the parameter. It has the numbers, unless its gradient waits.
+        master: of the parameter. It has the numbers, unless its gradient waits, or is the sum of
+            several passes, which a fused step does not show.
     """
-    earlier = stored_grad(master)
-    if earlier is None:
-        earlier = reference if isinstance(reference, Tensor) else reference()
+    earlier = reference if isinstance(reference, Tensor) else reference()
+    return any(_are_same_numbers(grad, one) for one in (stored_grad(master), earlier))
+
+
+def _are_same_numbers(grad: Tensor, earlier: Tensor | None) -> bool:
     if earlier is None or grad.shape != earlier.shape or grad.is_sparse or earlier.is_sparse:
         return False
     grad = local(grad)

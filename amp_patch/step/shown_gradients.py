@@ -53,12 +53,32 @@ def show(pairs: ParamPairs) -> list[Tensor]:
     # On a CPU torch copies one after the other, whatever they are.
     is_one_call = bool(halves) and all(map(_IS_CPU, halves)) and all(map(_IS_CPU, own))
     for targets, sources in [(halves, own)] if is_one_call else alike(halves, own):
-        torch._foreach_copy_(targets, sources)
+        write(targets, sources)
     return replaced
+
+
+def write(halves: list[Tensor], values: list[Tensor]) -> None:
+    """Write to half gradients; those that are views have the versions of before.
+
+    The gradients that `DistributedDataParallel` keeps in a bucket, with
+    ``gradient_as_bucket_view=True``, have one version together: what is written for one optimizer
+    would look like a script's write to those of another.
+
+    Args:
+        halves: dense gradients.
+        values: to be rounded into them.
+    """
+    views = tuple(filter(_IS_VIEW, halves))
+    if not views:
+        torch._foreach_copy_(halves, values)
+        return
+    with torch.autograd._unsafe_preserve_version_counter(views):  # type: ignore[attr-defined]  # torch's own
+        torch._foreach_copy_(halves, values)
 
 
 _GRAD = operator.attrgetter("grad")
 _IS_CPU = operator.attrgetter("is_cpu")
+_IS_VIEW = Tensor._is_view
 
 
 def _is_dense(grad: Tensor | None) -> bool:

@@ -16,6 +16,8 @@ from amp_patch.kernels.reusable import Reusable
 from amp_patch.kernels.without_grad import without_grad
 from amp_patch.weights.parameter_lists import are_same
 
+from .shown_gradients import write
+
 
 class InPlaceCheck:
     """Unscales memory on the CPU in place, and checks it, by one call of torch.
@@ -87,7 +89,7 @@ class TargetPool:
             return GradCheck(targets, [])
         check = self._check.run(self._memory, targets, scale)
         if shows and scale != 1.0:
-            torch._foreach_copy_(grads, targets)
+            write(grads, targets)
         return check
 
     def are_targets(self, grads: Sequence[Tensor | None]) -> bool:
@@ -113,7 +115,7 @@ class TargetPool:
         if check is not None:
             torch._foreach_add_(self._memory, self._more._memory)
             if shows:
-                torch._foreach_copy_(grads, self._targets)
+                write(grads, self._targets)
         return check
 
     def _another(self) -> TargetPool:

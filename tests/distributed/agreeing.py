@@ -303,3 +303,32 @@ def beside_a_model_of_its_own(losses: int) -> tuple[list[str], list[float], Tens
     amp.deactivate()
     said = [str(one.message) for one in caught if "loss scale must" in str(one.message)]
     return said, scales, shared.weight.detach()
+
+
+def two_optimizers_of_one_loss() -> tuple[list[str], list[float], list[Tensor]]:
+    """Return what is warned of, the scales and the weights that each rank has whole.
+
+    Of a model in tensor parallel one optimizer steps what is split, the other one what is whole.
+    What rank 1 holds of a gradient overflows once.
+    """
+    model = training.ENGINES["tensor"].before(training.make_model())
+    layers = [model[0], model[3]], [model[1]]
+    optimizers = [training.adamw(nn.ModuleList(some).parameters()) for some in layers]
+    amp.initialize(model, optimizers, opt_level="O2", verbosity=0, **training.SCALES)
+    scales = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            inputs, targets = training.rows(number, 0, 1)
+            loss = (model(inputs).float() - targets).square().mean()
+            with amp.scale_loss(loss, optimizers) as scaled_loss:
+                scaled_loss.backward()
+                if number == 1 and distributed.get_rank() == 1:
+                    training.plant(model, "0.weight")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            scales.append(amp.loss_scale())
+    whole = [value.clone() for value in model[1].state_dict().values()]
+    amp.deactivate()
+    return [str(one.message) for one in caught], scales, whole

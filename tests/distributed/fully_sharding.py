@@ -239,23 +239,27 @@ def before_and_after(engine: str, level: str) -> list[Any]:
     return found
 
 
-def given_up(engine: str, level: str, fails_in: str) -> list[torch.dtype]:
+def given_up(engine: str, level: str, fails_in: str, reshards: bool = True) -> list[torch.dtype]:
     """Return the dtypes of a sharded model that is given back after a pass that failed, and runs.
 
     Args:
         engine, level: of the model.
-        fails_in: "forward" or "backward".
+        fails_in: "forward", of a layer norm, whose weights are gathered then, or "backward".
+        reshards: False: FSDP2 keeps what it has gathered from the forward to the backward.
     """
 
     def fail(*_: Any) -> None:
         raise ValueError("out of memory, say")
 
     model = training.ENGINES[engine].before(training.make_model())
+    if not reshards:
+        model.set_reshard_after_forward(False)
     optimizer = training.adamw(model.parameters())
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     _losses(model, optimizer)
-    tanh = next(module for module in model.modules() if isinstance(module, nn.Tanh))
-    in_forward, in_backward = tanh.register_forward_hook, tanh.register_full_backward_pre_hook
+    kind = nn.LayerNorm if fails_in == "forward" else nn.Tanh
+    part = next(module for module in model.modules() if isinstance(module, kind))
+    in_forward, in_backward = part.register_forward_pre_hook, part.register_full_backward_pre_hook
     handle = in_forward(fail) if fails_in == "forward" else in_backward(fail)
     with contextlib.suppress(ValueError):
         _losses(model, optimizer)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
+from amp_patch.optimizers import FusedLAMB
 
 #: Of all ranks together.
 BATCH = 12
@@ -326,3 +327,51 @@ def train_and_compare(
 def difference(one: Trained, other: Trained) -> float:
     """Return the largest difference of a parameter."""
     return max((one.params[name] - other.params[name]).abs().max().item() for name in other.params)
+
+
+def trained_by_lamb(engine: str, level: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters that `FusedLAMB` trains by an engine, and alone in float32."""
+    chosen = ENGINES[engine]
+    size = distributed.get_world_size()
+    alike = chosen.in_tensor_parallel(size)
+    trained = []
+    for is_alone in (False, True):
+        model = make_model() if is_alone else chosen.before(make_model())
+        optimizer = FusedLAMB(model.parameters(), lr=0.02, eps=1e-2, max_grad_norm=0.1)
+        options = {"opt_level": "O0" if is_alone else level, "loss_scale": 128.0, "verbosity": 0}
+        amp.initialize(model, optimizer, **options)
+        for step in range(4):
+            rank, ranks = (0, 1) if is_alone else (distributed.get_rank() // alike, size // alike)
+            inputs, targets = rows(step, rank, ranks)
+            loss = (model(inputs).float() - targets).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(whole_params(model))
+        amp.deactivate()
+    return trained[0], trained[1]
+
+
+def clipped_by_torch(engine: str, level: str) -> tuple[float, float, float]:
+    """Return the norm by torch's function of what an engine splits in part, as of one process.
+
+    Returns:
+        The norm before, the same by `amp.clip_grad_norm_` afterwards, and what one process has.
+    """
+    norms = []
+    for is_alone in (False, True):
+        model = make_model() if is_alone else ENGINES[engine].before(make_model())
+        optimizer = adamw(model.parameters())
+        options = {"opt_level": "O0" if is_alone else level, "loss_scale": 128.0, "verbosity": 0}
+        amp.initialize(model, optimizer, **options)
+        alike = ENGINES[engine].in_tensor_parallel(distributed.get_world_size())
+        size = 1 if is_alone else distributed.get_world_size() // alike
+        inputs, targets = rows(0, 0 if is_alone else distributed.get_rank() // alike, size)
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        norms.append(amp.clip_grad_norm_(optimizer, float("inf")).item())
+        amp.deactivate()
+    return norms[0], norms[1], norms[2]

@@ -113,6 +113,15 @@ def test_a_scale_of_its_own_beside_a_model_of_one_rank_is_that_of_all() -> None:
     assert torch.equal(found[1], others[1])
 
 
+def test_whole_parameters_beside_those_that_ranks_split_skip_with_them() -> None:
+    (said, scales, whole), (_, others_scales, others) = ranks.run(
+        agreeing.two_optimizers_of_one_loss
+    )
+    assert said == []
+    assert scales == others_scales == [2.0**14, 2.0**13, 2.0**13, 2.0**13]
+    assert all(map(torch.equal, whole, others))
+
+
 @pytest.mark.parametrize("engine", nightly_but(["fsdp2"], ["ddp", "fsdp2", "sequence"]))
 @pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
 def test_a_scale_that_a_device_moves_is_that_of_all_ranks(engine: str, level: str) -> None:

@@ -5,6 +5,7 @@ the same parameters after it, bit for bit.
 """
 
 import math
+from itertools import product
 
 import pytest
 import rank_training as training
@@ -110,3 +111,18 @@ def test_levels_without_masters(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["tensor-fsdp2", "fsdp2-replicas"])
 def test_engines_on_two_dimensions(engine: str, clipped: bool) -> None:
     assert_trains_as_one_process(engine, 4, clipped, LEVELS)
+
+
+#: How far a parameter may be off.
+BY_LAMB = {"O0": 1e-6, "O1": 1e-3, "O2": 1e-3, "O3": 1e-2, "O5": 1e-2}
+
+
+@pytest.mark.parametrize(
+    "case",
+    nightly_but([("tensor", "O2"), ("fsdp2", "O3")], list(product(("tensor", "fsdp2"), BY_LAMB))),
+    ids="-".join,
+)
+def test_lamb_takes_the_norms_of_whole_parameters(case: tuple[str, str]) -> None:
+    for found, alone in ranks.run(training.trained_by_lamb, *case):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=0.0, atol=BY_LAMB[case[1]])

@@ -1,11 +1,14 @@
-"""Norms over ranks of which one has no gradients; the other ranks are played."""
+"""Norms over ranks of which one has no gradients, played by one process, and over two ranks."""
 
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rank_training as training
+import ranks
 import torch
+from support import nightly_but
 from torch import distributed
 
 from amp_patch.distributed.norms import clip_by_norm
@@ -54,3 +57,10 @@ def test_parts_have_the_norm_of_the_whole(
     norm = clip_by_norm(parts, 1.0, norm_type, StepRanks([group], have_parts=True))
     torch.testing.assert_close(norm, torch.linalg.vector_norm(whole, norm_type))
     torch.testing.assert_close(torch.cat([*parts, *parts]), whole / (norm + 1e-6))
+
+
+@pytest.mark.parametrize("level", nightly_but(["O2"], ["O0", "O1", "O2", "O5"]))
+def test_torch_clips_what_is_split_beside_what_is_whole(level: str) -> None:
+    for before, after, expected in ranks.run(training.clipped_by_torch, "tensor", level):
+        assert before == pytest.approx(expected, rel=2e-2)
+        assert after == pytest.approx(0.5, rel=1e-2)

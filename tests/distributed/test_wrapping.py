@@ -102,6 +102,17 @@ def test_zero_is_given_a_layer_later(level: str) -> None:
     assert ranks.run(wrapping.zero_of_a_later_group, level) == [True, True]
 
 
+@pytest.mark.parametrize("level", nightly_but(["O1"], ["O0", "O1", "O2", "O3"]))
+def test_zero_that_steps_in_the_backward_is_refused(level: str) -> None:
+    for said in ranks.run(wrapping.zero_that_overlaps, level):
+        assert "overlap_with_ddp=False" in said
+
+
+@pytest.mark.parametrize("level", nightly_but(["O3"], ["O0", "O1", "O2", "O3"]))
+def test_zero_that_was_loaded_is_given_back(level: str) -> None:
+    assert ranks.run(wrapping.zero_given_back_after_a_load, level) == [torch.float32] * 2
+
+
 def trained(amp: ModuleType, level: str, when: str) -> list[torch.Tensor]:
     """Return the parameters of a model that `nn.DataParallel` wraps "before", "after" or "never".
 

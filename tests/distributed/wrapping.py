@@ -124,6 +124,22 @@ def zero_with_views(level: str) -> str:
     return "nothing"
 
 
+def zero_that_overlaps(level: str) -> str:
+    """Return what is said of ZeRO that steps inside of the backward."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
+
+    model = training.make_model()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+    )
+    try:
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    except TypeError as error:
+        return str(error)
+    amp.deactivate()
+    return "nothing"
+
+
 def zero_in_join(level: str) -> str:
     """Return what is said of ZeRO in a ``Join``, in which one rank has more batches."""
     from torch.distributed.algorithms.join import Join
@@ -158,6 +174,27 @@ def zero_of_a_later_group(level: str) -> bool:
         amp.deactivate()
         assert "add_param_group" not in vars(optimizer)
     return all(map(torch.equal, *trained))
+
+
+def zero_given_back_after_a_load(level: str) -> torch.dtype:
+    """Return the dtype in which ZeRO goes on when it has loaded a checkpoint, and amp is off."""
+    model = training.make_model()
+    optimizer = training.zero_adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    wrapper = DistributedDataParallel(model)
+    train(wrapper, optimizer, steps=2)
+    optimizer.consolidate_state_dict()
+    states = [optimizer.state_dict() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(states)
+    optimizer.load_state_dict(states[0])
+    train(wrapper, optimizer, steps=1)
+    amp.deactivate()
+    inputs, _ = training.rows(0, 0, 1)
+    optimizer.zero_grad()
+    DistributedDataParallel(model)(inputs).sum().backward()
+    optimizer.step()
+    (dtype,) = {param.dtype for param in model.parameters()}
+    return dtype
 
 
 def delaying(level: str, when: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from training import (
     LEVELS,
     assert_equal,
@@ -28,6 +29,7 @@ SCALERS = {
     "torch.amp": lambda: torch.amp.GradScaler("cpu"),
     "torch.cuda.amp": lambda: torch.cuda.amp.GradScaler(),
     "disabled": lambda: torch.amp.GradScaler("cpu", enabled=False),
+    "FSDP1": lambda: ShardedGradScaler("cpu"),
 }
 MAX_NORM = 0.1
 
@@ -60,7 +62,11 @@ CLIPS = {
 
 CASES = [
     *(("torch.amp", clip, level) for clip in CLIPS for level in LEVELS),
-    *((kind, "norm", level) for kind in ("torch.cuda.amp", "disabled") for level in LEVELS),
+    *(
+        (kind, "norm", level)
+        for kind in ("torch.cuda.amp", "disabled", "FSDP1")
+        for level in LEVELS
+    ),
     *(("torch.amp", "norm", level) for level in ("O0", "O3", "O4")),
 ]
 

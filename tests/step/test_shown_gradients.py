@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -214,25 +214,59 @@ def test_writes_to_masters_and_steps_that_are_right_are_not_told(
             pair.optimizer.step()
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("moves_late", [False, True])
 @pytest.mark.parametrize("options", [{}, {"fused_step": True}])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_gradients_that_ddp_moves_to_other_buckets_are_not_told(
-    amp: ModuleType, level: str, options: dict[str, bool]
+    amp: ModuleType, level: str, options: dict[str, bool], moves_late: bool
 ) -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        pair = Pair(amp, level, **options)
-        pair.model = DistributedDataParallel(pair.model, gradient_as_bucket_view=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            pair.backward(INPUTS[0])
-            pair.backward(INPUTS[1])
-            pair.optimizer.step()
-        for param, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-            expected = plain.detach() - 0.5 * plain.grad
-            torch.testing.assert_close(param.detach().float(), expected, rtol=1e-2, atol=3e-3)
-    finally:
-        distributed.destroy_process_group()
+    pair = Pair(amp, level, **options)
+    # with a static graph they move before the third backward
+    pair.model = DistributedDataParallel(
+        pair.model, gradient_as_bucket_view=True, static_graph=moves_late
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for inputs in INPUTS[: 3 if moves_late else 2]:
+            pair.backward(inputs)
+        pair.optimizer.step()
+    for param, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        expected = plain.detach() - 0.5 * plain.grad
+        torch.testing.assert_close(param.detach().float(), expected, rtol=1e-2, atol=3e-3)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_is_shown_in_a_bucket_of_two_optimizers_is_no_write_of_the_script(
+    amp: ModuleType, level: str, is_written: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    wrapper = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with amp.scale_loss(wrapper(torch.ones(2, 4)).sum(), optimizers) as scaled_loss:
+                scaled_loss.backward()
+            if is_written:
+                model[0].weight.grad.mul_(0.5)
+            for optimizer in optimizers:
+                amp.clip_grad_norm_(optimizer, 0.5)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all("has no effect" in str(one.message) for one in caught)
+    assert bool(caught) is is_written
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
