@@ -15,7 +15,7 @@ import torch
 import wrapt
 
 #: Where the frames lie that a warning does not point at: this package, and what calls it.
-_NOT_THE_USERS = (
+NOT_THE_USERS = (
     *(
         os.path.join(os.path.dirname(os.path.abspath(str(path))), "")
         for path in (__file__, torch.__file__, wrapt.__file__)
@@ -27,7 +27,7 @@ _NOT_THE_USERS = (
 def users_frame() -> types.FrameType:
     """Return the innermost frame outside of amp_patch and torch; the outermost if there is none."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_NOT_THE_USERS) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(NOT_THE_USERS) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

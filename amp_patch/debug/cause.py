@@ -40,6 +40,8 @@ class Cause:
         called: the path of the module that the script called, "" for the model itself.
         call: which call of the module in its model's forward, from 1.
         operator: the function, such as "linear"; "cast" where a dtype changed.
+        line: the model's own line that calls it, "net.py:12: return x / x.norm()", also where it is
+            its backward; "" where the model has none.
         dtype: of what the operator returned.
         level: the opt_level of the model.
         scale: the loss scale.
@@ -65,6 +67,7 @@ class Cause:
     called: str = ""
     call: int = 1
     operator: str = ""
+    line: str = ""
     dtype: str = ""
     level: str = ""
     fits: float | None = None
@@ -139,6 +142,8 @@ class Cause:
 
     def __str__(self) -> str:
         lines = [self.title()]
+        if self.line:
+            lines.append(f"  line: {self.line}")
         # of a weight, an input and a loss by itself the name says all
         of = "operator: " if self.operator and self.where != "weight" else ""
         for words, ranges in (

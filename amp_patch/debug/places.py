@@ -1,4 +1,6 @@
-"""Where in a model the code runs that an operator is called by: module and function, also backward.
+"""Where in a model the code runs that an operator is called by: module, function and line.
+
+Of an operator in backward: where that was in forward that it belongs to.
 
 Knows modules, and the nodes of autograd's graphs; nothing of values.
 """
@@ -6,8 +8,11 @@ Knows modules, and the nodes of autograd's graphs; nothing of values.
 from __future__ import annotations
 
 import contextlib
+import linecache
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +21,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting import rules
+from amp_patch.warn_once import NOT_THE_USERS, users_frame
 
 #: The number that the next node of an autograd graph gets.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -42,11 +48,14 @@ class Place(NamedTuple):
         module: the innermost module's path, "" for the model itself.
         call: which call of that module, from 1.
         operator: the function that users call, such as "linear".
+        line: the file and the number of the line that calls it, outside of torch and amp_patch;
+            None where no such line is in the model, as in an `nn.Sequential` of torch's layers.
     """
 
     module: str
     call: int
     operator: str
+    line: tuple[str, int] | None = None
 
 
 class Places(TorchFunctionMode):
@@ -66,6 +75,7 @@ class Places(TorchFunctionMode):
         self._modules: list[tuple[nn.Module, int, Any]] = []
         self._functions: list[str] = []
         self._of_nodes: dict[int, Place] = {}
+        self._around: FrameType | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,6 +91,7 @@ class Places(TorchFunctionMode):
         """Follow inside the block."""
         before = module_hooks.register_module_forward_pre_hook(self._enter)
         after = module_hooks.register_module_forward_hook(self._leave, always_call=True)
+        self._around = users_frame()
         try:
             with self:
                 yield
@@ -88,6 +99,7 @@ class Places(TorchFunctionMode):
             before.remove()
             after.remove()
             self._modules.clear()
+            self._around = None
 
     @property
     def innermost(self) -> tuple[nn.Module, Any] | None:
@@ -101,7 +113,8 @@ class Places(TorchFunctionMode):
             operator: the name, such as "addmm".
             is_cast: whether all it does is to change a dtype.
         """
-        place = Place(*self._module(), "cast" if is_cast else self._name(operator))
+        name = "cast" if is_cast else self._name(operator)
+        place = Place(*self._module(), name, self._line())
         # The node is made before its operator is called.
         self._of_nodes.setdefault(next_node() - 1, place)
         return place
@@ -113,6 +126,14 @@ class Places(TorchFunctionMode):
             name = type(node).__name__.removesuffix("Backward")
             return Place("", 1, name) if place is None else place._replace(operator=name)
         return Place("", 1, readable(node.name())) if place is None else place
+
+    def _line(self) -> tuple[str, int] | None:
+        """Return the innermost line of the model's own code that runs."""
+        frame = users_frame()
+        file = frame.f_code.co_filename
+        if frame is self._around or file.startswith(NOT_THE_USERS):
+            return None  # the line that has the model run once more, or none
+        return file, frame.f_lineno
 
     def _module(self) -> tuple[str, int]:
         if not self._modules:
@@ -138,6 +159,17 @@ class Places(TorchFunctionMode):
         while any(known is module for known, _, _ in self._modules):
             if self._modules.pop()[0] is module:
                 return
+
+
+def shown(line: tuple[str, int] | None) -> str:
+    """Return a line in words, its file as seen from the working directory, and what it says."""
+    if line is None:
+        return ""
+    file, number = line
+    near = os.path.relpath(file) if os.path.isabs(file) else file
+    where = f"{file if near.startswith(os.pardir) else near}:{number}"
+    text = linecache.getline(file, number).strip()
+    return f"{where}: {text}" if text else where
 
 
 def function_of(func: Any) -> str:

@@ -18,6 +18,7 @@ from amp_patch.session import session
 
 from .cause import Cause, Mend, largest_scale
 from .loss_watch import LossStep, LossWatch
+from .places import shown
 from .ranges import Range
 from .recorded_calls import Call
 from .rerun import Rerun
@@ -210,6 +211,7 @@ def _in_model(
         called=called,
         call=origin.place.call,
         operator=origin.place.operator or origin.result.name,
+        line=shown(origin.place.line),
         dtype=origin.result.dtype,
         level=_level_of(root),
         fits=fits,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -60,6 +62,60 @@ def test_the_module_and_the_operator_are_named(amp, kind: str, level: str) -> No
     path = "1.1" + (f".{inner}" if inner else "")
     assert (cause.where, cause.module, cause.operator) == (where, path, operator)
     assert amp.step_was_skipped(optimizer)
+
+
+LINES = {
+    "linear": (Large, "return self.proj(x.abs() + 1.0) * 1e-6"),
+    "scores": (Scores, "return torch.softmax(q @ k.transpose(0, 1), -1) @ x"),
+    "root": (RootOfZero, "return y + torch.sqrt((y * 0.0).square().sum(-1, keepdim=True))"),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("kind", LINES)
+def test_the_line_that_calls_the_operator_is_shown(
+    amp, monkeypatch: pytest.MonkeyPatch, kind: str, is_checkpointed: bool, level: str
+) -> None:
+    plant, text = LINES[kind]
+    code, number = inspect.getsourcelines(plant.forward)
+    number += next(index for index, line in enumerate(code) if line.strip() == text)
+    file = Path(inspect.getfile(plant))
+    monkeypatch.chdir(file.parent)
+    inner = Checkpointed(plant()) if is_checkpointed else plant()
+    model, optimizer = prepared(amp, around(inner), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert cause.line == f"{file.name}:{number}: {text}"
+    assert f"\n  line: {cause.line}\n" in str(cause)
+
+
+def test_layers_of_torch_alone_have_no_line(amp) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[1].weight.data.fill_(60000.0)
+    model, optimizer = prepared(amp, model, "O1")
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.module, cause.operator, cause.line) == ("1", "linear", "")
+    assert "line:" not in str(cause)
+
+
+def test_a_file_outside_of_the_working_directory_is_named_by_its_whole_path(
+    amp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = prepared(amp, around(Scores()), "O1")
+    train(amp, model, optimizer)
+    assert the_cause(amp).line.startswith(f"{inspect.getfile(Scores)}:")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.module, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("level", HALF_LEVELS)
@@ -670,12 +726,13 @@ def test_inf_that_no_gradient_shows_is_counted(amp) -> None:
 
 def test_inf_in_an_output_that_the_loss_hides_is_named(amp) -> None:
     observer = Surveying()
-    session.observers.attach(observer)
+    detach = session.observers.attach(observer)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[1].weight.data.fill_(6e4)
     model[0].bias.data.fill_(30.0)
     model, optimizer = prepared(amp, model, "O1")
     train(amp, model, optimizer, lambda outputs: torch.tanh(outputs.float()).mean())
+    detach()
     assert not amp.step_was_skipped(optimizer)
     (cause,) = observer.hidden
     assert (cause.where, cause.module, cause.operator) == ("forward", "1", "linear")

@@ -71,6 +71,8 @@ def test_diagnose_names_module_and_operator(imported: str) -> None:
     found = json.loads(Path("found/diagnose.json").read_text())
     (cause,) = found["causes"]
     assert (cause["module"], cause["operator"], cause["count"]) == ("1", "matmul", 3)
+    assert f"  line: {cause['line']}\n" in result.output
+    assert cause["line"].startswith("train.py:")
     assert sorted(path.name for path in Path().iterdir()) == ["found", "train.py"]
 
 
