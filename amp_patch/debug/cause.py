@@ -279,6 +279,8 @@ def _of_loss(cause: Cause) -> str:
         "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
         "step (the learning rate); "
     )
+    if not cause.level:  # what a model has computed is in it, too
+        return f"{look.removesuffix('; ')}."
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
     return f"{look}precision has no part in it, for it is computed in float32."

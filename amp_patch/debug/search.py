@@ -26,6 +26,7 @@ from .watch import Origin
 
 #: So many modules are tried in fp32 together, before the whole model is.
 MOST_TOGETHER = 16
+UNSEEN = "One that is compiled, or inside of torch.func, is not: trace without."
 
 
 class _Mended(NamedTuple):
@@ -88,10 +89,14 @@ class Search:
     def _of_spoiled_loss(self, loss: Range) -> Cause:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
         if self._watch.spoiled_by is None:
-            return self._kept_inside() or self._of_loss(loss)
+            return self._kept_inside() or self._of_loss(loss, note=self._unseen())
         operator, ranges = self._watch.spoiled_by
         note = f"The first place that shows it is `{operator}`, of these."
-        return self._of_loss(loss, operands=ranges, note=note)
+        return self._of_loss(loss, operands=ranges, note=f"{note} {self._unseen()}".strip())
+
+    def _unseen(self) -> str:
+        """Return what is to be said of a loss that no recorded call has a part in."""
+        return "" if self._calls else f"No call of an initialized model was seen in it. {UNSEEN}"
 
     def _kept_inside(self) -> Cause | None:
         """Return the cause in a model that keeps for the loss what it does not return."""

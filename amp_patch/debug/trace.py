@@ -34,7 +34,7 @@ from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
-from .search import Search, hidden, joined, root_of
+from .search import UNSEEN, Search, hidden, joined, root_of
 from .watch import Counts, near_limits
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,7 @@ class Tracer(StepObserver):
             return Cause(
                 "unknown",
                 scale,
-                note="No call of an initialized model was seen that made these gradients. A "
-                "compiled model is not: trace without torch.compile.",
+                note=f"No call of an initialized model was seen that made these gradients. {UNSEEN}",
             )
         if has_others():
             note = "This rank made no inf and no NaN: they came from another one, or from the sum."

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 
@@ -178,3 +181,57 @@ def test_a_part_of_torch_jit_takes_no_hooks_and_the_model_is_traced(amp) -> None
     model, optimizer = prepared(amp, nn.Sequential(around(Scores()), compiled), "O1")
     train(amp, model, optimizer)
     assert the_cause(amp).module == "0.1.1"
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda model, x: torch.func.vmap(model)(x),
+        lambda model, x: torch.func.grad(lambda y: model(y).float().mean())(x),
+        lambda model, x: torch.func.grad(
+            lambda weights: torch.func.functional_call(model, weights, (x,)).float().mean()
+        )({name: param * 1.0 for name, param in model.named_parameters()})["1.0.bias"],
+    ],
+)
+def test_a_call_inside_of_torch_func_is_said_to_be_unseen(amp, transform) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, lambda x: transform(model, x), optimizer, lambda out: (out * torch.nan).sum())
+    cause = the_cause(amp)
+    assert cause.where == "loss"
+    assert "inside of torch.func" in cause.note
+    assert "precision has no part" not in cause.advice()
+
+
+class TwoDtypes(nn.Module):
+    """Returns what torch computes no bounds of, too."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(WIDTH, WIDTH), of
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, self.of(y.detach().float())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda y: y.to(torch.float8_e4m3fn),
+        lambda y: torch.nested.nested_tensor([y[:1], y[1:]]),
+    ],
+)
+def test_a_traced_model_may_return_what_has_no_bounds(amp, of) -> None:
+    model, optimizer = prepared(amp, TwoDtypes(of), "O1")
+    train(amp, lambda x: model(x)[0], optimizer)
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_a_traced_model_may_be_traced_by_torch(amp) -> None:
+    model, _ = prepared(amp, around(nn.Tanh()), "O1")
+    inputs = torch.randn(4, WIDTH)
+    torch.jit.trace(model, inputs)  # a warning of numbers that are asked for fails the test
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(4, WIDTH)).shape == inputs.shape
