@@ -191,7 +191,7 @@ def _is_transformed() -> bool:
         return True
     modes = torch._C._TorchDispatchModeKey
     tracing = (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)
-    return torch.jit.is_tracing() or any(torch._C._get_dispatch_mode(one) for one in tracing)
+    return torch._C._is_tracing() or any(torch._C._get_dispatch_mode(one) for one in tracing)
 
 
 def copied(tree: Any) -> Any:

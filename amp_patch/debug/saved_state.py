@@ -1,7 +1,7 @@
 """What a second run of a model changes, saved and put back.
 
-That is: random numbers, parameters, buffers, attributes of modules. Knows these, nothing of why a model is run
-again.
+That is: random numbers, parameters, buffers, attributes of modules. Knows these, nothing of why a
+model is run again.
 """
 
 from __future__ import annotations
@@ -75,15 +75,19 @@ class ModelState:
         for generator, state in self._generators:
             generator.set_state(state)
         for param, data, values in self._params:
-            if param.data_ptr() != data.data_ptr():
-                param.data = data
-            if not torch.equal(data, values):
-                data.copy_(values)
+            _set_data(param, data, values)
         for module, name, buffer, values in self._buffers:
             if module._buffers.get(name) is not buffer:
                 patching.put(module._buffers, name, buffer)
             if not torch.equal(buffer, values):
                 buffer.data.copy_(values)  # a graph that has saved it goes by its version
+
+
+def _set_data(param: Tensor, data: Tensor, values: Tensor) -> None:
+    if param.data_ptr() != data.data_ptr():
+        param.data = data
+    if not torch.equal(data, values):
+        data.copy_(values)
 
 
 def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:

@@ -36,11 +36,13 @@ class _Mended(NamedTuple):
         by: see `cause.Mend`.
         also: paths in the called model, of the modules that must be in fp32 beside the origin's.
         by_rule: whether a rule of the operator's function does, too.
+        around: the path of the module around the origin's that must be in its place; "" for none.
     """
 
     by: Mend | None
     also: tuple[str, ...] = ()
     by_rule: bool = False
+    around: str = ""
 
 
 class Search:
@@ -223,6 +225,7 @@ def _in_model(
         mended_by=mended.by,
         also=tuple(joined(called, module) for module in mended.also),
         by_rule=mended.by_rule,
+        around=joined(called, mended.around) if mended.around else "",
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,
@@ -269,6 +272,10 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
         # Many a model has the same block several times, and each of them overflows by itself.
         inside = [one for one in together[1:] if one.startswith(f"{left.place.module}.")]
         together = [*(one for one in together if one not in inside), left.place.module]
+    around = origin.place.module
+    while around := around.rpartition(".")[0]:  # what is too large may be handed on inside of it
+        if _left(call, [model.get_submodule(around)], grads) is None:
+            return _Mended("module", around=around)
     left = _left(call, [model], grads)
     if left is None:
         return _Mended("model")

@@ -208,7 +208,8 @@ class Tracer(StepObserver):
             return Cause(
                 "unknown",
                 scale,
-                note=f"No call of an initialized model was seen that made these gradients. {UNSEEN}",
+                note="No call of an initialized model was seen that made these gradients. "
+                + UNSEEN,
             )
         if has_others():
             note = "This rank made no inf and no NaN: they came from another one, or from the sum."
@@ -260,9 +261,10 @@ def _together(cause: Cause, before: Cause) -> Cause:
     return replace(most, also=both) if most.mended_by == "module" else most
 
 
-def _to_do(cause: Cause) -> tuple[int, bool, float]:
+def _to_do(cause: Cause) -> tuple[Any, ...]:
     """Return how much is to be done against a cause, to be compared."""
-    return _MENDS.index(cause.mended_by), not cause.by_rule, -(cause.fits or 0.0)
+    around = bool(cause.around), -len(cause.around)  # the wider, the more
+    return _MENDS.index(cause.mended_by), around, not cause.by_rule, -(cause.fits or 0.0)
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:
