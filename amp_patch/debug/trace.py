@@ -238,6 +238,8 @@ class Tracer(StepObserver):
 
         Gradients without a scale nobody has checked, and others the script may have written to.
         """
+        if optimizer not in session.optimizers.steps:
+            return  # one that nobody initialized steps gradients of another loss
         new = [(scale, watch) for number, scale, watch in self.passes if number > self._looked_at]
         unscaled = [watch for scale, watch in new if scale == 1.0]
         if (

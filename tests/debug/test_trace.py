@@ -681,6 +681,20 @@ def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(
     assert the_cause(amp).where == "written"
 
 
+@pytest.mark.parametrize(("level", "scale"), [("O1", 8.0), ("O4", 1.0)])
+def test_gradients_of_an_optimizer_that_is_not_initialized_are_not_looked_at(
+    amp, level: str, scale: float
+) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=scale)
+    other = nn.Parameter(torch.ones(2))
+    others = SGD([other], lr=0.1)
+    other.grad = torch.full((2,), torch.nan)
+    scaled_backward(amp, square(model(torch.randn(4, WIDTH))), optimizer)
+    others.step()
+    optimizer.step()
+    assert not amp.overflow_report().causes
+
+
 def test_before_a_step_a_model_is_run_again_in_the_precision_that_it_had(amp) -> None:
     model, optimizer = prepared(amp, around(Scores()), "O1", loss_scale=1.0)
     train(amp, model, optimizer)
