@@ -10,6 +10,7 @@ from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Failing(nn.Module):
@@ -123,6 +124,27 @@ def test_where_a_loss_left_the_finite_range_is_told_as_far_as_its_graph_shows(
     assert (cause.where, cause.operator) == ("loss", "")
     assert (f"shows it is `{operator}`, of these" in cause.note) == bool(operator)
     assert bool(cause.operands) == bool(operator)
+
+
+def test_a_checkpoint_in_a_loss_that_is_not_finite_runs_no_more_than_without(amp) -> None:
+    counts = []
+    for trace in (False, True):
+        calls: list[None] = []
+
+        def part(outputs: Tensor, calls: list[None] = calls) -> Tensor:
+            calls.append(None)
+            return outputs.float().exp().log1p()
+
+        model, optimizer = prepared(amp, around(nn.Tanh()), "O1", trace_overflow=trace)
+        train(
+            amp,
+            model,
+            optimizer,
+            lambda outputs: checkpoint(part, outputs, use_reentrant=False).mean() * torch.inf,
+        )
+        counts.append(len(calls))
+        amp.deactivate()
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
