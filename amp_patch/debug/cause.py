@@ -216,7 +216,7 @@ def _of_operator(cause: Cause) -> str:
         return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
     after = ""
     if cause.mended_by == "model" and cause.where == "forward":
-        after = " What it returns is too large for float16 wherever it is used next."
+        after = f" `{cause.module}` alone is not enough."
     elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
         after = f" {_OF_LARGE_LOSS}"
     if _is_of_zero(cause):  # which was rounded for want of range, or of digits

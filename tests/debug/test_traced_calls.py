@@ -87,6 +87,7 @@ def test_what_only_the_part_that_was_called_mends_is_advised_for_it(amp) -> None
     cause = the_cause(amp)
     assert (cause.module, cause.mended_by, cause.rule) == ("body.0", "model", {"body": "float"})
     assert "Compute `body` in" in cause.advice()
+    assert "`body.0` alone is not enough" in cause.advice()
 
 
 @pytest.mark.parametrize("in_half", [True, False])
