@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_patch.distributed.shards import local
 from amp_patch.kernels import values
 
 #: Half of float16's largest value: what is above is counted as near the limit.
@@ -71,8 +72,8 @@ def storage_of(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return the numbers that a tensor holds, of complex ones both parts."""
-    return values(tensor.detach().resolve_conj())
+    """Return the numbers that a tensor holds, of complex ones both parts, of split ones the rank's."""
+    return values(local(tensor.detach()).resolve_conj())
 
 
 @torch.no_grad()
