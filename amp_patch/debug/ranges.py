@@ -72,7 +72,7 @@ def storage_of(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def numbers_of(tensor: Tensor) -> Tensor:
-    """Return the numbers that a tensor holds, of complex ones both parts, of split ones the rank's."""
+    """Return the numbers of a tensor: of complex ones both parts, of split ones the rank's."""
     return values(local(tensor.detach()).resolve_conj())
 
 
