@@ -44,9 +44,8 @@ class _Followed:
     def __init__(self, param: Tensor) -> None:
         self._param = TensorWeakRef(param)
         self._earlier: list[Tensor] = []  # in fp32, for another thread may look as well
-        self._seen: dict[
-            int, tuple[int, Tensor]
-        ] = {}  # versions, and values in fp32, which no look finds
+        # versions, and values, in fp32 as well
+        self._seen: dict[int, tuple[int, Tensor]] = {}
         self.looks = 0
 
     def is_alive(self) -> bool:
