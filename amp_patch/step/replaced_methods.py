@@ -88,6 +88,6 @@ class ReplacedMethods:
             self._is_in_original = was_in_original
 
     def undo(self) -> None:
-        """Put the optimizer's own methods back; replacements that stay somewhere hand on to them."""
+        """Put the optimizer's own methods back; what still holds a replacement reaches them."""
         self._undone.set()
         self._patches.undo()
