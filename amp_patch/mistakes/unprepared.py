@@ -174,9 +174,7 @@ class UnpreparedParams:
             )
             if count and has_scaled and not is_plain:
                 raise RuntimeError(_refusal(optimizer, count))
-        scaled = self._scaled_of(params)
-        # A prepared optimizer may have got them since, of which this is the one within.
-        if scaled and (count := len(scaled - set(map(id, optimizers.params())))):
+        if count := self._count_scaled(params, optimizers):
             raise RuntimeError(_refusal(optimizer, count))
 
     def refuse_clip(
@@ -193,7 +191,7 @@ class UnpreparedParams:
         Raises:
             RuntimeError: as said.
         """
-        count = len(self._scaled_of(params)) if self._scaled else 0
+        count = self._count_scaled(params, optimizers)
         if self._frozen and not is_plain and optimizers.scalers.scale_losses:
             count += self._count_unfrozen(params, optimizers)
         if count:
@@ -217,10 +215,15 @@ class UnpreparedParams:
         ]
         return len(set(map(id, thawed)) - set(map(id, optimizers.params()))) if thawed else 0
 
-    def _scaled_of(self, params: Iterable[Tensor]) -> set[int]:
-        """Return the ids of those among parameters whose gradients are scaled still."""
-        known = [id(param) for param in params if id(param) in self._scaled]
-        return {key for key in known if self._scaled[key].left() is not None}
+    def _count_scaled(self, params: Iterable[Tensor], optimizers: PreparedOptimizers) -> int:
+        """Return of how many of these parameters the gradients are scaled still.
+
+        Those are left out that a prepared optimizer has got since `find`, by `add_param_group` or
+        because it wraps the one that holds them: it unscales them.
+        """
+        known = {id(param) for param in params if id(param) in self._scaled}
+        scaled = {key for key in known if self._scaled[key].left() is not None}
+        return len(scaled.difference(map(id, optimizers.params()))) if scaled else 0
 
     def _count_unwatched(
         self, params: Sequence[Tensor], models: Iterable[nn.Module], optimizers: PreparedOptimizers

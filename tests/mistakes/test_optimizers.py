@@ -234,6 +234,23 @@ def test_what_is_unfrozen_is_clipped_with_the_rest_if_an_optimizer_steps_it(
     optimizer.step()
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_what_an_optimizer_is_given_later_is_clipped_with_the_rest(
+    amp: ModuleType, level: str
+) -> None:
+    """It was in no optimizer, and not frozen, when `initialize` looked."""
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    optimizer.add_param_group({"params": list(model.first.parameters())})
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
 def test_nothing_is_kept_of_optimizers_that_live_for_a_step(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, "O1")
     for inputs in batches():
