@@ -11,6 +11,7 @@ from torch import nn
 from training import batches, loss_of, make, prepared, trained_rightly, weights
 
 from amp_patch import amp as core
+from amp_patch.step import loss_scaling
 
 INITIAL_SCALE = 65536.0
 
@@ -56,11 +57,16 @@ def test_a_scale_that_trains_stays(amp: ModuleType) -> None:
     assert scale_of(amp) == low
 
 
+@pytest.mark.parametrize("runs_ahead", [set(), {"cpu"}], ids=["host", "device ahead"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_weights_that_are_written_back_at_a_lost_scale_are_told_of_once(
-    amp: ModuleType, level: str
+    amp: ModuleType, level: str, runs_ahead: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = prepared(amp, level)
+    """Also where a device moves the scale, of an optimizer that can skip by its flag."""
+    monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", runs_ahead)
+    model, _ = make()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     saved, state = weights(model), amp.state_dict()
     for _ in range(2):
         diverge(amp, model, optimizer)
