@@ -19,6 +19,11 @@ from .ranges import Range
 #: the loss outside of the models, in their gradients' sum, in what the script wrote to them; or it
 #: could not be found.
 Where = Literal["forward", "backward", "weight", "input", "loss", "sum", "written", "unknown"]
+#: Operators that make inf or NaN of 0 in every precision, forward or backward.
+_OF_ZERO = {
+    *("div", "divide", "log", "log10", "log2", "norm", "pow", "reciprocal", "rsqrt", "sqrt"),
+    "true_divide",
+}
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -57,6 +62,7 @@ class Cause:
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
         also: the paths of further modules that must be in fp32 together with the module.
         by_rule: whether a rule of the operator's function mends it as well as the module.
+        around: the path of the module around it that must be in fp32 in its place, "" for none.
     """
 
     where: Where
@@ -83,6 +89,7 @@ class Cause:
     is_large: bool = False
     also: tuple[str, ...] = ()
     by_rule: bool = False
+    around: str = ""
 
     @property
     def key(self) -> Hashable:
@@ -100,7 +107,8 @@ class Cause:
         if self.is_loss_scale or self.mended_by not in ("module", "model"):
             return {}
         number = self.path[: len(self.path) - len(self.module)]
-        modules = (self.module, *self.also) if self.mended_by == "module" else (self.called,)
+        is_model = self.mended_by == "model"
+        modules = (self.called,) if is_model else (self.around or self.module, *self.also)
         return {number + module: "float" for module in modules}
 
     def title(self) -> str:
@@ -208,15 +216,17 @@ def _of_operator(cause: Cause) -> str:
         return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
     after = ""
     if cause.mended_by == "model" and cause.where == "forward":
-        after = " What it returns is too large for float16 wherever it is used next."
+        after = f" `{cause.module}` alone is not enough."
     elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
         after = f" {_OF_LARGE_LOSS}"
+    if _is_of_zero(cause):  # which was rounded for want of range, or of digits
+        return f"{_in_float32(cause)}{after} Or try {bfloat16[:-1]}, and fewer digits."
     return f"{_in_float32(cause)}{after} Or train at {bfloat16}"
 
 
 def _in_float32(cause: Cause) -> str:
     """Return what has to compute in fp32."""
-    module = cause.called if cause.mended_by == "model" else cause.module
+    module = cause.called if cause.mended_by == "model" else cause.around or cause.module
     rule = ""
     if cause.by_rule:
         rule = f', or call amp.initialize(..., rules={{"{cause.operator}": "float"}})'
@@ -279,6 +289,8 @@ def _of_loss(cause: Cause) -> str:
         "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
         "step (the learning rate); "
     )
+    if not cause.level:  # what a model has computed is in it, too
+        return f"{look.removesuffix('; ')}."
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
     return f"{look}precision has no part in it, for it is computed in float32."
@@ -317,6 +329,11 @@ _ADVICE = {
 def _is_inf(cause: Cause) -> bool:
     """Return whether numbers were too large, and none is NaN."""
     return cause.result is not None and "NaN" not in cause.result.kinds
+
+
+def _is_of_zero(cause: Cause) -> bool:
+    """Return whether an operator was given 0, of which it makes inf or NaN."""
+    return cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands)
 
 
 def _capital(words: str) -> str:

@@ -97,12 +97,7 @@ class LossWatch:
 def _first_not_finite(nodes: set[Any]) -> tuple[str, tuple[Range, ...]] | None:
     """Return the first operator that was given or returned inf or NaN, or what makes it."""
     for node in sorted(nodes, key=lambda one: one._sequence_nr()):
-        operator, start = readable(node.name()), "_saved_"
-        saved = {
-            name.removeprefix(start): value
-            for name in dir(node)
-            if name.startswith(start) and can_look(value := getattr(node, name))
-        }
+        operator, saved = readable(node.name()), _saved_by(node)
         name, is_undefined = _UNDEFINED.get(operator, ("", torch.isnan))
         ranges = ranges_of(saved)
         if any(set(one.kinds) - {"-inf"} for one in ranges) or (  # -inf may be a mask
@@ -110,6 +105,21 @@ def _first_not_finite(nodes: set[Any]) -> tuple[str, tuple[Range, ...]] | None:
         ):
             return operator, ranges
     return None
+
+
+def _saved_by(node: Any) -> dict[str, Tensor]:
+    """Return the tensors that a node has saved, by their names.
+
+    Left out is what a hook unpacks: a checkpoint would run the script's function again for each.
+    """
+    start = "_raw_saved_"
+    raw = {name.removeprefix(start): name for name in dir(node) if name.startswith(start)}
+    return {
+        name: value
+        for name, attribute in raw.items()
+        if getattr(getattr(node, attribute), "unpack_hook", None) is None
+        and can_look(value := getattr(node, f"_saved_{name}"))
+    }
 
 
 class _Look:

@@ -124,8 +124,12 @@ class Places(TorchFunctionMode):
         place = self._of_nodes.get(node._sequence_nr())
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
-            return Place("", 1, name) if place is None else place._replace(operator=name)
-        return Place("", 1, readable(node.name())) if place is None else place
+            place = Place("", 1, name) if place is None else place._replace(operator=name)
+        elif place is None:
+            place = Place("", 1, readable(node.name()))
+        # a Function's own backward runs, or a hook of a tensor
+        line = self._line()
+        return place if line is None else place._replace(line=line)
 
     def _line(self) -> tuple[str, int] | None:
         """Return the innermost line of the model's own code that runs."""
@@ -166,7 +170,10 @@ def shown(line: tuple[str, int] | None) -> str:
     if line is None:
         return ""
     file, number = line
-    near = os.path.relpath(file) if os.path.isabs(file) else file
+    near = file
+    if os.path.isabs(file):
+        with contextlib.suppress(OSError, ValueError):  # the directory is gone; another drive
+            near = os.path.relpath(file)
     where = f"{file if near.startswith(os.pardir) else near}:{number}"
     text = linecache.getline(file, number).strip()
     return f"{where}: {text}" if text else where

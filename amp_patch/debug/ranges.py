@@ -58,6 +58,8 @@ def can_look(tensor: Any) -> bool:
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and tensor.layout in (torch.strided, torch.sparse_coo)
+        and not tensor.is_nested
+        and tensor.element_size() > 1  # float8, of which torch computes no bounds
         and numbers_of(tensor).numel() > 0
     )
 

@@ -55,7 +55,7 @@ class Call:
         self.grads: dict[int, dict[int, Tensor]] = {}
         self.kinds: set[str] = set()
         self.weights = {
-            name: _copy(param)
+            name: param.detach().requires_grad_(param.requires_grad)  # autograd keeps it as it is
             for name, param in model.named_parameters()
             if not isinstance(param, nn.Parameter)
         }
@@ -108,8 +108,9 @@ class RecordedCalls:
         if getattr(model, "_is_replica", False):
             return
         param = next(model.parameters(), None)
-        if self._open.calls or (param is not None and captures.are_made(param.device)):
-            # Inside of another model's, which is run again as a whole; or in a CUDA graph.
+        is_captured = param is not None and captures.are_made(param.device)
+        if self._open.calls or is_captured or _is_transformed():
+            # Inside of another model's, which is run again as a whole; or no call for itself.
             self._open.calls.append((model, None))
             return
         names = self._changing.get(model)
@@ -179,6 +180,18 @@ class _Arrival:
 
     def __call__(self, grad: Tensor) -> None:
         self._recorded.arrived(self._call, self._index, grad)
+
+
+def _is_transformed() -> bool:
+    """Return whether tensors have no numbers that outlast the call: torch traces, or transforms it.
+
+    By vmap() or grad() of `torch.func`, say.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    modes = torch._C._TorchDispatchModeKey
+    tracing = (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)
+    return torch._C._is_tracing() or any(torch._C._get_dispatch_mode(one) for one in tracing)
 
 
 def copied(tree: Any) -> Any:

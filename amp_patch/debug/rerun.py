@@ -132,7 +132,7 @@ class Rerun:
 
 @contextlib.contextmanager
 def leaving_no_trace(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what runs inside the block change: random numbers, buffers, attributes."""
+    """Put back what runs inside the block change: random numbers, weights, buffers, attributes."""
     random, states = RandomState(), [ModelState(model) for model in models]
     saved = mode.save()
     try:

@@ -1,7 +1,7 @@
 """What a second run of a model changes, saved and put back.
 
-That is: random numbers, buffers, attributes of modules. Knows these, nothing of why a model is run
-again.
+That is: random numbers, parameters, buffers, attributes of modules. Knows these, nothing of why a
+model is run again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from amp_patch import patching
 
@@ -39,9 +40,11 @@ class RandomState:
 
 
 class ModelState:
-    """The buffers and attributes of a model's modules when this was made.
+    """The parameters, buffers and attributes of a model's modules when this was made.
 
-    Of a list or another object in an attribute the reference is kept, not what it holds.
+    A forward may write to parameters, too: a momentum encoder follows another one there. Of a list
+    or another object in an attribute the reference is kept, not what it holds, but for a
+    `torch.Generator`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,17 +55,39 @@ class ModelState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._params = [
+            (param, param.data, param.data.clone())
+            for param in model.parameters()
+            if not is_lazy(param)
+        ]
+        self._generators = [
+            (one, one.get_state())
+            for module in model.modules()
+            for one in vars(module).values()
+            if isinstance(one, torch.Generator)
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put them back; what did not change is not written to."""
         for module, attributes in self._attributes:
             _set_attributes(module, attributes)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for param, data, values in self._params:
+            _set_data(param, data, values)
         for module, name, buffer, values in self._buffers:
             if module._buffers.get(name) is not buffer:
                 patching.put(module._buffers, name, buffer)
-            if not torch.equal(buffer, values):  # batch norms leave the version as it was
-                buffer.copy_(values)
+            if not torch.equal(buffer, values):
+                buffer.data.copy_(values)  # a graph that has saved it goes by its version
+
+
+def _set_data(param: Tensor, data: Tensor, values: Tensor) -> None:
+    if param.data_ptr() != data.data_ptr():
+        param.data = data
+    if not torch.equal(data, values):
+        data.copy_(values)
 
 
 def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
@@ -80,4 +105,4 @@ def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     current: dict[str, Any] = dict(model.named_buffers())
     for name, values in buffers.items():
         if name in current and current[name].shape == values.shape:
-            current[name].copy_(values)
+            current[name].data.copy_(values)  # see above

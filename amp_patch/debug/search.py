@@ -26,6 +26,7 @@ from .watch import Origin
 
 #: So many modules are tried in fp32 together, before the whole model is.
 MOST_TOGETHER = 16
+UNSEEN = "One that is compiled, or inside of torch.func, is not: trace without."
 
 
 class _Mended(NamedTuple):
@@ -35,11 +36,13 @@ class _Mended(NamedTuple):
         by: see `cause.Mend`.
         also: paths in the called model, of the modules that must be in fp32 beside the origin's.
         by_rule: whether a rule of the operator's function does, too.
+        around: the path of the module around the origin's that must be in its place; "" for none.
     """
 
     by: Mend | None
     also: tuple[str, ...] = ()
     by_rule: bool = False
+    around: str = ""
 
 
 class Search:
@@ -88,10 +91,14 @@ class Search:
     def _of_spoiled_loss(self, loss: Range) -> Cause:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
         if self._watch.spoiled_by is None:
-            return self._kept_inside() or self._of_loss(loss)
+            return self._kept_inside() or self._of_loss(loss, note=self._unseen())
         operator, ranges = self._watch.spoiled_by
         note = f"The first place that shows it is `{operator}`, of these."
-        return self._of_loss(loss, operands=ranges, note=note)
+        return self._of_loss(loss, operands=ranges, note=f"{note} {self._unseen()}".strip())
+
+    def _unseen(self) -> str:
+        """Return what is to be said of a loss that no recorded call has a part in."""
+        return "" if self._calls else f"No call of an initialized model was seen in it. {UNSEEN}"
 
     def _kept_inside(self) -> Cause | None:
         """Return the cause in a model that keeps for the loss what it does not return."""
@@ -218,6 +225,7 @@ def _in_model(
         mended_by=mended.by,
         also=tuple(joined(called, module) for module in mended.also),
         by_rule=mended.by_rule,
+        around=joined(called, mended.around) if mended.around else "",
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,
@@ -264,6 +272,10 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
         # Many a model has the same block several times, and each of them overflows by itself.
         inside = [one for one in together[1:] if one.startswith(f"{left.place.module}.")]
         together = [*(one for one in together if one not in inside), left.place.module]
+    around = origin.place.module
+    while around := around.rpartition(".")[0]:  # what is too large may be handed on inside of it
+        if _left(call, [model.get_submodule(around)], grads) is None:
+            return _Mended("module", around=around)
     left = _left(call, [model], grads)
     if left is None:
         return _Mended("model")

@@ -34,7 +34,7 @@ from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
-from .search import Search, hidden, joined, root_of
+from .search import UNSEEN, Search, hidden, joined, root_of
 from .watch import Counts, near_limits
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,8 @@ class Tracer(StepObserver):
             return Cause(
                 "unknown",
                 scale,
-                note="No call of an initialized model was seen that made these gradients. A "
-                "compiled model is not: trace without torch.compile.",
+                note="No call of an initialized model was seen that made these gradients. "
+                + UNSEEN,
             )
         if has_others():
             note = "This rank made no inf and no NaN: they came from another one, or from the sum."
@@ -238,6 +238,8 @@ class Tracer(StepObserver):
 
         Gradients without a scale nobody has checked, and others the script may have written to.
         """
+        if optimizer not in session.optimizers.steps:
+            return  # one that nobody initialized steps gradients of another loss
         new = [(scale, watch) for number, scale, watch in self.passes if number > self._looked_at]
         unscaled = [watch for scale, watch in new if scale == 1.0]
         if (
@@ -261,9 +263,10 @@ def _together(cause: Cause, before: Cause) -> Cause:
     return replace(most, also=both) if most.mended_by == "module" else most
 
 
-def _to_do(cause: Cause) -> tuple[int, bool, float]:
+def _to_do(cause: Cause) -> tuple[Any, ...]:
     """Return how much is to be done against a cause, to be compared."""
-    return _MENDS.index(cause.mended_by), not cause.by_rule, -(cause.fits or 0.0)
+    around = bool(cause.around), -len(cause.around)  # the wider, the more
+    return _MENDS.index(cause.mended_by), around, not cause.by_rule, -(cause.fits or 0.0)
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:

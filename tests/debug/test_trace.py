@@ -118,6 +118,25 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=False)
 
 
+def test_a_line_is_told_where_the_working_directory_is_gone(
+    amp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    model, optimizer = prepared(amp, around(Scores()), "O1")
+    gone.rmdir()
+    train(amp, model, optimizer)
+    assert the_cause(amp).line.startswith(f"{inspect.getfile(Scores)}:")
+
+
+def test_the_line_in_the_backward_of_a_function_of_the_users_is_shown(amp) -> None:
+    model, optimizer = prepared(amp, around(OwnFunction()), "O1")
+    train(amp, model, optimizer)
+    assert the_cause(amp).operator == "Overflowing"
+    assert the_cause(amp).line.endswith(": return grad * torch.inf")
+
+
 @pytest.mark.parametrize("level", HALF_LEVELS)
 def test_an_exponential_is_named(amp, level: str) -> None:
     # O1 computes it in float32, unless a rule of the user's says otherwise
@@ -352,6 +371,61 @@ def test_training_goes_on_bit_for_bit(amp, level: str, recompute: bool | None) -
         assert (plain is None) == (traced is None)
         if plain is not None:
             torch.testing.assert_close(traced, plain, rtol=0, atol=0, equal_nan=True)
+
+
+class Momentum(nn.Module):
+    """Its second encoder follows the first in the forward; its noise has a generator of its own."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.encoder, self.following = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.following.requires_grad_(False)
+        self.generator = torch.Generator().manual_seed(0)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(self.encoder.parameters(), self.following.parameters(), strict=True)
+            for param, follower in pairs:
+                if self.in_place:
+                    follower.lerp_(param, 0.1)
+                else:
+                    follower.data = follower.data * 0.9 + param.data * 0.1
+        noise = torch.randn(x.shape, generator=self.generator).to(x.dtype)
+        return self.encoder(x + noise) * self.following(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_and_noise_of_a_forward_go_on_as_without(amp, level: str, in_place: bool) -> None:
+    states = []
+    for trace in (False, True):
+        torch.manual_seed(0)
+        options = {"trace_overflow": trace, "loss_scale": "dynamic"}
+        model, optimizer = prepared(amp, Momentum(in_place), level, **options)
+        train(amp, model, optimizer, lambda outputs: square(outputs) * 1000.0, steps=14)
+        assert bool(amp.overflow_report().causes) == trace
+        assert not amp.step_was_skipped(optimizer)
+        states.append([param.detach().clone() for param in model.parameters()])
+        amp.deactivate()
+    for plain, traced in zip(*states, strict=True):
+        assert torch.equal(plain, traced)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_run_leaves_other_graphs_of_the_model_as_they_are(
+    amp, level: str, is_training: bool
+) -> None:
+    # they have saved the running statistics
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
+    model, optimizer = prepared(amp, model.train(is_training), level)
+    first, second = model(torch.randn(4, WIDTH)).float().unbind(1)
+    with amp.scale_loss(first.mean() * torch.inf, optimizer) as scaled_loss:
+        scaled_loss.backward(retain_graph=True)
+    with amp.scale_loss(second.mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert amp.overflow_report().causes
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -605,6 +679,20 @@ def test_what_the_script_writes_to_gradients_is_not_held_against_the_model(
         param.grad.div_(0.0)
     optimizer.step()
     assert the_cause(amp).where == "written"
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O1", 8.0), ("O4", 1.0)])
+def test_gradients_of_an_optimizer_that_is_not_initialized_are_not_looked_at(
+    amp, level: str, scale: float
+) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), level, loss_scale=scale)
+    other = nn.Parameter(torch.ones(2))
+    others = SGD([other], lr=0.1)
+    other.grad = torch.full((2,), torch.nan)
+    scaled_backward(amp, square(model(torch.randn(4, WIDTH))), optimizer)
+    others.step()
+    optimizer.step()
+    assert not amp.overflow_report().causes
 
 
 def test_before_a_step_a_model_is_run_again_in_the_precision_that_it_had(amp) -> None:

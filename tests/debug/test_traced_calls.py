@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class Failing(nn.Module):
@@ -83,6 +87,7 @@ def test_what_only_the_part_that_was_called_mends_is_advised_for_it(amp) -> None
     cause = the_cause(amp)
     assert (cause.module, cause.mended_by, cause.rule) == ("body.0", "model", {"body": "float"})
     assert "Compute `body` in" in cause.advice()
+    assert "`body.0` alone is not enough" in cause.advice()
 
 
 @pytest.mark.parametrize("in_half", [True, False])
@@ -120,6 +125,27 @@ def test_where_a_loss_left_the_finite_range_is_told_as_far_as_its_graph_shows(
     assert (cause.where, cause.operator) == ("loss", "")
     assert (f"shows it is `{operator}`, of these" in cause.note) == bool(operator)
     assert bool(cause.operands) == bool(operator)
+
+
+def test_a_checkpoint_in_a_loss_that_is_not_finite_runs_no_more_than_without(amp) -> None:
+    counts = []
+    for trace in (False, True):
+        calls: list[None] = []
+
+        def part(outputs: Tensor, calls: list[None] = calls) -> Tensor:
+            calls.append(None)
+            return outputs.float().exp().log1p()
+
+        model, optimizer = prepared(amp, around(nn.Tanh()), "O1", trace_overflow=trace)
+        train(
+            amp,
+            model,
+            optimizer,
+            lambda outputs: checkpoint(part, outputs, use_reentrant=False).mean() * torch.inf,
+        )
+        counts.append(len(calls))
+        amp.deactivate()
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -178,3 +204,57 @@ def test_a_part_of_torch_jit_takes_no_hooks_and_the_model_is_traced(amp) -> None
     model, optimizer = prepared(amp, nn.Sequential(around(Scores()), compiled), "O1")
     train(amp, model, optimizer)
     assert the_cause(amp).module == "0.1.1"
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda model, x: torch.func.vmap(model)(x),
+        lambda model, x: torch.func.grad(lambda y: model(y).float().mean())(x),
+        lambda model, x: torch.func.grad(
+            lambda weights: torch.func.functional_call(model, weights, (x,)).float().mean()
+        )({name: param * 1.0 for name, param in model.named_parameters()})["1.0.bias"],
+    ],
+)
+def test_a_call_inside_of_torch_func_is_said_to_be_unseen(amp, transform) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O1")
+    train(amp, lambda x: transform(model, x), optimizer, lambda out: (out * torch.nan).sum())
+    cause = the_cause(amp)
+    assert cause.where == "loss"
+    assert "inside of torch.func" in cause.note
+    assert "precision has no part" not in cause.advice()
+
+
+class TwoDtypes(nn.Module):
+    """Returns what torch computes no bounds of, too."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(WIDTH, WIDTH), of
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x)
+        return y, self.of(y.detach().float())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda y: y.to(torch.float8_e4m3fn),
+        lambda y: torch.nested.nested_tensor([y[:1], y[1:]]),
+    ],
+)
+def test_a_traced_model_may_return_what_has_no_bounds(amp, of) -> None:
+    model, optimizer = prepared(amp, TwoDtypes(of), "O1")
+    train(amp, lambda x: model(x)[0], optimizer)
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_a_traced_model_may_be_traced_by_torch(amp) -> None:
+    model, _ = prepared(amp, around(nn.Tanh()), "O1")
+    inputs = torch.randn(4, WIDTH)
+    torch.jit.trace(model, inputs)  # a warning of numbers that are asked for fails the test
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(4, WIDTH)).shape == inputs.shape
