@@ -29,9 +29,6 @@ from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
 from .weights.prepared_models import PreparedModels
 
-#: What is finite at a scale below is not so for its size: a training that diverged left the scale.
-_TOO_LOW = 2.0**-10
-
 
 class BackwardPasses:
     """Makes the `BackwardPass` of each scaled loss.
@@ -129,8 +126,6 @@ class BackwardPasses:
             if step.skip.pending:
                 step.skip.settle()
         scaler, on_host = self._scalers[scaler_id], self._host_scalings.get(scaler_id)
-        if scaler.scale < _TOO_LOW and scaler.unskipped and scaler.rule.dynamic:
-            _warn_of_low_scale(scaler.scale)
         if on_host is None or on_host.scaler is not scaler:
             name_of, on_overflow = self._models.name_of, self._note_overflow
             on_host = HostScaling(scaler, scaler_id, name_of, on_overflow, self._prints)
@@ -195,14 +190,3 @@ class BackwardPasses:
                 "rule, and so a scale, of its own: amp.initialize(..., growth_interval=2001). Or "
                 "call amp.initialize(..., opt_level='O4'), which needs no scale."
             )
-
-
-def _warn_of_low_scale(scale: float) -> None:
-    """Warn, once, of a training that goes on at a scale at which its gradients are 0."""
-    warn_once(
-        "a dynamic loss scale must be one at which float16 gradients do not become 0; got "
-        f"{scale:.3g}, which a training that diverged has left, and losses whose gradients are "
-        "finite since. Behind a write of earlier weights call amp.load_state_dict(saved) with what "
-        "amp.state_dict() returned before, or bring the weights back by model.load_state_dict(), "
-        "which does it."
-    )

@@ -23,7 +23,8 @@ from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
 # A tensor that is printed, as what torch.jit cannot trace, ends with its type and shape in braces.
 _COMPLAINT = re.compile(
-    r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor(?!\{)|BFloat16Tensor|desired output type"
+    r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor(?!\{)|BFloat16T(ensor|ype)"
+    r"|desired output type"
     r"|must have the type|autocast::prioritize"
 )
 # Of autocast alone, which may be over by the time that the note is written.
@@ -37,6 +38,12 @@ _NO_KERNEL = re.compile(
     re.IGNORECASE,
 )
 _OVERFLOW = re.compile("without overflow")
+# What torch.distributions says of half probabilities; of NaN among them the dtype is no cause.
+_PROBABILITIES = re.compile(
+    r"satisfy the constraint Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
+)
+# A tensor that a message shows has a dtype of which it does not complain.
+_SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
 # Of two dtypes of which one is half, or those of a scatter, which torch does not name.
 _HALF_AND_ANOTHER = re.compile(r"\b(c10::)?(B?Float16|Half)\b|self\.dtype", re.IGNORECASE)
 _BEGIN = "amp_patch: "
@@ -69,8 +76,10 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
         levels: the prepared models, with what they were prepared at.
     """
     message = str(error)
-    is_of_half = _NO_KERNEL.search(message) or _OVERFLOW.search(message)
-    is_of_two = isinstance(error, (RuntimeError, ValueError)) and _COMPLAINT.search(message)
+    is_of_half = any(one.search(message) for one in (_NO_KERNEL, _OVERFLOW, _PROBABILITIES))
+    is_of_two = isinstance(error, (RuntimeError, ValueError)) and _COMPLAINT.search(
+        _SHOWN.sub("", message)
+    )
     if not (is_of_half or is_of_two) or _is_noted(error):
         return
     where_functions_cast = is_of_half or _HALF_AND_ANOTHER.search(message)
@@ -182,6 +191,11 @@ def _mend_of_half(message: str, place: _Place) -> str | None:
     dtype = place.level.half_dtype
     if _OVERFLOW.search(message):
         return f"{dtype} cannot hold that number: {_mend_of_a_number(place)}."
+    if _PROBABILITIES.search(message):
+        return (
+            f"Probabilities of {dtype} do not add up to 1 within 1e-6: give torch.distributions "
+            "logits=x in the place of probs=softmax(x), or probs=softmax(x.float())."
+        )
     if _NO_KERNEL.search(message):
         return (
             f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "

@@ -44,7 +44,8 @@ class _Followed:
     def __init__(self, param: Tensor) -> None:
         self._param = TensorWeakRef(param)
         self._earlier: list[Tensor] = []  # in fp32, for another thread may look as well
-        self._seen: dict[int, int] = {}
+        # versions, and values, in fp32 as well
+        self._seen: dict[int, tuple[int, Tensor]] = {}
         self.looks = 0
 
     def is_alive(self) -> bool:
@@ -66,10 +67,20 @@ class _Followed:
             return True  # the step was skipped, or too small
         self._earlier = [*self._earlier[-2:], value]
         near = [one for one in living() if self._is_near(one, param)]
-        moved = [one for one in near if self._seen.get(id(one)) != one._version]
-        self._seen = {id(one): one._version for one in near}
+        moved = [one for one in near if self._has_moved(one)]
+        self._seen = {id(one): (one._version, one.float()) for one in near}
         self.looks += 1
         return bool(near if self.looks == 1 else moved)
+
+    def _has_moved(self, tensor: Tensor) -> bool:
+        """Return whether it is new, or was written to since the last look.
+
+        A write through `.data` makes no new version.
+        """
+        if id(tensor) not in self._seen:
+            return True
+        version, value = self._seen[id(tensor)]
+        return tensor._version != version or not torch.equal(tensor.float(), value)
 
     def _is_near(self, tensor: Tensor, param: Tensor) -> bool:
         if any(getattr(tensor, name) != getattr(param, name) for name in _ALIKE):
@@ -129,13 +140,18 @@ class PlainAverages:
                 "an average of weights needs fp32, for small updates are rounded away in half "
                 "precision; got tensors in half that follow the parameters of a model that "
                 "amp.initialize() stored in half. Average amp.master_params(optimizer) in place of "
-                "model.parameters(), or use torch.optim.swa_utils.AveragedModel(model)."
+                "model.parameters(), in tensors of no model that amp.initialize() gets, or use "
+                "torch.optim.swa_utils.AveragedModel(model)."
             )
 
     def _addresses(self) -> set[int]:
-        """Return where the half parameters are: torch 2.6 hides those that a graph holds."""
+        """Return where the trained half parameters are: torch 2.6 hides those that a graph holds.
+
+        One that is not trained may be an average: of the second encoder of MoCo.
+        """
         models = [model for model in [one() for one in self._models] if model is not None]
-        return {param.data_ptr() for model in models for param in _halves_of(model)}
+        halves = [param for model in models for param in _halves_of(model)]
+        return {param.data_ptr() for param in halves if param.requires_grad}
 
 
 def _halves_of(model: nn.Module) -> list[Tensor]:

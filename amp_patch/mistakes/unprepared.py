@@ -174,9 +174,7 @@ class UnpreparedParams:
             )
             if count and has_scaled and not is_plain:
                 raise RuntimeError(_refusal(optimizer, count))
-        scaled = self._scaled_of(params)
-        # A prepared optimizer may have got them since, of which this is the one within.
-        if scaled and (count := len(scaled - set(map(id, optimizers.params())))):
+        if count := len(self._scaled_of(params, optimizers)):
             raise RuntimeError(_refusal(optimizer, count))
 
     def refuse_clip(
@@ -193,10 +191,10 @@ class UnpreparedParams:
         Raises:
             RuntimeError: as said.
         """
-        count = len(self._scaled_of(params)) if self._scaled else 0
+        scaled = self._scaled_of(params, optimizers)
         if self._frozen and not is_plain and optimizers.scalers.scale_losses:
-            count += self._count_unfrozen(params, optimizers)
-        if count:
+            scaled |= self._unfrozen(params, optimizers)
+        if count := len(scaled):
             raise RuntimeError(
                 f"{call} needs unscaled gradients; got {count} of parameters that no optimizer of "
                 "amp.initialize() steps, which are multiplied by the loss scale. Call "
@@ -205,22 +203,27 @@ class UnpreparedParams:
                 "[...]}), or an optimizer that amp.initialize() and amp.scale_loss() get."
             )
 
-    def _count_unfrozen(self, params: Iterable[Tensor], optimizers: PreparedOptimizers) -> int:
-        """Return how many were frozen for `find`, and have a gradient that no optimizer steps."""
-        thawed = [
-            param
+    def _unfrozen(self, params: Iterable[Tensor], optimizers: PreparedOptimizers) -> set[int]:
+        """Return the ids of those frozen for `find` with a gradient that no optimizer steps."""
+        thawed = {
+            id(param)
             for param in params
             if (found := self._frozen.get(id(param))) is not None
             and found() is param
             and param.requires_grad
             and stored_grad(param) is not None
-        ]
-        return len(set(map(id, thawed)) - set(map(id, optimizers.params()))) if thawed else 0
+        }
+        return thawed - set(map(id, optimizers.params())) if thawed else thawed
 
-    def _scaled_of(self, params: Iterable[Tensor]) -> set[int]:
-        """Return the ids of those among parameters whose gradients are scaled still."""
-        known = [id(param) for param in params if id(param) in self._scaled]
-        return {key for key in known if self._scaled[key].left() is not None}
+    def _scaled_of(self, params: Iterable[Tensor], optimizers: PreparedOptimizers) -> set[int]:
+        """Return the ids of those among parameters whose gradients are scaled still.
+
+        Those are left out that a prepared optimizer has got since `find`, by `add_param_group` or
+        because it wraps the one that holds them: it unscales them.
+        """
+        known = {id(param) for param in params if id(param) in self._scaled}
+        scaled = {key for key in known if self._scaled[key].left() is not None}
+        return scaled.difference(map(id, optimizers.params())) if scaled else scaled
 
     def _count_unwatched(
         self, params: Sequence[Tensor], models: Iterable[nn.Module], optimizers: PreparedOptimizers

@@ -19,6 +19,7 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.scaling.device_scaler import DeviceScaler
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
+from amp_patch.warn_once import warn_once
 
 from .late_check import LateCheck
 from .skip import Skip
@@ -26,6 +27,9 @@ from .skip import Skip
 #: Device types that work behind the host, which must not wait for them.
 RUNS_AHEAD = {"cuda"}
 
+
+#: A dynamic scale below is looked at: large gradients need it, or a training that diverged left it.
+_LOW = 2.0**-10
 
 #: What the check of one optimizer's gradients found: the flags, and the parameters that got a
 #: gradient, in the check's order.
@@ -128,6 +132,8 @@ class HostScaling:
                     skip.ask(reason, scaler)
                 self.on_overflow(self.scaler_id, found, before[0], skips[0].count.steps + 1)
                 is_exhausted = scaler.exhausted
+            elif _is_low(scaler):
+                _look_for_need(found, before[0])
         except BaseException:
             scaler.set_numbers(*before)
             raise
@@ -233,8 +239,8 @@ def choose_scaling(
 
     The host has to where an optimizer cannot skip its step by itself, and where the scaler has an
     override. Where the check is delayed, for somebody may take it over (`PendingCheck.take_over`).
-    And where the scale has met its floor: the error that may follow names gradients, which are
-    gone one step later.
+    Where the scale has met its floor: the error that may follow names gradients, which are
+    gone one step later. And where it is so low that the host looks at the gradients' size.
 
     Args:
         on_host: of the loss's scaler.
@@ -252,7 +258,29 @@ def choose_scaling(
         scaler.device_scaler.poll()
     if scaler.overflows_at_floor or not can_skip():
         return on_host
+    if _is_low(scaler) and not captures.are_made(device):
+        return on_host
     return DeviceScaling(DeviceScaler.of(scaler, device), on_host)
+
+
+def _is_low(scaler: LossScaler) -> bool:
+    return scaler.scale < _LOW and scaler.rule.dynamic
+
+
+def _look_for_need(found: Sequence[Found], scale: float) -> None:
+    """Warn, once, of finite gradients that a low scale makes needlessly small.
+
+    Those that need it come near to the largest number of float16, 65504, when they are multiplied.
+    """
+    norms = [float(check.norm()) for check, _ in found if check.grads]
+    if norms and max(norms) * scale < 1.0:
+        warn_once(
+            "a dynamic loss scale must be one at which float16 gradients do not become 0; got one "
+            "below 1/1024, which a training that diverged has left, for gradients whose norm times "
+            "the scale is below 1. Behind a write of earlier weights call "
+            "amp.load_state_dict(saved) with what amp.state_dict() returned before, or bring the "
+            "weights back by model.load_state_dict(), which does it."
+        )
 
 
 class PendingCheck:

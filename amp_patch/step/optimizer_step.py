@@ -234,13 +234,13 @@ class OptimizerStep:
 
     def _looking_for_scale(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that looks at the first gradients which it brings."""
-        was_scaled = self.was_scaled
-        if was_scaled is None:
+        if self.was_scaled is None:
             return closure
 
         def look() -> Any:
             loss = closure()
-            self._look_for_scale(was_scaled)
+            if self.was_scaled is not None:  # an optimizer may call it several times
+                self._look_for_scale(self.was_scaled)
             return loss
 
         return look

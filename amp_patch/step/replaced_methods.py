@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ class ReplacedMethods:
 
     def __init__(self) -> None:
         self._patches = Patches()
+        self._undone = threading.Event()
         self._by_name: dict[str, Callable[..., Any]] = {}
         self._is_in_original = False
 
@@ -45,6 +47,7 @@ class ReplacedMethods:
         weak, function = weakref.ref(bound_to.__self__), bound_to.__func__
         own = vars(optimizer).get(name)
         kind, reference = type(optimizer), weakref.ref(optimizer)
+        undone = self._undone  # not self, which holds the replacements
 
         def original(*args: Any, **kwargs: Any) -> Any:
             if own:
@@ -56,7 +59,9 @@ class ReplacedMethods:
         @never_trace
         def replacement(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             alive = weak()
-            if alive is None:  # released, but a scheduler built later still calls this
+            # A scheduler that was built later still calls this, and what is released may live on
+            # until the garbage collector comes.
+            if alive is None or undone.is_set():
                 return original(*args, **kwargs)
             return function(alive, original, *args, **kwargs)
 
@@ -83,5 +88,6 @@ class ReplacedMethods:
             self._is_in_original = was_in_original
 
     def undo(self) -> None:
-        """Put the optimizer's own methods back."""
+        """Put the optimizer's own methods back; what still holds a replacement reaches them."""
+        self._undone.set()
         self._patches.undo()

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -231,6 +231,20 @@ def shadow_made_anew(params: list[Tensor], average: list[Tensor]) -> list[Tensor
     return [(1 - DECAY) * param.data + DECAY * one for one, param in pairs]
 
 
+def shadow_through_data(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    """Write as BYOL and DINO do, which no version tells of."""
+    for one, param in zip(average, params, strict=True):
+        one.data.mul_(DECAY).add_(param.data, alpha=1 - DECAY)
+    return average
+
+
+def shadow_assigned(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
+    """Write as MoCo does."""
+    for one, param in zip(average, params, strict=True):
+        one.data = one.data * DECAY + param.data * (1 - DECAY)
+    return average
+
+
 def stuck_in_half(params: list[Tensor], average: list[Tensor]) -> list[Tensor]:
     for one, param in zip(average, params, strict=True):
         one.lerp_(param.data, 1e-6)
@@ -279,12 +293,54 @@ def steps_with(
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("level", [*HALF, "O3"])
-@pytest.mark.parametrize("update", [shadow_in_place, shadow_made_anew, stuck_in_half])
+@pytest.mark.parametrize(
+    "update",
+    [shadow_in_place, shadow_made_anew, shadow_through_data, shadow_assigned, stuck_in_half],
+)
 def test_an_average_in_plain_tensors_is_told_of_once(
     amp: ModuleType, level: str, update: Any
 ) -> None:
     caught = steps_with(amp, level, update)
     assert [one.filename for one in caught] == [__file__]
+
+
+class TwoEncoders(nn.Module):
+    """As MoCo: a frozen encoder that is an average of the trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return cast(Tensor, self.query(inputs) - self.key(inputs))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("given", ["one model", "two models"])
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize(("update", "count"), [(shadow_through_data, 1), (first_values, 0)])
+def test_an_average_that_was_given_to_initialize_is_told_of(
+    amp: ModuleType, level: str, given: str, update: Any, count: int
+) -> None:
+    """It is in half, and so are other frozen weights, which only stay."""
+    torch.manual_seed(0)
+    model = TwoEncoders()
+    optimizer = torch.optim.AdamW(model.query.parameters(), lr=0.01)
+    parts = [model] if given == "one model" else [model.query, model.key]
+    amp.initialize(parts, optimizer, opt_level=level, verbosity=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(24):
+            inputs = torch.randn(16, 4)
+            outputs = model(inputs) if given == "one model" else model.query(inputs)
+            optimizer.zero_grad()
+            with amp.scale_loss((outputs - inputs).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            update([*model.query.parameters()], [*model.key.parameters()])
+    averages = [one for one in caught if "average of weights" in str(one.message)]
+    assert len(averages) == count
 
 
 @pytest.mark.parametrize(("kind", "count"), [("tqdm._monitor", 1), ("threading", 0)])

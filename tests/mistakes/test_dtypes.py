@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -598,3 +598,62 @@ def test_a_half_tensor_that_an_error_prints_is_no_complaint_about_dtypes(
         torch.jit._get_trace_graph(model, (torch.randn(2, 4),))
     assert not getattr(raised.value, "__notes__", None)
     assert "amp_patch: " not in str(raised.value)
+
+
+class Policy(nn.Module):
+    """A head whose probabilities go to torch.distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        scores = self.fc(x)
+        if kind == "half":
+            chosen = torch.distributions.Categorical(probs=scores.softmax(-1))
+        elif kind == "float":
+            chosen = torch.distributions.Categorical(probs=scores.float().softmax(-1))
+        elif kind == "logits":
+            chosen = torch.distributions.Categorical(logits=scores)
+        else:
+            chosen = torch.distributions.Categorical(probs=scores.softmax(-1) * torch.nan)
+        return chosen.log_prob(chosen.sample())
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_the_note_on_half_probabilities_mends(amp: ModuleType, level: str) -> None:
+    """In half they are off by more than torch.distributions takes; masks have no part in it."""
+    torch.manual_seed(0)
+    model, inputs = Policy(), torch.randn(8192, 4) * 10
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(ValueError, match=r"constraint Simplex") as raised:
+        model(inputs, "half")
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert f"Probabilities of {DTYPES[level]} do not add up to 1 within 1e-6" in told
+    assert "mask" not in told
+    assert all(model(inputs, kind).isfinite().all() for kind in ("logits", "float"))
+    with pytest.raises(ValueError, match=r"constraint Simplex") as raised:
+        model(inputs, "nan")
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "amp_patch: " not in told
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_convolution_of_another_dtype_is_explained(amp: ModuleType, level: str) -> None:
+    """Torch names the type of its weights: torch.HalfTensor, and CPUBFloat16Type."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn(x.shape)
+            return cast(Tensor, self.conv(x + noise))
+
+    model = Noisy()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match="should be the same") as raised:
+        model(torch.randn(2, 4, 16, 16))
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "module 'conv' (Conv2d), with input torch.float32" in told

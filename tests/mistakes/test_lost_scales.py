@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from training import batches, loss_of, make, prepared, trained_rightly, weights
 
+from amp_patch import amp as core
+from amp_patch.step import loss_scaling
+
 INITIAL_SCALE = 65536.0
 
 
@@ -35,6 +38,7 @@ def diverge(amp: ModuleType, model: nn.Module, optimizer: Any) -> None:
 def test_weights_that_come_back_train_as_from_the_start(amp: ModuleType, level: str) -> None:
     model, optimizer = prepared(amp, level)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
+    train(amp, model, optimizer)
     diverge(amp, model, optimizer)
     model.load_state_dict(saved)
     assert scale_of(amp) == INITIAL_SCALE
@@ -45,6 +49,7 @@ def test_weights_that_come_back_train_as_from_the_start(amp: ModuleType, level: 
 def test_a_scale_that_trains_stays(amp: ModuleType) -> None:
     """Below 1, too: gradients that large need it."""
     model, optimizer = prepared(amp, "O1")
+    train(amp, model, optimizer)
     diverge(amp, model, optimizer)
     train(amp, model, optimizer)
     low = scale_of(amp)
@@ -52,11 +57,16 @@ def test_a_scale_that_trains_stays(amp: ModuleType) -> None:
     assert scale_of(amp) == low
 
 
+@pytest.mark.parametrize("runs_ahead", [set(), {"cpu"}], ids=["host", "device ahead"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_weights_that_are_written_back_at_a_lost_scale_are_told_of_once(
-    amp: ModuleType, level: str
+    amp: ModuleType, level: str, runs_ahead: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = prepared(amp, level)
+    """Also where a device moves the scale, of an optimizer that can skip by its flag."""
+    monkeypatch.setattr(loss_scaling, "RUNS_AHEAD", runs_ahead)
+    model, _ = make()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     saved, state = weights(model), amp.state_dict()
     for _ in range(2):
         diverge(amp, model, optimizer)
@@ -72,8 +82,36 @@ def test_weights_that_are_written_back_at_a_lost_scale_are_told_of_once(
     assert scale_of(amp) == INITIAL_SCALE
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scale_that_still_falls_is_left_to_it(amp: ModuleType, level: str) -> None:
+    """Gradients that need one below 1 would never train where weights are loaded in each round.
+
+    Nor is anybody told that the scale is low.
+    """
+    model, optimizer = amp.initialize(*make(torch.optim.Adam), opt_level=level, verbosity=0)
+    for _ in range(10):
+        model.load_state_dict(model.state_dict())
+        train(amp, model, optimizer, 1e9)
+    assert core.state_dict()["loss_scaler0"]["unskipped"] > 0
+    assert 0.0 < scale_of(amp) < 2.0**-10
+
+
+@pytest.mark.usefixtures("amp")
+def test_a_scale_that_hysteresis_holds_stays() -> None:
+    model, optimizer = prepared(core, "O1", hysteresis=3)
+    train(core, model, optimizer)
+    core.load_state_dict({"loss_scaler0": {"loss_scale": 0.125, "unskipped": 0}})
+    with core.scale_loss(loss_of(model, next(batches())) * torch.inf, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert core.step_was_skipped(optimizer)
+    model.load_state_dict(model.state_dict())
+    assert scale_of(core) == 0.125
+
+
 def test_a_scale_that_was_loaded_stays(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, "O1")
+    train(amp, model, optimizer)
     diverge(amp, model, optimizer)
     low = scale_of(amp)
     amp.load_state_dict(amp.state_dict())
@@ -83,6 +121,7 @@ def test_a_scale_that_was_loaded_stays(amp: ModuleType) -> None:
 
 def test_a_load_of_another_model_is_none_of_this_one(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, "O1")
+    train(amp, model, optimizer)
     diverge(amp, model, optimizer)
     other, _ = make()
     other.load_state_dict(other.state_dict())

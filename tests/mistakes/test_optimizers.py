@@ -208,6 +208,20 @@ def test_what_no_optimizer_steps_is_not_clipped_with_the_rest(amp: ModuleType, l
     optimizer.step()
 
 
+@pytest.mark.parametrize("level", SCALED)
+def test_what_is_unfrozen_from_the_start_is_counted_once(amp: ModuleType, level: str) -> None:
+    model, _ = make()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    model.first.requires_grad_(True)
+    with amp.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="got 2 of parameters that no optimizer"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("level", SCALED)
 def test_what_is_unfrozen_is_clipped_with_the_rest_if_an_optimizer_steps_it(
@@ -232,6 +246,23 @@ def test_what_is_unfrozen_is_clipped_with_the_rest_if_an_optimizer_steps_it(
     with contextlib.nullcontext() if is_added else refused:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_what_an_optimizer_is_given_later_is_clipped_with_the_rest(
+    amp: ModuleType, level: str
+) -> None:
+    """It was in no optimizer, and not frozen, when `initialize` looked."""
+    model, _ = make()
+    optimizer = torch.optim.SGD(model.last.parameters(), lr=0.05)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=64.0)
+    optimizer.add_param_group({"params": list(model.first.parameters())})
+    for inputs in batches():
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
 
 
 def test_nothing_is_kept_of_optimizers_that_live_for_a_step(amp: ModuleType) -> None:
@@ -334,12 +365,20 @@ def test_a_forgotten_scale_loss_is_told_of_once(amp: ModuleType, level: str) -> 
     assert {one.filename for one in caught} <= {__file__}
 
 
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
 @pytest.mark.parametrize("is_forgotten", [False, True])
 @pytest.mark.parametrize("level", SCALED)
 def test_one_that_is_forgotten_in_a_closure_is_told_of_once(
     amp: ModuleType, level: str, is_forgotten: bool
 ) -> None:
-    model, optimizer = prepared(amp, level)
+    model, optimizer = amp.initialize(*make(Twice), opt_level=level, verbosity=0)
 
     def closure() -> Any:
         optimizer.zero_grad()

@@ -70,3 +70,14 @@ def test_when_its_owner_is_gone_the_replaced_method_is_called() -> None:
     optimizer.zero_grad()
     assert calls == []
     assert param.grad is None
+
+
+def test_when_it_is_undone_what_a_scheduler_holds_calls_the_replaced_method() -> None:
+    """Its owner may live on for a while, until the garbage collector comes."""
+    (optimizer, param), owner = optimizer_with_gradient(), Owner()
+    owner.methods.replace(optimizer, "zero_grad", owner.method)
+    held = optimizer.zero_grad
+    owner.methods.undo()
+    held()
+    assert owner.calls == []
+    assert param.grad is None

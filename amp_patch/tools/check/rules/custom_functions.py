@@ -13,6 +13,10 @@ from .registry import rule
 _CURVED = ("clamp", "clip", "hardtanh", "normalize")
 #: What makes a gradient that nothing has scaled.
 _CONSTANTS = ("full", "full_like", "ones", "ones_like")
+#: What is asked of gradients that has no factor of theirs.
+_FACTS = ("device", "dim", "dtype", "ndim", "new_ones", "numel", "shape", "size")
+#: A lower bound up to it keeps a divisor from 0.
+_EPS = 1e-4
 
 
 @rule(
@@ -49,26 +53,31 @@ def _curved(nodes: list[ast.AST], grads: set[str]) -> Iterator[tuple[ast.AST, st
         if isinstance(node, ast.Call) and _name(node) in _CURVED:
             given = [one for one in (_owner(node), *node.args) if one is not None]
             given += [one.value for one in node.keywords]
-            bounds = [one.value for one in given if isinstance(one, ast.Constant)]
-            is_relu = bool(bounds) and not any(bounds)  # which hands the factor on
-            if any(_has(one, grads) for one in given[:2]) and not is_relu:
+            if any(_has(one, grads) for one in given[:2]) and not _keeps_sign(node, given):
                 yield node, f"{_name(node)}() of gradients that are multiplied by the loss scale"
 
 
+def _keeps_sign(call: ast.Call, given: list[ast.expr]) -> bool:
+    """Return whether a clamp is a ReLU, which hands the factor on, or keeps a divisor from 0."""
+    constants = [one.value for one in given if isinstance(one, ast.Constant)]
+    bounds = [one for one in constants if isinstance(one, int | float)]
+    return _name(call) != "normalize" and len(bounds) == 1 and 0 <= bounds[0] <= _EPS
+
+
 def _constant(nodes: list[ast.AST], grads: set[str]) -> Iterator[tuple[ast.AST, str]]:
-    made = _made(nodes) - _multiplied(nodes, grads) - grads
+    made = _made(nodes, grads) - _multiplied(nodes, grads) - grads
     for node in nodes:
         if isinstance(node, ast.Return):
             results = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
-            if any(_name(one) in _CONSTANTS or _is_in(one, made) for one in results):
+            if any(_is_constant(one, grads) or _is_in(one, made) for one in results):
                 yield node, "a gradient that is not multiplied by the loss scale"
 
 
-def _made(nodes: list[ast.AST]) -> set[str]:
+def _made(nodes: list[ast.AST], grads: set[str]) -> set[str]:
     """Return the names of constants."""
     found: set[str] = set()
     for node in nodes:
-        if isinstance(node, ast.Assign) and _name(node.value) in _CONSTANTS:
+        if isinstance(node, ast.Assign) and _is_constant(node.value, grads):
             found |= {one.id for one in node.targets if isinstance(one, ast.Name)}
     return found
 
@@ -79,9 +88,22 @@ def _multiplied(nodes: list[ast.AST], grads: set[str]) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.AugAssign) and _has(node.value, grads):
             found |= _names(node.target)
+        if isinstance(node, ast.Assign) and _has(node.value, grads):
+            items = (one for one in node.targets if isinstance(one, ast.Subscript))
+            found |= set().union(*(_names(one.value) for one in items))
         if isinstance(node, ast.Call) and any(_has(one, grads) for one in node.args):
             found |= _names(_owner(node))
     return found
+
+
+def _is_constant(node: ast.AST | None, grads: set[str]) -> bool:
+    """Return whether a call makes a tensor of a number that is none of the gradients'."""
+    return isinstance(node, ast.Call) and _name(node) in _CONSTANTS and not _fills(node, grads)
+
+
+def _fills(call: ast.Call, grads: set[str]) -> bool:
+    given = [*call.args[1:], *(one.value for one in call.keywords)]
+    return any(_has(one, grads) for one in given)
 
 
 def _is_in(node: ast.AST | None, names: set[str]) -> bool:
@@ -105,4 +127,11 @@ def _names(node: ast.AST | None) -> set[str]:
 
 
 def _has(node: ast.AST, names: set[str]) -> bool:
-    return not names.isdisjoint(_names(node))
+    """Return whether an expression has the factor of some names, as far as one sees."""
+    if isinstance(node, ast.Attribute) and node.attr in _FACTS:
+        return False
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _has(node.right, names):
+        return False  # of gradients to gradients
+    return any(_has(one, names) for one in ast.iter_child_nodes(node))

@@ -124,7 +124,9 @@ def half_square(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """``p.grad ** 2`` of ``model.parameters()`` at O2 and O3, as of Fisher information."""
     for call in trace.named("Pow", ".pow", ".square", "torch.pow", "torch.square"):
         squared = call.receiver or call.arguments.get("input", 0)
-        param = None if isinstance(squared, Cast) else gradient_of(squared)
+        numbers = [one.value for one in call.arguments.values() if isinstance(one, Const)]
+        is_other = isinstance(squared, Cast) or any(one != 2 for one in numbers)  # or a root
+        param = None if is_other else gradient_of(squared)
         inits = [one for one in trace.initializations(call) if one.is_at("O2", "O3")]
         models = {root(model) for one in inits for model in one.models}
         if param is not None and _is_of(param, models):
