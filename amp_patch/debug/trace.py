@@ -23,7 +23,7 @@ from amp_patch.casting.torch_compile import order_hooks
 from amp_patch.distributed.flat_parameters import flat_modules
 from amp_patch.distributed.fully_sharded import sharded_modules
 from amp_patch.distributed.process_groups import has_others, is_on
-from amp_patch.distributed.shards import any_spread, local
+from amp_patch.distributed.shards import any_spread
 from amp_patch.optimizers.groups import params_of
 from amp_patch.session import session
 from amp_patch.step.loss_scaling import Found
@@ -270,8 +270,7 @@ def _to_do(cause: Cause) -> tuple[Any, ...]:
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    # Of DTensors what this rank holds, which torch reads the numbers of.
-    return tuple(local(param.grad) for param in params_of(optimizer))
+    return tuple(param.grad for param in params_of(optimizer))
 
 
 def _sends(model: nn.Module) -> bool:
