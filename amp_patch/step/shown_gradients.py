@@ -5,6 +5,7 @@ Knows pairs of parameters and masters; no optimizer and no loss scale.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from itertools import compress
@@ -68,17 +69,20 @@ def write(halves: list[Tensor], values: list[Tensor]) -> None:
         halves: dense gradients.
         values: to be rounded into them.
     """
-    views = tuple(filter(_IS_VIEW, halves))
-    if not views:
+    views = list(filter(_IS_VIEW, halves))
+    if not views:  # as most often
         torch._foreach_copy_(halves, values)
         return
-    with torch.autograd._unsafe_preserve_version_counter(views):  # type: ignore[attr-defined]  # torch's own
+    with contextlib.ExitStack() as stack:
+        for view in views:  # torch 2.6 takes one at a time
+            stack.enter_context(_preserving_version(view))
         torch._foreach_copy_(halves, values)
 
 
 _GRAD = operator.attrgetter("grad")
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_VIEW = Tensor._is_view
+_preserving_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # torch's own
 
 
 def _is_dense(grad: Tensor | None) -> bool:
