@@ -165,7 +165,7 @@ class Places(TorchFunctionMode):
                 return
 
 
-def shown(line: tuple[str, int] | None) -> str:
+def shown_line(line: tuple[str, int] | None) -> str:
     """Return a line in words, its file as seen from the working directory, and what it says."""
     if line is None:
         return ""

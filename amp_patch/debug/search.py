@@ -18,7 +18,7 @@ from amp_patch.session import session
 
 from .cause import Cause, Mend, largest_scale
 from .loss_watch import LossStep, LossWatch
-from .places import shown
+from .places import shown_line
 from .ranges import Range
 from .recorded_calls import Call
 from .rerun import Rerun
@@ -218,7 +218,7 @@ def _in_model(
         called=called,
         call=origin.place.call,
         operator=origin.place.operator or origin.result.name,
-        line=shown(origin.place.line),
+        line=shown_line(origin.place.line),
         dtype=origin.result.dtype,
         level=_level_of(root),
         fits=fits,
