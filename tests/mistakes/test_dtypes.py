@@ -610,7 +610,7 @@ class Policy(nn.Module):
     def forward(self, x: Tensor, kind: str) -> Tensor:
         scores = self.fc(x)
         if kind == "half":
-            chosen = torch.distributions.Categorical(probs=scores.softmax(-1))
+            chosen = torch.distributions.Categorical(probs=scores.softmax(-1), validate_args=True)
         elif kind == "float":
             chosen = torch.distributions.Categorical(probs=scores.float().softmax(-1))
         elif kind == "logits":

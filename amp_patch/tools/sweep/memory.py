@@ -81,7 +81,8 @@ class LivingTensors(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             return  # sparse, or a subclass that has no memory of its own
         key, size = storage._cdata, storage.nbytes()
-        if key in self._living or storage.device.type == "meta":
+        # What torch.compile traces has no memory, and may have a size that is a symbol.
+        if key in self._living or storage.device.type == "meta" or isinstance(size, torch.SymInt):
             return
 
         def freed(_: Any) -> None:

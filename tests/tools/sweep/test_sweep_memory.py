@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from amp_patch.tools.sweep.memory import LivingTensors, peak_on_device, peak_rss
 from amp_patch.weights.lazy_gradients import LazyGradients, Made
@@ -119,3 +122,17 @@ def test_the_allocators_peak_is_taken_on_a_device() -> None:
     before = torch.cuda.max_memory_allocated()
     torch.empty(2**20, device="cuda")
     assert peak_on_device() >= before + 4 * 2**20
+
+
+def test_what_torch_compile_traces_has_no_memory() -> None:
+    """A failed compilation may leave such tensors alive, whose sizes are symbols."""
+    with LivingTensors() as before:
+        pass
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = fake.from_tensor(torch.ones(3, 4), static_shapes=False)
+    with fake, FunctionalTensorMode():
+        traced = FunctionalTensor.to_functional(symbolic)
+        assert isinstance(traced.untyped_storage().nbytes(), torch.SymInt)
+    with LivingTensors() as after:
+        assert after.peak == before.peak
+    del traced
