@@ -629,7 +629,7 @@ def test_a_forward_that_a_script_replaced_keeps_nothing(apex, amp, level: str) -
     for _ in range(3):
         assert model(torch.ones(1, 4)).dtype is torch.float32
     begun = apex.amp.frontend.cast_direct_calls.__globals__["_calls"].begun
-    assert len(begun) <= 1
+    assert len([one for one in begun if one() is model]) <= 1  # others may be of other tests
     other = Doubling()
     amp.initialize(other, opt_level=level, verbosity=0)
     assert other.forward(torch.ones(1, 2)).dtype is torch.float32
