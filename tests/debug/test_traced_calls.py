@@ -127,6 +127,10 @@ def test_where_a_loss_left_the_finite_range_is_told_as_far_as_its_graph_shows(
     assert bool(cause.operands) == bool(operator)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),
+    reason="this torch does not say what a hook unpacks: the checkpoint runs once more",
+)
 def test_a_checkpoint_in_a_loss_that_is_not_finite_runs_no_more_than_without(amp) -> None:
     counts = []
     for trace in (False, True):
