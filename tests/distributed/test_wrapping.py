@@ -77,7 +77,7 @@ def test_ranks_have_equal_values_after_join(level: str, batches: int) -> None:
 
 def test_zero_that_sends_buckets_is_refused_where_weights_are_in_half() -> None:
     for level in ("O1", "O2", "O3"):
-        for said in ranks.run(wrapping.zero_with_views, level):
+        for said in ranks.run(wrapping.zero_that_is_refused, level, "parameters_as_bucket_view"):
             assert ("parameters_as_bucket_view=True, whose buckets" in said) == (level != "O1")
 
 
@@ -104,7 +104,7 @@ def test_zero_is_given_a_layer_later(level: str) -> None:
 
 @pytest.mark.parametrize("level", nightly_but(["O1"], ["O0", "O1", "O2", "O3"]))
 def test_zero_that_steps_in_the_backward_is_refused(level: str) -> None:
-    for said in ranks.run(wrapping.zero_that_overlaps, level):
+    for said in ranks.run(wrapping.zero_that_is_refused, level, "overlap_with_ddp"):
         assert "overlap_with_ddp=False" in said
 
 

@@ -108,29 +108,19 @@ def sent_at_the_end(level: str, batches: int) -> list[torch.Tensor]:
     return found
 
 
-def zero_with_views(level: str) -> str:
-    """Return what is said of ZeRO that sends buckets in which the parameters lay."""
+def zero_that_is_refused(level: str, option: str) -> str:
+    """Return what is said of ZeRO by an option that amp_patch cannot serve.
+
+    Args:
+        level: of `amp.initialize`.
+        option: "parameters_as_bucket_view": it sends buckets in which the parameters lay; or
+            "overlap_with_ddp": it steps inside of the backward.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
 
     model = training.make_model()
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, parameters_as_bucket_view=True, lr=0.1
-    )
-    try:
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    except TypeError as error:
-        return str(error)
-    amp.deactivate()
-    return "nothing"
-
-
-def zero_that_overlaps(level: str) -> str:
-    """Return what is said of ZeRO that steps inside of the backward."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit
-
-    model = training.make_model()
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+        model.parameters(), torch.optim.SGD, lr=0.1, **{option: True}
     )
     try:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
