@@ -20,6 +20,7 @@ from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.warn_once import warn
+from amp_patch.weights.autograd_writes import NotedGradients
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import (
@@ -29,6 +30,7 @@ from amp_patch.weights.parameter_lists import (
     clear_grads,
     have_none,
     look_up,
+    store_grad,
     stored_grad,
 )
 
@@ -54,6 +56,7 @@ class Gradients:
 
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
+        autograd_writes: what a backward has written to masters itself; None: there are no masters.
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
@@ -61,8 +64,14 @@ class Gradients:
             before the next pass, which would share them once more, or stay scaled.
     """
 
-    def __init__(self, lazy: LazyGradients | None = None) -> None:
+    def __init__(
+        self, lazy: LazyGradients | None = None, autograd_writes: NotedGradients | None = None
+    ) -> None:
         self._lazy = lazy
+        self._autograd_writes = NotedGradients() if autograd_writes is None else autograd_writes
+        self._came_from_outside = False  # what was received last
+        self._shown = NotedGradients()  # masters' gradients that a script got before the step
+        self._shares: dict[int, Tensor] = {}  # of half parameters in them, beside autograd's
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
         self._received = ReceivedGradients(lazy)
@@ -81,6 +90,11 @@ class Gradients:
     def are_pending(self) -> bool:
         """True where a scaled loss has left gradients that no step has used yet."""
         return self.scaled.scale is not None or bool(self._received)
+
+    @property
+    def take_unscaled(self) -> bool:
+        """True where a backward outside of ``scale_loss`` may have left what masters are to get."""
+        return self.scaled.scale is None and (self._came_from_outside or not self._received)
 
     @property
     def may_be_cleared(self) -> bool:
@@ -110,6 +124,9 @@ class Gradients:
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
+            self._came_from_outside = False
+            self._shares.clear()
+            self._autograd_writes.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
@@ -205,8 +222,9 @@ class Gradients:
         self._aside.clear()
         if have_none(pairs.model):
             return
-        if not self._received:
+        if self.take_unscaled:
             self.receive_unscaled(pairs)
+            self._came_from_outside = False
         if self._aside.take(pairs.model) and self._lazy is not None:
             self._lazy.materialize()  # while it is what a view of others' memory was
 
@@ -323,10 +341,13 @@ class Gradients:
     def receive_unscaled(self, pairs: ParamPairs) -> None:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
-        Not where they have gradients. Those that a step has used are left where they are, too.
-        None may be pending (`are_pending`).
+        It is added to what the backward wrote to masters themselves. Where a script has given them
+        gradients, these are stepped alone. Those that a step has used are left where they are. Call
+        it where `take_unscaled`.
         """
         if are_same(*pairs) or self._are_waiting:
+            return
+        if self._received and not self._take_back(pairs):
             return
         not_new = {id(grad) for grad in (*self._used.alive(), None)}
         rows = [
@@ -334,11 +355,55 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
         ]
         given = pairs.select(rows)
-        if given.model and not have_none(given.master):
+        earlier = [master for master in given.master if stored_grad(master) is not None]
+        if not all(map(self._autograd_writes.has, earlier)):
             tell_of_zeros(given.master)
         elif given.model:
             self.receive(given, 1.0, is_checked=False)
             self.finish()
+            self._came_from_outside = True
+
+    def note_shown(self, pairs: ParamPairs) -> None:
+        """A script gets the masters before their step: a further backward outside may follow."""
+        self._shown.forget()
+        self._shares.clear()
+        if not self._came_from_outside:
+            return
+        for param, master in zip(*pairs, strict=True):
+            self._shown.note(master)
+            grad = stored_grad(param)
+            if param is not master and grad is not None and self._autograd_writes.knows(master):
+                self._shares[id(param)] = grad.clone()
+
+    @torch.no_grad()
+    def _take_back(self, pairs: ParamPairs) -> bool:
+        """Take from masters what they were given to be shown, if a backward outside came later.
+
+        It has added to the half gradients. Where a script has written to the masters', these are
+        what it wants stepped.
+
+        Returns:
+            Whether there is something to receive.
+        """
+        shown, by_autograd = self._shown, self._autograd_writes
+        rows = [
+            (param, master)
+            for param, master in zip(*pairs, strict=True)
+            if param is not master and stored_grad(master) is not None
+        ]
+        are_ours = all(shown.has(master) or by_autograd.has(master) for _, master in rows)
+        if not are_ours or self._received.are_untouched():
+            return False
+        for param, master in rows:
+            share, grad = self._shares.get(id(param)), stored_grad(master)
+            if share is None or grad is None or stored_grad(param) is None:
+                store_grad(master, None)
+            else:
+                grad.sub_(share.to(grad.dtype))
+                by_autograd.note(master)
+        self._used.drop(look_up(_GRAD, self._received.params()))
+        self._received.clear()
+        return True
 
     def drop_cleared(
         self, pairs: ParamPairs, by_value: bool = False, among: set[int] | None = None
@@ -352,6 +417,8 @@ class Gradients:
         """
         if self.are_delayed(pairs):
             return
+        if self._came_from_outside:
+            self.receive_unscaled(pairs)
         own = pairs if among is None else pairs.select([id(one) in among for one in pairs.model])
         (params, masters), written = self._received.changes(own, by_value)
         for grad, is_another in written:

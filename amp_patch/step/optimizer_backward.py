@@ -87,7 +87,9 @@ class OptimizerBackward:
         self._held = held
         self.pairs, self.masters = held.pairs, held.masters
         self.skip = skip
-        self.gradients = Gradients(None if fused is None else fused.lazy)
+        lazy = None if fused is None else fused.lazy
+        writes = None if self.masters is None else self.masters.autograd_writes
+        self.gradients = Gradients(lazy, writes)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
         self.is_open = False
@@ -287,6 +289,7 @@ class OptimizerBackward:
             # A backward adds to what is stored; what waits would come last in the sum.
             self._fused.lazy.materialize()
         if self.masters is not None:
+            self.gradients.note_shown(self.pairs())
             self.masters.expose()
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
@@ -353,7 +356,7 @@ class OptimizerBackward:
 
         Not where that of another optimizer's block has left some: they are scaled.
         """
-        expects = self.masters is not None and not self.is_open and not self.gradients.are_pending
+        expects = self.masters is not None and not self.is_open and self.gradients.take_unscaled
         if expects and not self._foreign.are_left():
             self.gradients.receive_unscaled(self.pairs())
 

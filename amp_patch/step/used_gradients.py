@@ -42,6 +42,11 @@ class UsedGradients:
         earlier = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]
         self._noted = [*earlier, *grads]
 
+    def drop(self, grads: Iterable[Tensor | None]) -> None:
+        """No step is to use these, for now."""
+        dropped = set(map(id, grads))
+        self._noted = [weakref.ref(one) for one in self.alive() if id(one) not in dropped]
+
     def alive(self) -> list[Tensor]:
         """Return those that there still are."""
         noted = (one if isinstance(one, Tensor) else one() for one in self._noted)

@@ -6,7 +6,11 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+
+from amp_patch.session import session
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -280,3 +284,96 @@ def test_a_backward_adds_to_the_zeros_that_the_optimizer_has_set(amp, opt_level)
     torch.testing.assert_close(
         values(amp.master_params(optimizer)), expected, rtol=0.02, atol=0.002, check_dtype=False
     )
+
+
+def with_penalty(loss, weights):
+    return loss + 0.1 * sum(weight.float().square().sum() for weight in weights)
+
+
+def stepped_by(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def backward_of(kind, model, optimizer, masters):
+    """Call a backward of a loss of data, of the stepped weights, or of both."""
+    loss = model(X).float().square().mean() if kind != "penalty" else 0.0
+    if kind != "data":
+        weights = stepped_by(optimizer) if kind == "of groups" else masters(optimizer)
+        loss = with_penalty(loss, weights)
+    loss.backward()
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_any_backwards_of_halves_and_masters_add_up(amp, opt_level, fused_step):
+    """To what a float32 loop has, however often the masters are read in between."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+
+    @given(st.lists(st.sampled_from(["data", "penalty", "both", "of groups", "read"]), max_size=8))
+    def run(kinds):
+        plain = copy.deepcopy(model).float()
+        twins = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+            twin.data.copy_(mine.data)
+        for kind in kinds:
+            if kind == "read":
+                grads = [param.grad for param in amp.master_params(optimizer)]
+                expected = [param.grad for param in plain.parameters()]
+                torch.testing.assert_close(grads, expected, rtol=2e-2, atol=5e-3)
+            else:
+                backward_of(kind, model, optimizer, amp.master_params)
+                backward_of(kind, plain, twins, stepped_by)
+        for one in (optimizer, twins):
+            one.step()
+            one.zero_grad()
+        stepped = values(amp.master_params(optimizer))
+        torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+    run()
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_a_script_does_to_shown_gradients_is_stepped(amp, opt_level, fused_step):
+    """A further backward outside of a block does not undo it, and is told of."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    backward(model)
+    masters = list(amp.master_params(optimizer))
+    expected = [master - 0.5 * 0.1 * master.grad for master in masters]
+    for master in masters:
+        master.grad.mul_(0.1)
+    backward(model)
+    with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+        optimizer.step()
+    torch.testing.assert_close(values(masters), values(expected))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_that_are_cleared_when_masters_were_shown_are_gone(amp, opt_level):
+    """Those of a penalty, too, as in plain torch, where a parameter has one gradient."""
+    model, optimizer = start(amp, opt_level)
+    masters = list(amp.master_params(optimizer))
+    with_penalty(model(X).float().square().mean(), masters).backward()
+    list(amp.master_params(optimizer))
+    model[0].zero_grad()
+    backward(model)
+    once = gradients_of_a_copy(model)
+    with_penalty(0.0, masters[2:]).backward()
+    last = [param.grad for param in amp.master_params(optimizer)][2:]
+    expected = [2 * (g + 0.2 * m.detach()) for g, m in zip(once[2:], masters[2:], strict=True)]
+    torch.testing.assert_close(last, expected, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close([m.grad for m in masters[:2]], once[:2], rtol=1e-6, atol=1e-7)
+    before = values(model.parameters())
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_forgets_what_a_penalty_has_written(amp):
+    """So that later readings of the masters copy no gradient for it."""
+    model, optimizer = start(amp, "O5")
+    masters = list(amp.master_params(optimizer))
+    with_penalty(model(X).float().square().mean(), masters).backward()
+    writes = session.optimizers.steps[optimizer].masters.autograd_writes
+    assert all(map(writes.knows, masters))
+    optimizer.step()
+    assert not any(map(writes.knows, masters))
