@@ -1,8 +1,7 @@
 """Hooks on tensors and modules: they get gradients that are multiplied by the loss scale.
 
-That is told where a script registers one, for only the script knows whether the hook depends on the
-scale (a clamp does, a mask does not). No backward comes to a master: a hook on one goes to its half
-parameter. Knows no optimizer.
+That is told where a script registers one that may depend on the scale (a clamp does, a mask does
+not). No backward comes to a master: a hook on one goes to its half parameter. Knows no optimizer.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from amp_patch.warn_once import warn_once
+
+from .linear_hooks import only_multiplies
 
 _METHODS = {
     "torch.Tensor.register_hook": "of a tensor (register_hook)",
@@ -62,11 +63,17 @@ def _telling(
         caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
         if caller not in _NO_SCRIPTS:
             self = self if isinstance(self, nn.Module) else param_of(self)
-            if _concerns(self, scaled_models()):
+            if _concerns(self, scaled_models()) and not (args and _suits_any_scale(args[0])):
                 _tell(what)
         return original(self, *args, **kwargs)
 
     return register
+
+
+def _suits_any_scale(hook: Any) -> bool:
+    """Return whether a hook of a tensor is seen to do the same at any scale, or to ask for it."""
+    names = getattr(getattr(hook, "__code__", None), "co_names", ())
+    return "loss_scale" in names or only_multiplies(hook)
 
 
 def _concerns(hooked: Any, models: Iterable[nn.Module]) -> bool:
@@ -82,7 +89,8 @@ def tell_of_earlier(models: Iterable[nn.Module]) -> None:
     """Warn of hooks that models which are prepared with a loss scale have already."""
     modules = [module for model in models for module in model.modules()]
     tensors: Iterable[Tensor] = chain.from_iterable(model.parameters() for model in models)
-    if any(tensor._backward_hooks for tensor in tensors):
+    hooks = chain.from_iterable((tensor._backward_hooks or {}).values() for tensor in tensors)
+    if not all(map(_suits_any_scale, hooks)):
         _tell(_METHODS["torch.Tensor.register_hook"])
     if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
         _tell(_METHODS["torch.nn.modules.module.Module.register_full_backward_hook"])

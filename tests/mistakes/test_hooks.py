@@ -12,6 +12,7 @@ import torch
 from training import batches, loss_of, make, prepared
 
 from amp_patch import amp as core
+from amp_patch.warn_once import warn_once
 
 LEVELS = ("O1", "O2", "O5")
 
@@ -53,9 +54,14 @@ def test_one_from_before_initialize_is_told_there(amp: ModuleType, on: str) -> N
 
 
 def test_what_the_warning_says_makes_the_hook_right(amp: ModuleType) -> None:
+    """And is no reason to be warned."""
     (exact, plain), (model, optimizer) = make(), prepared(amp, "O1")
     exact.first.weight.register_hook(clamp)
     with pytest.warns(UserWarning, match="in the hook and multiply what it returns"):
+        model.first.weight.register_hook(clamp).remove()
+    warn_once.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         model.first.weight.register_hook(
             lambda grad: clamp(grad / core.loss_scale()) * core.loss_scale()
         )
@@ -70,6 +76,22 @@ def test_what_the_warning_says_makes_the_hook_right(amp: ModuleType) -> None:
     torch.testing.assert_close(
         list(model.parameters()), list(exact.parameters()), rtol=2e-3, atol=2e-3
     )
+
+
+@pytest.mark.parametrize("hook", [lambda g: g * 0.5, lambda g: -core.loss_scale() * g])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_that_does_the_same_at_any_scale_is_not_told(
+    amp: ModuleType, hook: Callable[[Any], Any], when: str
+) -> None:
+    """Of a parameter, which may be hooked before initialize, and of a result."""
+    model, optimizer = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if when == "before":
+            model.first.weight.register_hook(hook)
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        if when == "after":
+            loss_of(model, next(batches())).register_hook(hook)
 
 
 @pytest.mark.parametrize("importer", ["lightning_fabric.wrappers", "pyro.util", "captum._utils"])
