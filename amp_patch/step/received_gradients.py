@@ -38,8 +38,9 @@ class Changes(NamedTuple):
     Attributes:
         cleared: parameters whose gradient is gone, or 0 now, and their masters.
         written: gradients with other values, and whether they took the place of the noted ones.
-            One that is a copy is none of these: `DistributedDataParallel` moves gradients to new
-            buckets before its second backward (``gradient_as_bucket_view=True``).
+            One with the same is none of these: `DistributedDataParallel` moves gradients to new
+            buckets before its second backward (``gradient_as_bucket_view=True``), and a script
+            that replaces NaN in place finds none most often.
     """
 
     cleared: ParamPairs
@@ -132,7 +133,7 @@ class ReceivedGradients:
             if grad is None or not kernels.values(grad).any():
                 changes.cleared.model.append(param)
                 changes.cleared.master.append(master)
-            elif not is_whole and (is_noted or not _is_copy(grad, known.reference, master)):
+            elif not is_whole and not _is_copy(grad, None if is_noted else known.reference, master):
                 changes.written.append((grad, not is_noted))
         return changes
 
@@ -166,16 +167,16 @@ def _as_they_are_now(
     return params, versions, references
 
 
-def _is_copy(grad: Tensor, reference: Reference, master: Tensor) -> bool:
-    """Return whether a gradient has the numbers of the one that it took the place of.
+def _is_copy(grad: Tensor, reference: Reference | None, master: Tensor) -> bool:
+    """Return whether a gradient has the numbers of the one that it was, or took the place of.
 
     Args:
         grad: of the half parameter.
-        reference: to the earlier one, which others may have written to by now.
+        reference: to the earlier one, which others may have written to by now; None: it is this.
         master: of the parameter. It has the numbers, unless its gradient waits, or is the sum of
             several passes, which a fused step does not show.
     """
-    earlier = reference if isinstance(reference, Tensor) else reference()
+    earlier = reference() if isinstance(reference, weakref.ref) else reference
     return any(_are_same_numbers(grad, one) for one in (stored_grad(master), earlier))
 
 

@@ -377,3 +377,21 @@ def test_a_step_forgets_what_a_penalty_has_written(amp):
     assert all(map(writes.knows, masters))
     optimizer.step()
     assert not any(map(writes.knows, masters))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_write_that_changes_no_number_is_not_told(amp, opt_level):
+    """StyleGAN's training replaces NaN in all gradients, of which there are none most often."""
+    model, optimizer = start(amp, opt_level, loss_scale=128.0)
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for param in model.parameters():
+            torch.nan_to_num(param.grad, nan=0.0, posinf=1e5, out=param.grad)
+        optimizer.step()
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    model[0].weight.grad[0, 0] += 1
+    with pytest.warns(UserWarning, match="has no effect"):
+        optimizer.step()
