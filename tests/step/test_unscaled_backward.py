@@ -390,6 +390,7 @@ def test_a_write_that_changes_no_number_is_not_told(amp, opt_level):
         for param in model.parameters():
             torch.nan_to_num(param.grad, nan=0.0, posinf=1e5, out=param.grad)
         optimizer.step()
+    optimizer.zero_grad()
     with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
         scaled.backward()
     model[0].weight.grad[0, 0] += 1
