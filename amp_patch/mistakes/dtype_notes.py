@@ -254,8 +254,9 @@ def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
     if place.path in strays or any(path.startswith(f"{place.path}.") for path in strays):
         path, stored = next(iter(strays.items()))
         return (
-            f"{path!r} holds {stored} weights, so it was put there after amp.initialize(): "
-            "put it into the model before, or call amp.deactivate(), then amp.initialize() anew."
+            f"{path!r} holds {stored} weights, as `weight.data = tensor` or a layer that was put "
+            "there after amp.initialize() leaves them: write weight.data.copy_(tensor); put layers "
+            "into the model before, or call amp.deactivate(), then amp.initialize() anew."
         )
     return None
 

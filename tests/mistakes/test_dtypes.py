@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import Tensor, nn
 from training import Net, make, prepared
 
@@ -195,9 +196,28 @@ def test_a_layer_replaced_later(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)
     model.last = nn.Linear(8, 3)
     note = fail(lambda: model(X))
-    assert "'last' holds float32 weights, so it was put there after amp.initialize()" in note
+    assert "'last' holds float32 weights, as `weight.data = tensor` or a layer that was" in note
     model.last = nn.Sequential(nn.Linear(8, 3))
     assert "'last.0' holds float32 weights" in fail(lambda: model(X))
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_weight_that_was_multiplied_by_a_mask_in_float32(amp: ModuleType, level: str) -> None:
+    """As who prunes by hand writes it; what the note says instead of it trains."""
+    model, optimizer = prepared(amp, level)
+    mask = torch.rand_like(model.last.weight, dtype=torch.float32).gt(0.5).float()
+    stored, masked = model.last.weight.data, model.last.weight.data * mask
+    stored_values = stored.clone()
+    model.last.weight.data = masked
+    note = fail(lambda: model(X))
+    assert "'last' holds float32 weights, as `weight.data = tensor`" in note
+    assert "write weight.data.copy_(tensor)" in note
+    model.last.weight.data = stored
+    model.last.weight.data.copy_(masked)
+    scaled_backward(amp, 0.01 * model(X).float().square().mean(), optimizer)
+    optimizer.step()
+    (stepped,) = (p for p in core.master_params(optimizer) if p.shape == mask.shape)
+    assert stepped[mask == 0].abs().max() < 1e-3 < stored_values[mask == 0].abs().max()
 
 
 def test_a_layer_whose_weights_were_replaced_by_float32_ones(amp: ModuleType) -> None:
