@@ -20,9 +20,9 @@ from amp_patch.distributed.shards import local, place_gradients
 from amp_patch.kernels import GradCheck
 from amp_patch.kernels.default_device import without_default_device
 from amp_patch.warn_once import warn
-from amp_patch.weights.autograd_writes import NotedGradients
 from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
 from amp_patch.weights.lazy_gradients import LazyGradients
+from amp_patch.weights.own_gradients import OwnGradients
 from amp_patch.weights.parameter_lists import (
     Tensors,
     are_complete,
@@ -56,7 +56,7 @@ class Gradients:
 
     Args:
         lazy: keeps the masters' gradients until somebody reads them; None: they are stored at once.
-        autograd_writes: what a backward has written to masters itself; None: there are no masters.
+        own: tells which gradients of masters no script has written; None: there are no masters.
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
@@ -64,14 +64,10 @@ class Gradients:
             before the next pass, which would share them once more, or stay scaled.
     """
 
-    def __init__(
-        self, lazy: LazyGradients | None = None, autograd_writes: NotedGradients | None = None
-    ) -> None:
+    def __init__(self, lazy: LazyGradients | None = None, own: OwnGradients | None = None) -> None:
         self._lazy = lazy
-        self._autograd_writes = NotedGradients() if autograd_writes is None else autograd_writes
+        self._own = OwnGradients() if own is None else own
         self._came_from_outside = False  # what was received last
-        self._shown = NotedGradients()  # masters' gradients that a script got before the step
-        self._shares: dict[int, Tensor] = {}  # of half parameters in them, beside autograd's
         self.scaled = ScaledGradients()
         self._aside = EarlierGradients()
         self._received = ReceivedGradients(lazy)
@@ -125,8 +121,7 @@ class Gradients:
             self._aside.clear()
             self._received.clear()
             self._came_from_outside = False
-            self._shares.clear()
-            self._autograd_writes.forget()
+        self._own.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
@@ -347,7 +342,8 @@ class Gradients:
         """
         if are_same(*pairs) or self._are_waiting:
             return
-        if self._received and not self._take_back(pairs):
+        were_shown = bool(self._received)
+        if were_shown and not self._take_back(pairs):
             return
         not_new = {id(grad) for grad in (*self._used.alive(), None)}
         rows = [
@@ -356,26 +352,21 @@ class Gradients:
         ]
         given = pairs.select(rows)
         earlier = [master for master in given.master if stored_grad(master) is not None]
-        if not all(map(self._autograd_writes.has, earlier)):
+        if not all(map(self._own.has, earlier)):
             tell_of_zeros(given.master)
         elif given.model:
             self.receive(given, 1.0, is_checked=False)
             self.finish()
             self._came_from_outside = True
+            if were_shown:
+                self.note_shown(pairs)
 
     def note_shown(self, pairs: ParamPairs) -> None:
         """A script gets the masters before their step: a further backward outside may follow."""
-        self._shown.forget()
-        self._shares.clear()
-        if not self._came_from_outside:
-            return
-        for param, master in zip(*pairs, strict=True):
-            self._shown.note(master)
-            grad = stored_grad(param)
-            if param is not master and grad is not None and self._autograd_writes.knows(master):
-                self._shares[id(param)] = grad.clone()
+        if self._came_from_outside:
+            for master in pairs.master:
+                self._own.note(master)
 
-    @torch.no_grad()
     def _take_back(self, pairs: ParamPairs) -> bool:
         """Take from masters what they were given to be shown, if a backward outside came later.
 
@@ -385,22 +376,18 @@ class Gradients:
         Returns:
             Whether there is something to receive.
         """
-        shown, by_autograd = self._shown, self._autograd_writes
         rows = [
             (param, master)
             for param, master in zip(*pairs, strict=True)
             if param is not master and stored_grad(master) is not None
         ]
-        are_ours = all(shown.has(master) or by_autograd.has(master) for _, master in rows)
-        if not are_ours or self._received.are_untouched():
+        are_own = all(self._own.has(master) for _, master in rows)
+        if not are_own or self._received.are_untouched():
             return False
         for param, master in rows:
-            share, grad = self._shares.get(id(param)), stored_grad(master)
-            if share is None or grad is None or stored_grad(param) is None:
-                store_grad(master, None)
-            else:
-                grad.sub_(share.to(grad.dtype))
-                by_autograd.note(master)
+            rest = None if stored_grad(param) is None else self._own.sums.get(id(master))
+            store_grad(master, None if rest is None else rest.clone())
+            self._own.note(master)
         self._used.drop(look_up(_GRAD, self._received.params()))
         self._received.clear()
         return True

@@ -88,8 +88,8 @@ class OptimizerBackward:
         self.pairs, self.masters = held.pairs, held.masters
         self.skip = skip
         lazy = None if fused is None else fused.lazy
-        writes = None if self.masters is None else self.masters.autograd_writes
-        self.gradients = Gradients(lazy, writes)
+        own = None if self.masters is None else self.masters.own_gradients
+        self.gradients = Gradients(lazy, own)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
         self.is_open = False
@@ -167,8 +167,10 @@ class OptimizerBackward:
         self.gradients.set_aside(pairs, scale)
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self._thread = threading.get_ident()
-        if is_scaled and self.masters is not None:
-            self.reached.begin(self.pairs(), scale)
+        if self.masters is not None:
+            self.masters.own_gradients.keeps_sums = False
+            if is_scaled:
+                self.reached.begin(self.pairs(), scale)
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
 
@@ -235,6 +237,8 @@ class OptimizerBackward:
     def _close(self) -> None:
         self.is_open, self._pass = False, None
         self.reached.scale = None
+        if self.masters is not None:
+            self.masters.own_gradients.keeps_sums = True
 
     def refuse_nested(self) -> None:
         """Raise inside a ``scale_loss`` of the same optimizer; abandon one that nobody can end.

@@ -25,10 +25,10 @@ from amp_patch.distributed.shards import is_spread, local, set_data, version_of
 from amp_patch.kernels import small_tensors, torch_kernels
 from amp_patch.kernels.default_device import without_default_device
 
-from .autograd_writes import AutogradWrites
 from .fp32_values import FP32Values, Versions
 from .lazy_gradients import LazyGradients
 from .lost_writes import tell_of_lost_writes
+from .own_gradients import OwnGradients
 from .parameter_lists import (
     are_same,
     as_plain_tensors,
@@ -57,7 +57,7 @@ class MasterWeights:
     Attributes:
         lock: held by the thread whose step writes to the masters, until their parameters follow.
         agreements: how often parameters and masters were made to agree.
-        autograd_writes: gradients of masters that a backward itself has written.
+        own_gradients: those of masters that no script has written.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class MasterWeights:
         self._is_due = False
         self.lock = threading.RLock()
         self.agreements = 0
-        self.autograd_writes = AutogradWrites()
+        self.own_gradients = OwnGradients()
         self._are_spread = False
         self._params_by_master: dict[int, Tensor] = {}
         self._masters_at: Sequence[int] = ()
@@ -174,7 +174,7 @@ class MasterWeights:
             master = Tensor._make_subclass(own, master, attached)  # type: ignore[assignment]
         grad = param.grad if value.grad is None else value.grad
         master.grad = None if grad is None else grad.to(torch.float32, copy=True)
-        self.autograd_writes.watch(master)
+        self.own_gradients.watch(master)
         # Optimizers look at attributes that users set on parameters.
         vars(master).update(vars(param))
         self._params.append(param)

@@ -294,34 +294,45 @@ def stepped_by(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def backward_of(kind, model, optimizer, masters):
+def backward_of(kind, model, optimizer, masters, scaled=None):
     """Call a backward of a loss of data, of the stepped weights, or of both."""
     loss = model(X).float().square().mean() if kind != "penalty" else 0.0
-    if kind != "data":
+    if kind not in ("data", "block"):
         weights = stepped_by(optimizer) if kind == "of groups" else masters(optimizer)
         loss = with_penalty(loss, weights)
-    loss.backward()
+    if scaled is None or not kind.startswith("block"):
+        loss.backward()
+    else:
+        with scaled(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+
+PLAIN = st.lists(st.sampled_from(["data", "penalty", "both", "of groups", "read"]), max_size=8)
+BLOCKS = st.lists(st.sampled_from(["block", "block of both", "read"]), max_size=3)
 
 
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_any_backwards_of_halves_and_masters_add_up(amp, opt_level, fused_step):
-    """To what a float32 loop has, however often the masters are read in between."""
-    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    """To what a float32 loop has, however often the masters are read; blocks come last."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step, loss_scale=8.0)
+    initial = values(model.parameters())
 
-    @given(st.lists(st.sampled_from(["data", "penalty", "both", "of groups", "read"]), max_size=8))
-    def run(kinds):
+    @given(PLAIN, BLOCKS)
+    def run(kinds, blocks):
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), initial)
         plain = copy.deepcopy(model).float()
         twins = torch.optim.SGD(plain.parameters(), lr=0.5)
         for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
             twin.data.copy_(mine.data)
-        for kind in kinds:
+        for kind in (*kinds, *blocks):
             if kind == "read":
                 grads = [param.grad for param in amp.master_params(optimizer)]
                 expected = [param.grad for param in plain.parameters()]
                 torch.testing.assert_close(grads, expected, rtol=2e-2, atol=5e-3)
             else:
-                backward_of(kind, model, optimizer, amp.master_params)
+                backward_of(kind, model, optimizer, amp.master_params, amp.scale_loss)
                 backward_of(kind, plain, twins, stepped_by)
         for one in (optimizer, twins):
             one.step()
@@ -368,15 +379,21 @@ def test_gradients_that_are_cleared_when_masters_were_shown_are_gone(amp, opt_le
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-def test_a_step_forgets_what_a_penalty_has_written(amp):
-    """So that later readings of the masters copy no gradient for it."""
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_step_forgets_what_a_penalty_has_written(amp, in_block):
+    """In a block there is nothing to keep."""
     model, optimizer = start(amp, "O5")
     masters = list(amp.master_params(optimizer))
-    with_penalty(model(X).float().square().mean(), masters).backward()
-    writes = session.optimizers.steps[optimizer].masters.autograd_writes
-    assert all(map(writes.knows, masters))
+    sums = session.optimizers.steps[optimizer].masters.own_gradients.sums
+    loss = with_penalty(model(X).float().square().mean(), masters)
+    if in_block:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss.backward()
+    assert len(sums) == (0 if in_block else len(masters))
     optimizer.step()
-    assert not any(map(writes.knows, masters))
+    assert not sums
 
 
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
