@@ -91,6 +91,7 @@ def report(found: dict[str, Any], script: Sequence[str]) -> str:
         {one: how for cause in [*found["causes"], *hidden] for one, how in cause["rule"].items()},
         script,
     )
+    lines += _infinite_state(found["infinite_state"])
     lines += _near_limits(found["near_limits"])
     if any(one["beyond"] for one in found["near_limits"].values()) and not overflows + len(hidden):
         lines += ["", _ALSO_IN_FP32]
@@ -130,6 +131,18 @@ def _is_inside(module: str, other: str) -> bool:
     """Return whether a module is in another, or in a model: what that computes in holds for it."""
     is_model = not other or other.endswith(":")
     return module != other and module.startswith(other if is_model else f"{other}.")
+
+
+def _infinite_state(counted: dict[str, int]) -> list[str]:
+    """Return lines on states of optimizers that half numbers could not hold."""
+    if not counted:
+        return []
+    what = ", ".join(f"{count} numbers of {name}" for name, count in counted.items())
+    return [
+        "",
+        f"Inf in half precision: {what}. They sum squares of gradients, which soon are too large.",
+        "  A weight whose sum is inf stands still. Take O2 or O5, which step in float32.",
+    ]
 
 
 def _near_limits(counted: dict[str, Any]) -> list[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_patch.casting.mode import HALVES
 from amp_patch.debug.trace import LastPass, tracer
+from amp_patch.distributed.shards import local
 from amp_patch.session import session
 from amp_patch.step.observers import StepObserver
 from amp_patch.step.skip import Skip
@@ -37,6 +40,7 @@ class DiagnoseRecorder(StepObserver):
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
         self._hidden: dict[Hashable, dict[str, Any]] = {}
+        self._infinite_state: dict[str, int] = {}
         self._has_ended = False
         self.limit = StepLimit(steps, self._survey)
 
@@ -76,7 +80,8 @@ class DiagnoseRecorder(StepObserver):
     def _survey(self) -> None:
         """Count what was near the limits in the last step of each optimizer."""
         last, self._last = self._last, {}
-        for one in last.values():
+        for optimizer, one in last.items():
+            self._infinite_state |= _infinite_state(optimizer)
             # Whatever ended the script (an interrupted forward, a device that failed) may keep its
             # models from running once more.
             with contextlib.suppress(Exception):
@@ -101,7 +106,18 @@ class DiagnoseRecorder(StepObserver):
         found |= {"was_ended": self.limit.has_ended}
         found |= {"overflows": self._overflows, "causes": self._causes}
         found |= {"near_limits": self._near_limits, "hidden": list(self._hidden.values())}
+        found |= {"infinite_state": self._infinite_state}
         self._lines.write(found)
+
+
+def _infinite_state(optimizer: Optimizer) -> dict[str, int]:
+    """Return how many numbers of an optimizer's half state are inf, by what it calls the state."""
+    counts: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in HALVES:
+                counts[f"{type(optimizer).__name__}'s {name}"] += int(local(value).isinf().sum())
+    return {name: count for name, count in counts.items() if count}
 
 
 def start(module: ModuleType) -> None:

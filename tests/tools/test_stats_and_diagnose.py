@@ -245,7 +245,7 @@ def test_more_steps_are_offered_where_nothing_but_the_scale_overflowed(
 def a_report(**found: Any) -> dict[str, Any]:
     nothing = {"steps": 4, "overflowed_steps": 0, "overflows": 0, "causes": []}
     nothing["was_ended"] = False
-    return {**nothing, "near_limits": {}, "hidden": [], **found}
+    return {**nothing, "near_limits": {}, "hidden": [], "infinite_state": {}, **found}
 
 
 def test_steps_of_several_losses_are_told_from_their_overflows() -> None:
@@ -288,6 +288,31 @@ def test_values_near_the_limits_are_told() -> None:
     text = diagnose.report(a_report(near_limits={"a.b": counts}), ["train.py"])
     assert "`a.b`: 3 of 100 values above 32752, 2 of 50 gradients flushed to zero" in text
     assert "comes up in float32, too" not in text
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_squares_of_gradients_that_half_cannot_hold_are_told(level: str) -> None:
+    """Nothing overflows in the backward, and the weights stand still."""
+    script = f"""
+        import torch
+        from amp_patch import amp
+
+        model = torch.nn.Linear(8, 2)
+        optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+        amp.initialize(model, optimizer, opt_level="{level}", loss_scale=1.0)
+        for step in range(3):
+            with amp.scale_loss(2e4 * model(torch.ones(4, 8)).float().mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    Path("train.py").write_text(textwrap.dedent(script))
+    result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
+    assert "Nothing overflowed in 3 steps." in result.output
+    assert ("Inf in half precision: 18 numbers of Adam's exp_avg_sq." in result.output) is (
+        level == "O3"
+    )
+    assert ("Take O2 or O5" in result.output) is (level == "O3")
 
 
 def test_many_modules_near_the_limits_are_counted() -> None:
