@@ -154,7 +154,7 @@ RULES = {
         "quantile": ("wide", "always", "no kernel anywhere"),
         "segment_reduce": ("promote", "always", "hubs"),
         "slogdet": ("wide", "always", "no kernel anywhere"),
-        "spmm": ("half", "cpu", "sparse"),
+        "spmm": ("stored", "cpu", "sparse"),
         "stft": ("rounded", "always", "spectra"),
         "view_as_complex": ("wide", "always", "complex"),
         "Tensor.det": ("wide", "always", "no kernel anywhere"),
