@@ -104,6 +104,17 @@ def promote_column(column: Any, dtype: torch.dtype) -> None:
     column.__init__(column.data.to(dtype))
 
 
+def has_more_neighbours(item: Any, count: int) -> bool:
+    """Tell whether a value is a graph of DGL of which a node has more neighbours than ``count``.
+
+    Only a graph of more edges is looked at, in which the device is asked, as by DGL's own layers.
+    """
+    if _converter(type(item)) is not _cast_dgl_graph or item.num_edges() <= count:
+        return False
+    degrees = item.in_degrees(), item.out_degrees()
+    return any(int(one.max()) > count for one in degrees)
+
+
 def _cast_pyg_data(data: Any, dtype: torch.dtype, cast: Cast) -> Any:
     changed = False
 

@@ -16,7 +16,7 @@ class HalfSaving:
     """What autograd saves of one call, in the half dtype of the call's result.
 
     A tensor that is the float32 cast of a half one, or whose half cast is the result, is not
-    copied: the half one is kept.
+    copied: the half one is kept. One in between that float16 does not hold stays in float32.
 
     Args:
         dtype: the half dtype.
@@ -33,7 +33,7 @@ class HalfSaving:
 
     def note(self, wide: Tensor, half: Tensor) -> None:
         """Say that a float32 tensor, an argument or a result, has the values of a half one."""
-        if _is_wide(wide) and half.dtype is self._dtype and wide.is_contiguous():
+        if _is_wide(wide) and half.dtype is self._dtype:
             self._halves[wide.data_ptr()] = wide.detach(), half.detach()
 
     def settle(self) -> None:
@@ -54,6 +54,18 @@ def _is_wide(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.layout is torch.strided  # not sparse
 
 
+def _in_half(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in half where that is known to hold it, else as it is.
+
+    A node of a graph may have more neighbours than float16 counts to. A GPU is not asked: the host
+    would wait for its answer.
+    """
+    if dtype is torch.float16 and not tensor.is_cpu:
+        return tensor
+    narrow = tensor.to(dtype)
+    return tensor if dtype is torch.float16 and narrow.isinf().any() else narrow
+
+
 class _Saved:
     """A tensor that is kept for backward, which must not be written to until then."""
 
@@ -63,11 +75,14 @@ class _Saved:
 
     def narrow(self, halves: dict[int, tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
         tensor = self._tensor
-        _, half = halves.get(tensor.data_ptr(), (None, None))
-        if half is not None and half.numel() == tensor.numel() and tensor.is_contiguous():
-            self._keep(half.reshape(tensor.shape))
+        wide, half = halves.get(tensor.data_ptr(), (None, None))
+        if wide is None or half is None:
+            narrow = _in_half(tensor, dtype)
+        elif wide.numel() == tensor.numel() and wide.is_contiguous() and tensor.is_contiguous():
+            narrow = half.reshape(tensor.shape)
         else:
-            self._keep(tensor.to(dtype))
+            narrow = tensor.to(dtype)
+        self._keep(narrow)
 
     def read(self) -> Tensor:
         if self._tensor._version != self._version:

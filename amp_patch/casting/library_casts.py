@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from . import fused_loss
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
-from .foreign_objects import cast_frame, promote_column
+from .foreign_objects import cast_frame, has_more_neighbours, promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
 from .mode import FLOATS, HALVES, OFF, mode, process
@@ -31,8 +31,9 @@ Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "sums", "told", "wide", "rounded", "logits")
+OWN_CASTS = ("frames", "rows", "sums", "told", "loss", "wide", "rounded", "logits")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
+OWN_IN_FLOAT = ("hubs",)
 
 
 class Rule(NamedTuple):
@@ -40,7 +41,7 @@ class Rule(NamedTuple):
 
     Attributes:
         casts: one of `CASTS` or `OWN_CASTS`.
-        in_float: one of `IN_FLOAT`.
+        in_float: one of `IN_FLOAT` or `OWN_IN_FLOAT`.
     """
 
     casts: str
@@ -51,6 +52,8 @@ def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
     has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
     run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
+    if rule.in_float == "hubs":
+        run = functools.partial(_run_unless_hub, run)
     out_at = _position_of_out(function)
 
     @functools.wraps(function)
@@ -91,7 +94,8 @@ def _run_stored(
     dtype = mode.stored
     if dtype is None or mode.region is not None:
         return function(*args, **kwargs)
-    if not _in_float(rule, _floats_in(args, kwargs) if rule.in_float != "never" else []):
+    never = rule.in_float in ("never", "hubs")
+    if never or not _in_float(rule, _floats_in(args, kwargs)):
         args, kwargs = _cast((args, dict(kwargs)), dtype)
         return _cast(function(*args, **kwargs), dtype)
     return _cast(_in_float_region(function, args, kwargs), dtype)
@@ -114,19 +118,54 @@ def _in_float_region(function: Function, args: tuple[Any, ...], kwargs: Mapping[
         return function(*args, **kwargs)
 
 
+def _run_unless_hub(
+    run: Function, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it as ``run`` does, or in float32 on a graph whose neighbours float16 cannot count."""
+    half = mode.stored or mode.dtype or process.dtype
+    if half is torch.float16 and mode.region is None and not is_compiling():
+        largest = int(torch.finfo(half).max)
+        if any(has_more_neighbours(one, largest) for one in (*args, *kwargs.values())):
+            return _cast(_in_float_region(function, args, kwargs), half)
+    return run(function, args, kwargs)
+
+
 def _run_told(
     rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call what is told the dtype of its result: for a half one it computes in float32."""
+    """Call what counts in float32, where it adds up half weights or is told a half dtype.
+
+    Of a count that float16 does not hold, the result is the largest that it does.
+    """
+    given = [tensor.dtype for tensor in _floats_in(args, kwargs)]
     told = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    if not told or told[0] not in HALVES:
+    dtypes = given or told[:1]
+    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+    if dtype not in HALVES:
         return function(*args, **kwargs)
 
     def wide(one: Any) -> Any:
-        return torch.float32 if isinstance(one, torch.dtype) else one
+        return torch.float32 if isinstance(one, torch.dtype) else _cast(one, torch.float32)
 
-    found = function(*map(wide, args), **{name: wide(one) for name, one in kwargs.items()})
-    return map_tensors(lambda tensor: tensor.to(told[0]), found)
+    def narrow(found: Tensor) -> Tensor:
+        if not found.is_floating_point():
+            return found
+        if found.layout is torch.strided:  # the values of a sparse matrix are no counts
+            found = found.clamp(max=torch.finfo(dtype).max)
+        return found.to(dtype)
+
+    with _NothingElseCasts():  # what it calls would give half sums in a model that is in half
+        found = function(*map(wide, args), **{name: wide(one) for name, one in kwargs.items()})
+    return map_tensors(narrow, found)
+
+
+def _run_loss(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a model's method in float32, which scripts call beside the model, at every level."""
+    if mode.region is not None or not process.is_mixed:
+        return function(*args, **kwargs)
+    return _in_float_region(function, args, kwargs)
 
 
 def _run_wide(
@@ -262,6 +301,7 @@ _RUN = {
     "stored": _run_stored,
     "float": _run_float,
     "told": _run_told,
+    "loss": _run_loss,
     "wide": _run_wide,
     "rounded": _run_rounded,
     "logits": _run_logits,
@@ -297,7 +337,29 @@ def _in_float(rule: Rule, tensors: list[Tensor]) -> bool:
 
 
 def _floats_in(*values: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_in(values) if _is_float(tensor)]
+    found: list[Tensor] = []
+    _note_floats(values, found)
+    return found
+
+
+def _note_floats(values: Iterable[Any], found: list[Tensor]) -> None:
+    # what arguments are most often is found here: to map them takes the host five times as long
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            if _is_float(value):
+                found.append(value)
+        elif kind is tuple or kind is list:
+            _note_floats(value, found)
+        elif kind is dict:
+            _note_floats(value.values(), found)
+        else:
+            found.extend(filter(_is_float, tensors_in(value)))
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -306,6 +368,12 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return _to(value, dtype)
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is dict:
+        return {name: _cast(item, dtype) for name, item in value.items()}
     return map_tensors(lambda tensor: _to(tensor, dtype), value)
 
 

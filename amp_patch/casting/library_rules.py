@@ -19,14 +19,19 @@ stands for that method of every class that the module, or one inside of it, defi
 - "rows": as "promote", for what writes rows of a column of DGL's, which is cast as well.
 - "sums": as "promote", for PyTorch Geometric's ``scatter``: sums and means are made in float32
   without a float32 copy of all half rows.
-- "told": not at all; for what is told a half dtype, which is computed in float32 and then cast.
+- "told": to float32 where half, of what counts: it may be told a half dtype. The results have the
+  dtype that they would have had.
+- "loss": to float32 at every level but O0, with all that is computed inside, and not cast back. For
+  methods of models, which scripts call beside the model's call.
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
-come with float32 ones) or "always". Results come in the dtype that they would have had.
+come with float32 ones), "always", or "hubs" (in float16, with all that is computed inside, on a
+graph of DGL of which a node has more neighbours than float16 counts to). Results come in the dtype
+that they would have had.
 """
 
 from __future__ import annotations
@@ -35,9 +40,12 @@ REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "complex": "torch has few kernels for complex numbers of float16 parts, none for bfloat16",
+    "choices": "differences of large products say which points are near, and half rounds these",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
+    "counts": "more neighbours than 65504 are infinitely many in float16, and divide to zero",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
     "large": "it adds up over whole graphs, which soon leaves float16's range",
+    "log": "a logarithm of probabilities plus 1e-15, which half precision rounds to 0 and 1",
     "loss": "half precision is too coarse for a loss, and its weights or targets may be float32",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
     "float32 state": "it writes what it computes to float32 tensors of its own, by index",
@@ -87,20 +95,35 @@ RULES = {
     "dgl.nn.pytorch": {
         "*.__call__": ("stored", "never", "layer"),
     },
+    "dgl.nn.pytorch.conv.appnpconv": {
+        "APPNPConv.forward": ("stored", "hubs", "counts"),
+    },
+    "dgl.nn.pytorch.conv.chebconv": {
+        "ChebConv.forward": ("stored", "hubs", "counts"),
+    },
     "dgl.nn.pytorch.conv.gatconv": {
         "GATConv.forward": ("result", "never", "bias"),
     },
     "dgl.nn.pytorch.conv.gatv2conv": {
         "GATv2Conv.forward": ("result", "never", "bias"),
     },
+    "dgl.nn.pytorch.conv.gcn2conv": {
+        "GCN2Conv.forward": ("stored", "hubs", "counts"),
+    },
     "dgl.nn.pytorch.conv.graphconv": {
-        "GraphConv.forward": ("result", "never", "bias"),
+        "GraphConv.forward": ("result", "hubs", "bias"),
     },
     "dgl.nn.pytorch.conv.relgraphconv": {
         "RelGraphConv.forward": ("result", "never", "bias"),
     },
     "dgl.nn.pytorch.conv.sageconv": {
-        "SAGEConv.forward": ("result", "never", "bias"),
+        "SAGEConv.forward": ("result", "hubs", "bias"),
+    },
+    "dgl.nn.pytorch.conv.sgconv": {
+        "SGConv.forward": ("stored", "hubs", "counts"),
+    },
+    "dgl.nn.pytorch.conv.tagconv": {
+        "TAGConv.forward": ("stored", "hubs", "counts"),
     },
     "dgl.nn.pytorch.conv.egnnconv": {
         "EGNNConv.forward": ("stored", "always", "tiny"),
@@ -110,6 +133,10 @@ RULES = {
     },
     "dgl.nn.pytorch.conv.dgnconv": {
         "DGNConvTower.reduce_func": ("stored", "always", "tiny"),
+    },
+    "dgl.transforms.functional": {
+        "knn_graph": ("float", "always", "choices"),
+        "segmented_knn_graph": ("float", "always", "choices"),
     },
     "torch": {
         "cosine_similarity": ("rounded", "always", "tiny"),
@@ -125,7 +152,9 @@ RULES = {
         "pdist": ("wide", "always", "no kernel anywhere"),
         "polar": ("wide", "always", "complex"),
         "quantile": ("wide", "always", "no kernel anywhere"),
+        "segment_reduce": ("promote", "always", "hubs"),
         "slogdet": ("wide", "always", "no kernel anywhere"),
+        "spmm": ("stored", "cpu", "sparse"),
         "stft": ("rounded", "always", "spectra"),
         "view_as_complex": ("wide", "always", "complex"),
         "Tensor.det": ("wide", "always", "no kernel anywhere"),
@@ -199,6 +228,15 @@ RULES = {
     "torch_geometric.nn.aggr.fused": {
         "FusedAggregation.forward": ("promote", "always", "hubs"),
     },
+    "torch_geometric.nn.aggr.variance_preserving": {
+        "VariancePreservingAggregation.forward": ("promote", "always", "hubs"),
+    },
+    "torch_geometric.nn.attention.polynormer": {
+        "PolynormerAttention.forward": ("float", "always", "large"),
+    },
+    "torch_geometric.nn.attention.sgformer": {
+        "SGFormerAttention.forward": ("float", "always", "large"),
+    },
     "torch_geometric.nn.conv.gat_conv": {
         "GATConv.forward": ("result", "never", "bias"),
     },
@@ -206,6 +244,7 @@ RULES = {
         "GATv2Conv.forward": ("result", "never", "bias"),
     },
     "torch_geometric.nn.conv.gcn_conv": {
+        "gcn_norm": ("told", "always", "counts"),
         "GCNConv.forward": ("result", "never", "bias"),
     },
     "torch_geometric.nn.conv.gmm_conv": {
@@ -218,18 +257,46 @@ RULES = {
         "dense_diff_pool": ("stored", "always", "tiny"),
     },
     "torch_geometric.nn.dense.dmon_pool": {
-        "DMoNPooling.forward": ("stored", "always", "tiny"),
+        "DMoNPooling.forward": ("float", "always", "tiny"),
     },
     "torch_geometric.nn.dense.mincut_pool": {
-        "dense_mincut_pool": ("stored", "always", "tiny"),
+        "dense_mincut_pool": ("float", "always", "tiny"),
+    },
+    "torch_geometric.nn.models.autoencoder": {
+        "ARGA.discriminator_loss": ("loss", "always", "log"),
+        "ARGA.reg_loss": ("loss", "always", "log"),
+        "GAE.recon_loss": ("loss", "always", "log"),
+        "VGAE.kl_loss": ("loss", "always", "loss"),
+    },
+    "torch_geometric.nn.models.deep_graph_infomax": {
+        "DeepGraphInfomax.loss": ("loss", "always", "log"),
     },
     "torch_geometric.nn.models.graph_unet": {
         "GraphUNet.augment_adj": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.nn.models.lightgcn": {
+        "LightGCN.link_pred_loss": ("loss", "always", "loss"),
+        "LightGCN.recommendation_loss": ("loss", "always", "loss"),
+    },
+    "torch_geometric.nn.models.metapath2vec": {
+        "MetaPath2Vec.loss": ("loss", "always", "log"),
+    },
+    "torch_geometric.nn.models.node2vec": {
+        "Node2Vec.loss": ("loss", "always", "log"),
+    },
+    "torch_geometric.nn.models.signed_gcn": {
+        "SignedGCN.loss": ("loss", "always", "loss"),
     },
     "torch_geometric.nn.models.tgn": {
         "TimeEncoder.forward": ("float", "always", "large"),
         "TGNMemory.forward": ("float", "always", "float32 state"),
         "TGNMemory.update_state": ("float", "always", "float32 state"),
+    },
+    "torch_geometric.nn.models.visnet": {
+        "CosineCutoff.forward": ("stored", "never", "own"),
+    },
+    "torch_geometric.nn.norm.graph_size_norm": {
+        "GraphSizeNorm.forward": ("float", "always", "large"),
     },
     "torch_geometric.nn.norm.instance_norm": {
         "InstanceNorm.forward": ("float", "always", "large"),
@@ -263,6 +330,9 @@ RULES = {
     },
     "torch_geometric.utils._spmm": {
         "spmm": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.utils.laplacian": {
+        "get_laplacian": ("told", "always", "counts"),
     },
     "torch_scatter.scatter": {
         "scatter_sum": ("promote", "always", "hubs"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_patch.casting.foreign_objects import cast_object
+from amp_patch.casting.foreign_objects import cast_object, has_more_neighbours
 from amp_patch.weights.half_model import cast_floats
 
 pytestmark = pytest.mark.usefixtures("graph_libraries_imported")
@@ -264,3 +264,13 @@ def test_a_model_that_is_compiled_takes_such_objects(amp: ModuleType, level: str
     item = InPlace(torch.ones(2, 3))
     assert compiled(item).dtype is F32
     assert item.x.dtype is F32
+
+
+def test_the_neighbours_of_a_graph_are_counted_in_both_directions() -> None:
+    star = dgl.graph((torch.arange(5), torch.zeros(5).long()))
+    for graph in (star, dgl.reverse(star)):
+        assert has_more_neighbours(graph, 4)
+        assert not has_more_neighbours(graph, 5)
+    ring = dgl.graph((torch.arange(5), torch.arange(5).roll(1)))
+    assert not has_more_neighbours(ring, 1)
+    assert not has_more_neighbours(torch.ones(9), 1)

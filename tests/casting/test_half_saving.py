@@ -131,3 +131,11 @@ def test_a_sparse_tensor_is_kept_as_it_is() -> None:
     result.sum().backward()
     assert torch.equal(result, x)
     assert torch.equal(x.grad, torch.ones(3, 2, dtype=F16))
+
+
+def test_what_float16_does_not_hold_is_kept_in_float32() -> None:
+    """A count of more than 65504, by which a mean divides: its gradients would be zero."""
+    count = torch.full((2, 1), 70000.0)
+    sums = torch.full((2, 3), 140.0, dtype=F16, requires_grad=True)
+    wrap(lambda x: x / count * 1000.0, Rule("promote", "cpu"))(sums).sum().backward()
+    assert torch.equal(sums.grad, torch.full((2, 3), 1000.0 / 70000.0).half())

@@ -117,6 +117,43 @@ def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> No
     assert wrap(int, Rule("told"))("3") == 3
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtypes", [(F16, F16), (F16, F32), (F32, F16), (BF16, BF16)])
+def test_half_weights_are_added_up_in_float32(level: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """The result has the dtype of the weights, whatever is told, and no infinite number."""
+
+    def sums(weights: Tensor, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        SEEN.append((weights.dtype, dtype, (weights[None] @ weights[:, None]).dtype))
+        return index, weights.sum()[None] * 70_000
+
+    index = torch.tensor([0, 0])
+    function = wrap(sums, Rule("told"))
+    given = torch.ones(2, dtype=dtypes[0])
+    same, found = called_at(level, "inside", function, given, index, dtypes[1])
+    assert same is index
+    assert found.dtype is dtypes[0]
+    assert found.isfinite().all()
+    if dtypes[0] is not F32:
+        assert SEEN.pop() == (F32, F32, F32)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_loss_by_a_method_is_computed_in_float32(level: str, where: str) -> None:
+    def loss(x: Tensor) -> Tensor:
+        return 1 - torch.sigmoid(x * 1.0)
+
+    process_is_mixed = level != "O0"
+
+    def called() -> Tensor:
+        process.is_mixed = process_is_mixed
+        return wrap(loss, Rule("loss"))(torch.full((1,), 9.0, dtype=F16))
+
+    found = called_at(level, where, called)
+    assert found.dtype is (F32 if process_is_mixed else F16)
+    assert bool(found > 0) is process_is_mixed
+
+
 def test_tensors_in_containers_are_cast_and_all_else_passes() -> None:
     given_to: list[Any] = []
     function = wrap(lambda *args, **kwargs: given_to.extend([args, kwargs]), Rule("promote"))

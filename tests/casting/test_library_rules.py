@@ -5,7 +5,7 @@ import importlib
 import graph_libraries  # noqa: F401 - quietly
 import pytest
 
-from amp_patch.casting.library_casts import CASTS, IN_FLOAT, OWN_CASTS
+from amp_patch.casting.library_casts import CASTS, IN_FLOAT, OWN_CASTS, OWN_IN_FLOAT
 from amp_patch.casting.library_rules import REASONS, RULES
 from amp_patch.patching import resolve_in
 
@@ -21,7 +21,8 @@ def test_a_row_says_known_words_and_why(
 ) -> None:
     assert casts in (*CASTS, *OWN_CASTS)
     assert casts not in OWN_CASTS[:2] or module.startswith("dgl.")
-    assert in_float in IN_FLOAT
+    assert in_float in (*IN_FLOAT, *OWN_IN_FLOAT)
+    assert in_float not in OWN_IN_FLOAT or module.startswith("dgl.")
     assert reason in REASONS
 
 

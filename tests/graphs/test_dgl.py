@@ -474,6 +474,23 @@ def test_a_hub_of_many_neighbours_is_not_cut_off(amp: ModuleType, reduce: str) -
     assert found.dtype is F16
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_near_points_are_found_far_from_the_origin(amp: ModuleType, level: str) -> None:
+    """Their distances are differences of products that half numbers hold to a tenth or so."""
+    points = torch.arange(24.0).reshape(8, 3) + 64.0  # half numbers all of them
+    expected = set(zip(*(ends.tolist() for ends in dgl.knn_graph(points, 3).edges()), strict=True))
+    found = []
+
+    class Near(nn.Module):
+        def forward(self, points: Tensor) -> Tensor:
+            found.append(dgl.nn.KNNGraph(3)(points))
+            return points
+
+    model = amp.initialize(nn.Sequential(Near(), nn.Linear(3, 3)), opt_level=level, verbosity=0)
+    model(points)
+    assert set(zip(*(ends.tolist() for ends in found[0].edges()), strict=True)) == expected
+
+
 def patched_places(library: str) -> list[str]:
     """Return where a function of amp_patch stands in a library, in its modules and classes.
 

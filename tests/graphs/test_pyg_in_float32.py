@@ -13,7 +13,9 @@ from graph_libraries import torch_geometric
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_geometric.nn.models import tgn
+from torch_geometric.nn.attention.polynormer import PolynormerAttention
+from torch_geometric.nn.attention.sgformer import SGFormerAttention
+from torch_geometric.nn.models import tgn, visnet
 from torch_geometric.nn.unpool import knn_interpolate as interpolate
 
 pyg, utils = torch_geometric.nn, torch_geometric.utils
@@ -97,6 +99,41 @@ def test_padded_graphs_and_those_of_light_edges_are_pooled(
         adjacency[0] *= 1e-6
     then = pool if pool is not DMoN else DMoN()
     check(amp, then, level, adjacency, mask, torch.randn(2, 9, WIDTH))
+
+
+def sgformer() -> nn.Module:
+    return SGFormerAttention(WIDTH, 1, 8)
+
+
+def polynormer() -> nn.Module:
+    return PolynormerAttention(WIDTH, 1, 8)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [sgformer, polynormer])
+def test_all_nodes_of_a_large_graph_attend_to_all(
+    amp: ModuleType, make: Callable[[], nn.Module], level: str
+) -> None:
+    """They divide by sums over all of them, and multiply by their number."""
+    torch.manual_seed(0)
+    model = FirstRow(make())
+    graph_training.check_step(amp, model, (torch.randn(1, 70_000, WIDTH),), level)
+
+
+class FirstRow(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer = nn.Linear(WIDTH, WIDTH), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.before(x))[0, :1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_of_a_cutoff_meet_half_layers(amp: ModuleType, level: str) -> None:
+    torch.manual_seed(0)
+    then = nn.Sequential(visnet.CosineCutoff(5.0), nn.Linear(WIDTH, 8))
+    check(amp, then, level, torch.rand(20, WIDTH))
 
 
 @pytest.mark.parametrize("level", LEVELS)
