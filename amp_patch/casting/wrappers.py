@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from amp_patch.warn_once import warn_once
+
 from . import fused_loss
 from .argument_casts import (
     dtypes_in,
@@ -324,6 +326,12 @@ def _banned(original: Function) -> Function:
                 f"their gradients overflow; got a call on {', '.join(sorted(kinds))} while the "
                 "casts of amp.initialize() are on. Use binary_cross_entropy_with_logits without "
                 "the sigmoid before it, or call it with .float() tensors in amp.disable_casts()."
+            )
+        if on and not is_compiling() and holds_half((*args[:1], kwargs.get("input"))):
+            warn_once(
+                f"{original.__name__} needs the digits of probabilities near 1, which half numbers "
+                "round to 1; got half ones, which are refused on a GPU. Use "
+                "binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid before it."
             )
         return in_float(*args, **kwargs)
 

@@ -107,6 +107,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:binary_cross_entropy needs the digits")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 def test_a_function_computes_what_eager_computes(amp, function, backend):
