@@ -83,7 +83,7 @@ class Guard:
         )
         self._half_steps = HalfSteps()
         self._copies = ExactCopies(store, models.in_half)
-        self.plain_averages = PlainAverages()
+        self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
         self._late_modules = LateModules()

@@ -97,9 +97,13 @@ class PlainAverages:
     """Looks for averages of half parameters in plain tensors; false where it is done.
 
     Of each model one parameter is followed.
+
+    Args:
+        stepped: returns the parameters that prepared optimizers step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stepped: Callable[[], Iterable[Tensor]]) -> None:
+        self._stepped = stepped
         self._followed: list[_Followed] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._steps = 0
@@ -131,7 +135,7 @@ class PlainAverages:
         if not _is_alone():
             self._followed.clear()
             return
-        living = functools.cache(lambda: list(_plain_tensors(self._addresses())))
+        living = functools.cache(lambda: list(_untrained_tensors(*self._addresses())))
         is_last = self._steps >= _FIRST_LOOK + _MOST_STEPS
         self._followed = [one for one in self._followed if one.look(living) and not is_last]
         if [one for one in self._followed if one.looks > _LOOKS]:
@@ -144,14 +148,17 @@ class PlainAverages:
                 "torch.optim.swa_utils.AveragedModel(model)."
             )
 
-    def _addresses(self) -> set[int]:
-        """Return where the trained half parameters are: torch 2.6 hides those that a graph holds.
+    def _addresses(self) -> tuple[set[int], set[int]]:
+        """Return where the models' half parameters are: those that are trained, and the others.
 
-        One that is not trained may be an average: of the second encoder of MoCo.
+        Torch 2.6 hides those that a graph holds. One that no optimizer steps may be an average, as
+        of the second encoder of MoCo, also where it asks for gradients: a deep copy still does.
         """
         models = [model for model in [one() for one in self._models] if model is not None]
         halves = [param for model in models for param in _halves_of(model)]
-        return {param.data_ptr() for param in halves if param.requires_grad}
+        stepped = set(map(id, self._stepped()))
+        trained = {one.data_ptr() for one in halves if one.requires_grad and id(one) in stepped}
+        return trained, {one.data_ptr() for one in halves} - trained
 
 
 def _halves_of(model: nn.Module) -> list[Tensor]:
@@ -173,13 +180,18 @@ def _is_alone() -> bool:
     return all(type(one).__module__.startswith("tqdm.") for one in others)
 
 
-def _plain_tensors(known: set[int]) -> Iterator[Tensor]:
+def _untrained_tensors(trained: set[int], untrained: set[int]) -> Iterator[Tensor]:
     """Yield the living tensors in half that are, or share the memory of, no trained parameter.
 
+    A leaf that asks for gradients counts as trained, for another optimizer may step it.
+
     Args:
-        known: addresses of parameters.
+        trained: addresses of parameters that are.
+        untrained: addresses of parameters that are not, whatever they ask for.
     """
     tensors = [one for one in instances(Tensor) if type(one) in (Tensor, nn.Parameter)]
     halves = [one for one in tensors if dtype_of(one) in HALVES and one.layout is torch.strided]
-    trained = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)} | known
-    return (one for one in halves if not one.requires_grad and one.data_ptr() not in trained)
+    leaves = {one.data_ptr() for one in halves if one.requires_grad and is_leaf(one)}
+    known = (leaves - untrained) | trained
+    plain = (one for one in halves if not one.requires_grad or is_leaf(one))
+    return (one for one in plain if one.data_ptr() not in known)

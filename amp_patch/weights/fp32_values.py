@@ -106,7 +106,7 @@ class FP32Values:
 
     Attributes:
         loads: how often values were set from a state dict.
-        handed_out: the copies in state dicts that are not the values themselves.
+        handed_out: what state dicts have got since the models were used.
     """
 
     def __init__(self) -> None:
@@ -281,11 +281,11 @@ class FP32Values:
                 value = state[prefix + name] = self.exact(tensor).requires_grad_(attached)
                 if is_on():
                     self.handed_out.note(module, value)
-                if not self._is_stepped(tensor, value):
-                    self.handed_out.add(module, tensor, value)
+                is_master = self._is_stepped(tensor, value)
+                self.handed_out.add(module, tensor, value, is_master=is_master)
 
     def _is_stepped(self, tensor: Tensor, value: Tensor) -> bool:
-        """Return whether a value is a master, of which any write is seen."""
+        """Return whether a value is a master, whose version tells of most writes."""
         known = self.value_of(tensor)
         return isinstance(known, nn.Parameter) and _share_memory(known, value)
 

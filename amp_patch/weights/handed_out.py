@@ -1,13 +1,16 @@
 """What a state dict has of half tensors: fp32 copies, of which writes are to reach the model.
 
 ``own = model.state_dict(); own[name].copy_(value)`` loads a part of a state, for torch's dict has
-the very tensors of the model. Knows no values, and no optimizer.
+the very tensors of the model; averages and federated training write ``own[name].data``, of which
+no version tells. Knows no values, and no optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +18,35 @@ from torch import Tensor, nn
 from amp_patch.distributed.shards import place, version_of
 
 
+class _Handed(NamedTuple):
+    """A half tensor, and what a state dict has of it: a copy, or its master.
+
+    Attributes:
+        version: of ``value``; None of a master, whose version is looked at elsewhere.
+        bits: see `_sum_of_bits`, of ``tensor``; None of other than plain ones.
+    """
+
+    tensor: Tensor
+    value: Tensor
+    version: int | None
+    bits: Tensor | None
+
+    def was_written_to(self) -> bool:
+        """Return whether what the state dict has was written to, also through ``.data``.
+
+        Where the two differ and no version tells, it was if the half tensor has its bits of then.
+        """
+        if self.version is not None and version_of(self.value) != self.version:
+            return True
+        if self.bits is None or not _is_plain(self.tensor):
+            return False
+        if _are_alike(self.value.to(self.tensor), self.tensor):
+            return False
+        return bool(_sum_of_bits(self.tensor) == self.bits)
+
+
 class HandedOut:
-    """The copies in the last state dict of each module, until the model is used.
+    """What the last state dict of each module has of half tensors, until the model is used.
 
     Args:
         enter: called with a half tensor and what was written to its copy.
@@ -28,16 +58,18 @@ class HandedOut:
     def __init__(self, enter: Callable[[Tensor, Tensor], None]) -> None:
         self._enter = enter
         self.are_held = False
-        # half tensor, copy, version of the copy
-        self._copies: weakref.WeakKeyDictionary[nn.Module, list[tuple[Tensor, Tensor, int]]] = (
+        self._handed: weakref.WeakKeyDictionary[nn.Module, list[_Handed]] = (
             weakref.WeakKeyDictionary()
         )
         self._places: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()
 
-    def add(self, module: nn.Module, tensor: Tensor, handed: Tensor) -> None:
-        """A state dict gets a copy of a half tensor of a module; it is held until `take_over`."""
-        if not handed.is_inference():  # which nobody may write to, and has no version
-            self._copies.setdefault(module, []).append((tensor, handed, version_of(handed)))
+    def add(self, module: nn.Module, tensor: Tensor, value: Tensor, *, is_master: bool) -> None:
+        """A state dict gets the value of a half tensor of a module; held until `take_over`."""
+        if not value.is_inference():  # which nobody may write to, and has no version
+            version = None if is_master else version_of(value)
+            bits = _sum_of_bits(tensor) if _is_plain(tensor) else None
+            handed = _Handed(tensor, value, version, bits)
+            self._handed.setdefault(module, []).append(handed)
             self.are_held = True
 
     def note(self, module: nn.Module, value: Tensor) -> None:
@@ -52,18 +84,41 @@ class HandedOut:
         return any(place(tensor) in places for places in self._places.values())
 
     def take_over(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Enter what was written to copies, and let go of these.
+        """Enter what was written to values, and let go of these.
 
         Args:
             modules: whose; None: all.
         """
-        used = [*self._copies, *self._places] if modules is None else list(modules)
-        found = [self._copies.pop(one, []) for one in used]
+        used = [*self._handed, *self._places] if modules is None else list(modules)
+        found = [self._handed.pop(one, []) for one in used]
         for one in used:
             self._places.pop(one, None)
-        self.are_held = bool(self._copies or self._places)
+        self.are_held = bool(self._handed or self._places)
         # What is kept of them must be no inference tensors, nor what torch.func wraps.
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
-            for tensor, handed, version in (copied for copies in found for copied in copies):
-                if version_of(handed) != version:
-                    self._enter(tensor, handed)
+            for handed in chain.from_iterable(found):
+                if handed.was_written_to():
+                    self._enter(handed.tensor, handed.value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is no subclass's, and has numbers: those of FSDP1 are freed."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        return False
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return a number that tells whether a plain tensor was written to."""
+    bits = torch.int16 if tensor.element_size() == 2 else torch.int32
+    return tensor.detach().view(bits).sum(dtype=torch.int64)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two plain tensors have the same numbers, NaN at the same places."""
+    if torch.equal(one, other):
+        return True
+    is_nan = other.isnan()
+    if one.shape != other.shape or not is_nan.any():
+        return False
+    return torch.equal(one.masked_fill(is_nan, 0), other.masked_fill(is_nan, 0))

@@ -305,27 +305,34 @@ def test_an_average_in_plain_tensors_is_told_of_once(
 
 
 class TwoEncoders(nn.Module):
-    """As MoCo: a frozen encoder that is an average of the trained one."""
+    """As MoCo: an encoder that is an average of the trained one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.query = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
+        self.key = copy.deepcopy(self.query)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return cast(Tensor, self.query(inputs) - self.key(inputs))
+        with torch.no_grad():
+            average = self.key(inputs)
+        return cast(Tensor, self.query(inputs) - average)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("given", ["one model", "two models"])
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("level", HALF)
 @pytest.mark.parametrize(("update", "count"), [(shadow_through_data, 1), (first_values, 0)])
 def test_an_average_that_was_given_to_initialize_is_told_of(
-    amp: ModuleType, level: str, given: str, update: Any, count: int
+    amp: ModuleType, level: str, frozen: bool, given: str, update: Any, count: int
 ) -> None:
-    """It is in half, and so are other frozen weights, which only stay."""
+    """It is in half, and so are other weights that nobody steps, which only stay.
+
+    A deep copy asks for gradients as its model does, unless the script freezes it.
+    """
     torch.manual_seed(0)
     model = TwoEncoders()
+    model.key.requires_grad_(requires_grad=not frozen)
     optimizer = torch.optim.AdamW(model.query.parameters(), lr=0.01)
     parts = [model] if given == "one model" else [model.query, model.key]
     amp.initialize(parts, optimizer, opt_level=level, verbosity=0)

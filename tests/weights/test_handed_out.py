@@ -1,4 +1,7 @@
-"""``own = model.state_dict(); own[name].copy_(value)`` reaches the model, as in torch."""
+"""``own = model.state_dict(); own[name].copy_(value)`` reaches the model, as in torch.
+
+So does a write through ``.data``, which no version tells of.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,15 @@ def load(own: dict[str, Tensor], state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in state.items():
             own[name].copy_(value)
+
+
+def load_through_data(own: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """What scripts of federated training do."""
+    for name, value in state.items():
+        own[name].data.copy_(value)
+
+
+WAYS = [load, load_through_data]
 
 
 def expected_at(level: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -111,12 +123,13 @@ def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
 
 @pytest.mark.parametrize("level", HALF_OF)
 @pytest.mark.parametrize("seen_by", SEEN_BY)
+@pytest.mark.parametrize("write", WAYS)
 def test_what_is_written_to_a_state_dict_is_in_the_model(
-    amp: ModuleType, level: str, seen_by: str
+    amp: ModuleType, level: str, seen_by: str, write: Callable[..., None]
 ) -> None:
     model, _ = prepared(amp, level, made(0))
     new = made(1).state_dict()
-    load(model.state_dict(), new)
+    write(model.state_dict(), new)
     found = SEEN_BY[seen_by](model)
     assert differing(found, expected_at(level, new)) == []
     amp.deactivate()
@@ -124,22 +137,28 @@ def test_what_is_written_to_a_state_dict_is_in_the_model(
 
 
 @pytest.mark.parametrize("level", HALF_OF)
-def test_what_is_written_is_there_after_deactivate(amp: ModuleType, level: str) -> None:
+@pytest.mark.parametrize("write", WAYS)
+def test_what_is_written_is_there_after_deactivate(
+    amp: ModuleType, level: str, write: Callable[..., None]
+) -> None:
     model, _ = prepared(amp, level, made(0))
     new = made(1).state_dict()
-    load(model.state_dict(), new)
+    write(model.state_dict(), new)
     amp.deactivate()
     assert differing(model.state_dict(), expected_at(level, new)) == []
 
 
 @pytest.mark.parametrize("level", HALF_OF)
-def test_a_step_begins_from_what_was_written(amp: ModuleType, level: str) -> None:
+@pytest.mark.parametrize("write", WAYS)
+def test_a_step_begins_from_what_was_written(
+    amp: ModuleType, level: str, write: Callable[..., None]
+) -> None:
     model, optimizer = prepared(amp, level, made(0))
     new = made(1).state_dict()
     optimizer.zero_grad()
     with amp.scale_loss(model(X).square().mean(), optimizer) as scaled_loss:
         scaled_loss.backward()
-    load(model.state_dict(), new)
+    write(model.state_dict(), new)
     for param in amp.master_params(optimizer):
         param.grad.zero_()
     optimizer.step()
@@ -148,12 +167,13 @@ def test_a_step_begins_from_what_was_written(amp: ModuleType, level: str) -> Non
 
 @pytest.mark.parametrize("level", HALF_OF)
 @pytest.mark.parametrize("base", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("write", WAYS)
 def test_a_base_that_came_in_half_is_written_to(
-    amp: ModuleType, level: str, base: torch.dtype
+    amp: ModuleType, level: str, base: torch.dtype, write: Callable[..., None]
 ) -> None:
     model, _ = prepared(amp, level, made(0, base))
     new = made(1, base).state_dict()
-    load(model.state_dict(), new)
+    write(model.state_dict(), new)
     found = forward(model)
     assert found["2.weight"].dtype is base
     assert torch.equal(found["2.weight"], new["2.weight"])
@@ -204,11 +224,45 @@ def test_a_state_that_is_only_saved_is_not_held(amp: ModuleType, level: str, eve
     assert [one() for one in copies if one() is not None] == []
 
 
-def test_masters_are_not_held(amp: ModuleType) -> None:
+def test_masters_are_held_until_the_model_is_used(amp: ModuleType) -> None:
     model = nn.Linear(4, 4)
     amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     model.state_dict()
+    assert session.store.handed_out.are_held
+    model(X)
     assert not session.store.handed_out.are_held
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+@pytest.mark.parametrize("through_data", [True, False])
+def test_what_is_written_to_a_parameter_behind_a_state_counts(
+    amp: ModuleType, level: str, through_data: bool
+) -> None:
+    """A clamp behind a checkpoint, say: the state still has what was before."""
+    model, optimizer = prepared(amp, level, made(0))
+    saved = model.state_dict()
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.data if through_data else param).clamp_(-0.125, 0.125)
+    forward(model)
+    found = {name: one for name, one in model.state_dict().items() if "running" not in name}
+    largest = {name: one.abs().max().item() for name, one in found.items() if "weight" in name}
+    assert max(largest.values()) == 0.125
+    assert saved["3.weight"].abs().max() > 0.125
+    step(amp, model, optimizer)
+
+
+@pytest.mark.parametrize("level", HALF_OF)
+def test_numbers_that_are_none_count_as_written_to_by_nobody(amp: ModuleType, level: str) -> None:
+    model, _ = prepared(amp, level, made(0))
+    with torch.no_grad():
+        model[0].weight[0], model[3].weight[0] = torch.nan, torch.inf
+        model[3].weight[1] = torch.nan
+    model.eval()(X)
+    versions = [one._version for one in model.parameters()]
+    model.state_dict()
+    model(X)
+    assert [one._version for one in model.parameters()] == versions
 
 
 def test_a_forward_of_another_model_lets_writes_through(amp: ModuleType) -> None:
