@@ -331,7 +331,7 @@ def _banned(original: Function) -> Function:
             warn_once(
                 f"{original.__name__} needs the digits of probabilities near 1, which half numbers "
                 "round to 1; got half ones, which are refused on a GPU. Use "
-                "binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid before it."
+                "binary_cross_entropy_with_logits without the sigmoid before it."
             )
         return in_float(*args, **kwargs)
 

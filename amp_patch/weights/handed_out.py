@@ -8,8 +8,8 @@ no version tells. Knows no values, and no optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, compress
 from typing import NamedTuple
 
 import torch
@@ -38,11 +38,19 @@ class _Handed(NamedTuple):
         """
         if self.version is not None and version_of(self.value) != self.version:
             return True
-        if self.bits is None or not _is_plain(self.tensor):
-            return False
-        if _are_alike(self.value.to(self.tensor), self.tensor):
+        if self.bits is None or not _is_plain(self.tensor) or self.has_the_numbers():
             return False
         return bool(_sum_of_bits(self.tensor) == self.bits)
+
+    def has_the_numbers(self) -> bool:
+        """Return whether the half tensor has the numbers of the value, NaN at the same places."""
+        value = self.value.to(self.tensor)
+        if torch.equal(value, self.tensor):
+            return True
+        is_nan = self.tensor.isnan()
+        if value.shape != self.tensor.shape or not is_nan.any():
+            return False
+        return torch.equal(value.masked_fill(is_nan, 0), self.tensor.masked_fill(is_nan, 0))
 
 
 class HandedOut:
@@ -96,9 +104,26 @@ class HandedOut:
         self.are_held = bool(self._handed or self._places)
         # What is kept of them must be no inference tensors, nor what torch.func wraps.
         with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
-            for handed in chain.from_iterable(found):
+            for handed in _suspects(chain.from_iterable(found)):
                 if handed.was_written_to():
                     self._enter(handed.tensor, handed.value)
+
+
+def _suspects(rows: Iterable[_Handed]) -> Iterator[_Handed]:
+    """Yield what may have been written to: not where the half tensor has the value's numbers.
+
+    To ask of one after the other would wait for the device each time.
+    """
+    compared: dict[torch.device, list[_Handed]] = {}
+    for row in rows:
+        is_known = row.version is not None and version_of(row.value) != row.version
+        if is_known or row.value.shape != row.tensor.shape:
+            yield row
+        elif row.bits is not None and _is_plain(row.tensor):
+            compared.setdefault(row.tensor.device, []).append(row)
+    for alike in compared.values():
+        differ = [row.value.to(row.tensor).ne(row.tensor).any() for row in alike]
+        yield from compress(alike, torch.stack(differ).tolist())
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -112,13 +137,3 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     """Return a number that tells whether a plain tensor was written to."""
     bits = torch.int16 if tensor.element_size() == 2 else torch.int32
     return tensor.detach().view(bits).sum(dtype=torch.int64)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two plain tensors have the same numbers, NaN at the same places."""
-    if torch.equal(one, other):
-        return True
-    is_nan = other.isnan()
-    if one.shape != other.shape or not is_nan.any():
-        return False
-    return torch.equal(one.masked_fill(is_nan, 0), other.masked_fill(is_nan, 0))
