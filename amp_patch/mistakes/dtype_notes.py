@@ -108,18 +108,25 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _Place | None:
-    """Return the innermost module of these models whose code the exception went through."""
+    """Return the innermost module of these models whose code the exception went through.
+
+    One that is no part of a model, and has its parameters, stands for the part that has them.
+    """
     names: dict[int, tuple[str, nn.Module, OptLevel]] = {}
     for model, level in levels.items():
         for name, module in model.named_modules():
             names.setdefault(id(module), (name, model, level))
+            for param in module._parameters.values():
+                names.setdefault(id(param), (name, model, level))
     found = None
     for frame in _frames(error):
         module = _owner_of(frame)
         if not isinstance(module, nn.Module) or _is_calling(frame):
             continue
-        if id(module) in names:
-            found = _Place(module, *names[id(module)], frame)
+        keys = map(id, (module, *module._parameters.values()))
+        known = next((names[key] for key in keys if key in names), None)
+        if known is not None:
+            found = _Place(module, *known, frame)
         elif found is not None:
             found = found._replace(stranger=module)
     return found

@@ -385,8 +385,10 @@ def test_an_old_python_gets_the_note_in_the_message() -> None:
 
 def test_what_shows_errors_is_as_before_after_deactivate(amp: ModuleType) -> None:
     before = sys.excepthook
-    prepared(amp, "O1")
+    prepared(amp, "O0")
     assert sys.excepthook is before
+    prepared(amp, "O1")
+    assert sys.excepthook is not before
     prepared(amp, "O2")
     prepared(amp, "O5")
     assert sys.excepthook is not before
@@ -404,6 +406,25 @@ def test_a_script_that_ends_by_a_forward_called_directly_is_told(amp: ModuleType
     )
     hook(error.type, error.value, error.tb)
     assert len(shown) == 1
+
+
+class Held(nn.Module):
+    """Has the parameters of a layer, which is no part of it: as losses that call a model's copy."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(layer.parameters())
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_layer_whose_parameters_are_those_of_a_model(amp: ModuleType, level: str) -> None:
+    layer = nn.Linear(4, 4)
+    model = amp.initialize(Held(layer), opt_level=level, verbosity=0)
+    note = fail(lambda: layer(X), ends_script=True)
+    assert "this came from module 'params' (Linear)" in note
+    assert "called by itself, and only the model casts its inputs" in note
+    assert f"pass x.to({DTYPES[level]}) to the module" in note
+    del model
 
 
 class Shell:
