@@ -101,7 +101,33 @@ def test_a_tensor_made_inside_of_forward(
     assert all(operand.format(DTYPES[level]) in note for operand in operands)
     assert "mask.to(x.dtype)" in note
     assert "amp.float_region()" in note
+    assert (
+        "or all of the module by amp.initialize(..., rules={'modules': {'blocks.1': 'float'}})"
+        in note
+    )
     assert "'O1'" in note
+
+
+class InFloat(nn.LayerNorm):
+    """Casts up by itself, as the norms of Whisper and CLIP, which know of float32 weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_the_rule_that_a_note_names_mends_a_module_that_casts_up(
+    amp: ModuleType, level: str
+) -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), InFloat(4))
+
+    model = amp.initialize(make_model(), opt_level=level, verbosity=0)
+    assert "rules={'modules': {'1': 'float'}}" in fail(lambda: model(X))
+    core.deactivate()
+    rules = {"modules": {"1": "float"}}
+    model = amp.initialize(make_model(), opt_level=level, rules=rules, verbosity=0)
+    model(X).sum().backward()
 
 
 class Normed(Masked):
