@@ -126,7 +126,7 @@ def test_the_rule_that_a_note_names_mends_a_module_that_casts_up(
     assert "rules={'modules': {'1': 'float'}}" in fail(lambda: model(X))
     core.deactivate()
     rules = {"modules": {"1": "float"}}
-    model = amp.initialize(make_model(), opt_level=level, rules=rules, verbosity=0)
+    model = core.initialize(make_model(), opt_level=level, rules=rules, verbosity=0)
     model(X).sum().backward()
 
 
