@@ -88,7 +88,7 @@ def test_a_model_with_a_compiled_part_trains_as_in_float32(amp, opt_level, kind)
     def train(level):
         torch.manual_seed(0)
         model = Around(PARTS[kind]())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         losses = []
         for _ in range(10):
