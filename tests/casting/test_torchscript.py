@@ -132,6 +132,21 @@ def test_a_part_without_float32_weights_gets_what_it_is_given(amp, opt_level):
         product(x, torch.eye(4))
 
 
+@LEVELS
+def test_a_layer_of_no_model_is_called_beside_a_compiled_part(amp, opt_level):
+    """A parameter that no model has is looked for among those of all."""
+    model, stranger = Around(compiled(Part())), nn.Linear(2, 2)
+    amp.initialize(model, opt_level=opt_level, verbosity=0)
+    for _ in range(2):
+        loss = (
+            stranger(model(torch.rand(5, 3))).sum()
+            + F.linear(torch.rand(5, 4), model.part.inside[0].weight).sum()
+        )
+        loss.backward()
+    assert stranger.weight.grad.isfinite().all()
+    assert model.part.inside[0].weight.grad.isfinite().all()
+
+
 def test_deactivate_puts_torchs_calls_back(amp):
     kinds, model = (torch._C.ScriptFunction, torch._C.ScriptMethod), nn.Linear(3, 3)
     before = [vars(kind)["__call__"] for kind in kinds]
