@@ -217,10 +217,12 @@ def refuse_compiled(models: Iterable[nn.Module], stores_half: bool) -> None:
         for name, module in model.named_modules() if stores_half else [("", model)]:
             if isinstance(module, torch.jit.ScriptModule):
                 place = f"at {name!r}" if name else "as the model"
+                of_a_part = ", or take opt_level 'O1' or 'O4', where a part stays in float32"
                 raise TypeError(
                     "models must be in Python for amp.initialize() to cast what they compute; got "
                     f"a {type(module).__name__} of torch.jit {place}. Call amp.initialize() with "
-                    "the model that it was compiled from, and compile after amp.deactivate()."
+                    "the model that it was compiled from, and compile after amp.deactivate()"
+                    f"{of_a_part if name else ''}."
                 )
 
 

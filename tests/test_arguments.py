@@ -247,8 +247,11 @@ def test_what_torch_jit_compiled_is_refused_before_anything_is_changed(
         assert model(torch.ones(2, 2)).dtype is torch.float32
         return
     place = r"at '1'\." if is_part else r"as the model\."
-    with pytest.raises(TypeError, match=f"models must be in Python .* of torch.jit {place} Call"):
+    with pytest.raises(
+        TypeError, match=f"models must be in Python .* of torch.jit {place} Call"
+    ) as refused:
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert ("take opt_level 'O1'" in str(refused.value)) is is_part
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
     model(torch.ones(2, 2)).sum().backward()
     optimizer.step()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from amp_patch.patching import Patches, as_if_defined_at, resolve
 
-from . import autocast_blocks
+from . import autocast_blocks, torchscript
 from .mode import casts_are_on, mode
 from .torch_compile import is_patched
 
@@ -165,4 +165,5 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.jit._recursive._find_builtin": _find_builtin,
     "torch.jit._recursive.create_script_module": _create_script_module,
     **autocast_blocks.REPLACEMENTS,
+    **torchscript.REPLACEMENTS,
 }

@@ -343,6 +343,8 @@ def _release(cache: weakref.ref[WeightCache], batch: weakref.ref[Batch], _: obje
 
 def _registered(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # casts nothing, and has no dictionary of its parameters
         for name, param in module._parameters.items():
             if type(param) is nn.Parameter:
                 yield module, name, param

@@ -108,18 +108,25 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _Place | None:
-    """Return the innermost module of these models whose code the exception went through."""
+    """Return the innermost module of these models whose code the exception went through.
+
+    One that is no part of a model, and has its parameters, stands for the part that has them.
+    """
     names: dict[int, tuple[str, nn.Module, OptLevel]] = {}
     for model, level in levels.items():
         for name, module in model.named_modules():
             names.setdefault(id(module), (name, model, level))
+            for param in module._parameters.values():
+                names.setdefault(id(param), (name, model, level))
     found = None
     for frame in _frames(error):
         module = _owner_of(frame)
         if not isinstance(module, nn.Module) or _is_calling(frame):
             continue
-        if id(module) in names:
-            found = _Place(module, *names[id(module)], frame)
+        keys = map(id, (module, *module._parameters.values()))
+        known = next((names[key] for key in keys if key in names), None)
+        if known is not None:
+            found = _Place(module, *known, frame)
         elif found is not None:
             found = found._replace(stranger=module)
     return found
@@ -218,15 +225,15 @@ def _mend_of_a_number(place: _Place) -> str:
     if place.level.half_dtype is torch.float16:
         return "write torch.finfo(x.dtype).min in the place of -1e9, or take opt_level 'O4' or 'O5'"
     # -1e9 is no trouble here: it is the minimum of another dtype
-    in_float = (
-        f"amp.initialize(..., rules={{'modules': {{{place.path!r}: 'float'}}}})"
-        if place.path
-        else "`with amp.float_region():` around it"
-    )
+    in_float = _float_rule(place) if place.path else "`with amp.float_region():` around it"
     return (
         "write torch.finfo(x.dtype).min with the x that is filled, for the minimum of float32 is "
         f"beyond it; or compute this in float32 by {in_float}"
     )
+
+
+def _float_rule(place: _Place) -> str:
+    return f"amp.initialize(..., rules={{'modules': {{{place.path!r}: 'float'}}}})"
 
 
 def _mend_of_weights(place: _Place, strays: Mapping[str, str]) -> str | None:
@@ -297,11 +304,12 @@ def _mend_of_inputs(place: _Place, error: BaseException) -> str:
             "switch it off, the level casts by itself. A cast in forward does the same: write "
             "x.to(y.dtype) there."
         )
+    by_a_rule = f", or all of the module by {_float_rule(place)}" if place.path else ""
     return (
         f"Inputs of the model are cast to {dtype}, a tensor made inside of forward is not: write "
         "mask.to(x.dtype), or torch.ones(..., dtype=x.dtype), or register_buffer() it before "
-        "amp.initialize(); or compute this part in `with amp.float_region():`; or take opt_level "
-        "'O1', which casts in each function."
+        f"amp.initialize(); or compute this part in `with amp.float_region():`{by_a_rule}; or take "
+        "opt_level 'O1', which casts in each function."
     )
 
 

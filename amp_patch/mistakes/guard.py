@@ -87,7 +87,7 @@ class Guard:
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
         self._late_modules = LateModules()
-        self._follows_halves = False
+        self._follows_halves = self._explains = False
         self._wrappers: list[nn.Module] = []
 
     def replacements(self) -> dict[str, Callable[[Any], Any]]:
@@ -179,6 +179,9 @@ class Guard:
         if halves and not self._follows_halves:
             self._follows_halves = True
             torch_sites.replace(patches, averages.OF_HALVES)
+        casts = any(self._models.levels[model].casts_functions for model in models)
+        if (halves or casts) and not self._explains:
+            self._explains = True
             hook = explaining(sys.excepthook, self._models.levels)
             patches.replace(sys, "excepthook", hook)
             shell = notebook()

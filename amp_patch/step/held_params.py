@@ -65,9 +65,15 @@ class HeldParams:
             stepped = listed(stepped)
             masters = self.masters
             if masters is not None and masters.has_master_of_any(stepped):
-                # The script has put the model's own parameters into the groups.
+                # The script has put the model's own parameters into the groups: in the place of
+                # masters, or beside them, where it looked for what is no parameter there.
+                held = set(map(id, stepped))
                 for group in groups:
-                    group["params"] = masters.replace(group["params"])
+                    given = group["params"]
+                    replaced = zip(given, masters.replace(given), strict=True)
+                    group["params"] = [
+                        new for old, new in replaced if new is old or id(new) not in held
+                    ]
                 stepped = listed(chain.from_iterable(group["params"] for group in groups))
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
             self._pairs = ParamPairs(params, stepped)

@@ -57,6 +57,9 @@ class OptimizerState:
         if held.masters is not None:
             # makes masters of parameters that were unfrozen, for torch loads state in their dtype
             self._call_before_loads(optimizer, held.pairs)
+            drop = _weakly(self._drop_reads)
+            hook = optimizer.register_state_dict_pre_hook(lambda _: drop())
+            self._undo.append(hook.remove)
         else:  # a state that another optimizer has saved may bring another eps
             self._undo.append(optimizer.register_load_state_dict_post_hook(warn_of_eps).remove)
 
@@ -91,6 +94,18 @@ class OptimizerState:
                 # "step" counts in fp32 whatever the parameter is, as in torch's optimizers.
                 if key != "step" and isinstance(value, Tensor) and value.dtype is before:
                     state[key] = value.to(param.dtype)
+
+    def _drop_reads(self) -> None:
+        """Drop the empty entries of half parameters, which torch makes where somebody reads one.
+
+        `state_dict` raises for them, as no group holds these parameters.
+        """
+        optimizer, masters = self._optimizers[0](), self._masters
+        if optimizer is None or masters is None:
+            return
+        for param, master in masters.pairs():
+            if param is not master and optimizer.state.get(param) == {}:
+                del optimizer.state[param]
 
     def _states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         """Yield each parameter with its state.

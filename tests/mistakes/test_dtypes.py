@@ -102,7 +102,33 @@ def test_a_tensor_made_inside_of_forward(
     assert all(operand.format(DTYPES[level]) in note for operand in operands)
     assert "mask.to(x.dtype)" in note
     assert "amp.float_region()" in note
+    assert (
+        "or all of the module by amp.initialize(..., rules={'modules': {'blocks.1': 'float'}})"
+        in note
+    )
     assert "'O1'" in note
+
+
+class InFloat(nn.LayerNorm):
+    """Casts up by itself, as the norms of Whisper and CLIP, which know of float32 weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_the_rule_that_a_note_names_mends_a_module_that_casts_up(
+    amp: ModuleType, level: str
+) -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), InFloat(4))
+
+    model = amp.initialize(make_model(), opt_level=level, verbosity=0)
+    assert "rules={'modules': {'1': 'float'}}" in fail(lambda: model(X))
+    core.deactivate()
+    rules = {"modules": {"1": "float"}}
+    model = core.initialize(make_model(), opt_level=level, rules=rules, verbosity=0)
+    model(X).sum().backward()
 
 
 class Normed(Masked):
@@ -405,8 +431,10 @@ def test_an_old_python_gets_the_note_in_the_message() -> None:
 
 def test_what_shows_errors_is_as_before_after_deactivate(amp: ModuleType) -> None:
     before = sys.excepthook
-    prepared(amp, "O1")
+    prepared(amp, "O0")
     assert sys.excepthook is before
+    prepared(amp, "O1")
+    assert sys.excepthook is not before
     prepared(amp, "O2")
     prepared(amp, "O5")
     assert sys.excepthook is not before
@@ -424,6 +452,25 @@ def test_a_script_that_ends_by_a_forward_called_directly_is_told(amp: ModuleType
     )
     hook(error.type, error.value, error.tb)
     assert len(shown) == 1
+
+
+class Held(nn.Module):
+    """Has the parameters of a layer, which is no part of it: as losses that call a model's copy."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(layer.parameters())
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_layer_whose_parameters_are_those_of_a_model(amp: ModuleType, level: str) -> None:
+    layer = nn.Linear(4, 4)
+    model = amp.initialize(Held(layer), opt_level=level, verbosity=0)
+    note = fail(lambda: layer(X), ends_script=True)
+    assert "this came from module 'params' (Linear)" in note
+    assert "called by itself, and only the model casts its inputs" in note
+    assert f"pass x.to({DTYPES[level]}) to the module" in note
+    del model
 
 
 class Shell:

@@ -103,6 +103,15 @@ def test_a_write_in_place_of_another_dtype_where_functions_cast(
 
 
 @pytest.mark.parametrize("level", CASTING)
+def test_a_method_but_forward_where_functions_cast(amp: ModuleType, level: str) -> None:
+    """As the `log_prob` of a flow: a note comes where the script ends."""
+    model = Then(lambda half: WRITES["Index put requires"](half, torch.arange(4), X))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    note = fail(lambda: model.forward(X), ends_script=True)
+    assert "write y.to(out.dtype), or compute this part in `with amp.float_region():`" in note
+
+
+@pytest.mark.parametrize("level", CASTING)
 def test_inputs_in_float64_where_functions_cast(amp: ModuleType, level: str) -> None:
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level=level, verbosity=0)
     assert "A float64 tensor is never cast: pass x.float()" in fail(lambda: model(X.double()))

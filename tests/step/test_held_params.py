@@ -60,3 +60,28 @@ def test_the_models_own_parameters_in_the_groups_are_replaced_by_their_masters(
     pairs = session.optimizers.steps[optimizer].backward.pairs()
     assert ids(pairs.model) == ids([*model.parameters()])
     assert ids(pairs.master) == ids(optimizer.param_groups[0]["params"]) == ids(masters)
+
+
+@pytest.mark.parametrize("where", ["in the group", "in another"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_models_own_parameters_beside_their_masters_are_stepped_once(
+    amp: ModuleType, level: str, where: str
+) -> None:
+    """As a library adds what it does not find in the groups, after a model has grown."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    groups, new = optimizer.param_groups, nn.Parameter(torch.zeros(1))
+    masters = [*groups[0]["params"]]
+    if where == "in the group":
+        groups[0]["params"] += [*model.parameters(), new]
+    else:
+        groups.append({**groups[0], "params": [*model.parameters(), new]})
+    before = [master.clone() for master in masters]
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    for master, was in zip(masters, before, strict=True):
+        torch.testing.assert_close(master, was - 1.0)
+    stepped = [param for group in groups for param in group["params"]]
+    assert ids(stepped) == ids([*masters, new])

@@ -69,3 +69,20 @@ def test_at_o3_state_in_the_dtype_of_the_weights_goes_by_them(
     state = optimizer.state[model.weight]
     assert (state["mean"].dtype, state["torch.float16"].dtype) == (F32, F32)
     assert state["torch.bfloat16"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_state_that_a_script_reads_of_a_half_parameter_does_not_hinder_a_save(
+    amp: ModuleType, level: str
+) -> None:
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train_step(amp, model, optimizer)
+    saved = optimizer.state_dict()
+    assert not any(optimizer.state[param] for param in model.parameters())
+    again = optimizer.state_dict()
+    assert saved["state"].keys() == again["state"].keys()
+    optimizer.state[model.weight]["step"] = torch.tensor(1.0)
+    with pytest.raises(KeyError):
+        optimizer.state_dict()
