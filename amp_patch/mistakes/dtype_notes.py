@@ -37,6 +37,7 @@ _NO_KERNEL = re.compile(
     r"|computing in half precision|underflow in dt",
     re.IGNORECASE,
 )
+_NO_NUMPY = re.compile("^Got unsupported ScalarType BFloat16")
 _OVERFLOW = re.compile("without overflow")
 # What torch.distributions says of half probabilities; of NaN among them the dtype is no cause.
 _PROBABILITIES = re.compile(
@@ -93,6 +94,19 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     )
     if place is not None:
         _add_note(error, _BEGIN + _describe(place, error))
+    elif _NO_NUMPY.search(message) and (names := _names_of_bfloat16(levels)):
+        _add_note(
+            error,
+            f"{_BEGIN}at opt_level {names} a model returns torch.bfloat16, which NumPy does not "
+            "have: write y.float().numpy(), or amp.initialize(..., "
+            "cast_model_outputs=torch.float32).",
+        )
+
+
+def _names_of_bfloat16(levels: Mapping[nn.Module, OptLevel]) -> str:
+    """Return the levels at which models compute in bfloat16."""
+    found = {level.name for level in levels.values() if level.half_dtype is torch.bfloat16}
+    return " and ".join(sorted(found))
 
 
 def _is_noted(error: BaseException) -> bool:

@@ -73,7 +73,7 @@ def told(error: BaseException) -> str:
 
 
 def fail(call: Callable[[], Any], ends_script: bool = False) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as error:
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as error:
         call()
     if ends_script:
         sys.excepthook(error.type, error.value, error.tb)

@@ -102,6 +102,18 @@ def test_a_write_in_place_of_another_dtype_where_functions_cast(
     assert model(X).isfinite().all()
 
 
+def test_a_result_that_numpy_cannot_take(amp: ModuleType) -> None:
+    """The note comes where the script ends, and what it says mends it."""
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+    note = fail(lambda: model(X).detach().numpy(), ends_script=True)
+    assert "at opt_level O4 a model returns torch.bfloat16" in note
+    assert "write y.float().numpy()" in note
+    model = core.initialize(
+        nn.Linear(4, 4), opt_level="O4", verbosity=0, cast_model_outputs=torch.float32
+    )
+    assert model(X).detach().numpy().shape == (4, 4)
+
+
 @pytest.mark.parametrize("level", CASTING)
 def test_a_method_but_forward_where_functions_cast(amp: ModuleType, level: str) -> None:
     """As the `log_prob` of a flow: a note comes where the script ends."""
