@@ -160,12 +160,15 @@ def test_processes_that_the_script_starts_find_apex(tmp_path: Path) -> None:
 def test_the_environments_own_sitecustomize_runs_and_errors_in_it_show(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('own', __name__)\n")
     script = tmp_path / "train.py"
-    script.write_text("import sitecustomize, sys, apex.amp\nprint(sitecustomize.__file__)\n")
+    script.write_text(
+        "import sitecustomize, importlib.util\n"
+        "print(sitecustomize.__file__, importlib.util.find_spec('apex') is not None)\n"
+    )
     paths = f"{tmp_path}:{ROOT}"
     found = run([*RUN, script], PYTHONPATH=paths)
     # once for amp-patch itself, once for the script
     assert found.stdout.splitlines()[:2] == ["own sitecustomize"] * 2, found.stderr
-    assert found.stdout.splitlines()[2] == str(tmp_path / "sitecustomize.py")
+    assert found.stdout.splitlines()[2] == f"{tmp_path / 'sitecustomize.py'} True"
 
 
 def test_another_python_does_not_get_apex(tmp_path: Path) -> None:
