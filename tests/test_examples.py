@@ -159,7 +159,7 @@ def run_script(name: str, *args: str, fork: bool = processes.FORKS) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        "digits --epochs 3",
+        "digits --epochs 4",
         "language_model --opt-level O4 --steps 50",
         "gan --opt-level O5 --epochs 1",
         "accumulation --epochs 3",
