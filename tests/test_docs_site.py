@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,6 @@ def test_every_page_is_shown_without_the_network(site: Path, page: Any) -> None:
 
 
 def search(site: Path, page: Any, query: str) -> None:
-    """Open the page of what is found, as the search box does."""
-    asked = urllib.parse.urlencode({"q": query})
-    page.goto(f"{(site / 'search.html').as_uri()}?{asked}")
-
-
-def type_into_search_box(site: Path, page: Any, query: str) -> None:
     """Type a query into the search box of the first page, and enter it."""
     page.goto((site / "index.html").as_uri())
     page.get_by_placeholder("Search").fill(query)
@@ -111,7 +104,7 @@ def test_the_search_finds_what_torch_says_of_two_dtypes(site: Path, page: Any, a
     model = amp.initialize(nn.Linear(4, 2), opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError, match="dtype") as raised:
         model.forward(torch.ones(1, 4))
-    type_into_search_box(site, page, f"RuntimeError: {raised.value}")
+    search(site, page, f"RuntimeError: {raised.value}")
     page.locator("#messages a").first.click()
     assert page.url.startswith((site / "mistakes.html").as_uri() + "#dtypes-that-do-not-match")
 
