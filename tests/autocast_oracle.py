@@ -250,9 +250,18 @@ def operator_name(name: str) -> str:
     return name.removeprefix("nn.functional.").replace(".", "_")
 
 
+def _names(op: OpInfo) -> list[str]:
+    return [op.name, *(alias.name for alias in op.aliases)]
+
+
+def operator_names(op: OpInfo) -> list[str]:
+    """Return the operator's name, and those of its aliases, as the rules have them."""
+    return list(map(operator_name, _names(op)))
+
+
 def spellings(op: OpInfo) -> Iterator[tuple[str, str]]:
     """Yield the operator name and dotted path of each public spelling of a database entry."""
-    for name in (op.name, *(alias.name for alias in op.aliases)):
+    for name in _names(op):
         for path in (f"torch.{name}", f"torch.Tensor.{name}"):
             with contextlib.suppress(AttributeError, ImportError):
                 resolve(path)

@@ -162,7 +162,7 @@ def run_script(name: str, *args: str, fork: bool = processes.FORKS) -> str:
         "digits --epochs 4",
         "language_model --opt-level O4 --steps 50",
         "gan --opt-level O5 --epochs 1",
-        "accumulation --epochs 5",
+        "accumulation --epochs 3",
         *(pytest.param(name, marks=pytest.mark.slow) for name in PRINTED),
     ],
 )

@@ -160,12 +160,15 @@ def test_processes_that_the_script_starts_find_apex(tmp_path: Path) -> None:
 def test_the_environments_own_sitecustomize_runs_and_errors_in_it_show(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('own', __name__)\n")
     script = tmp_path / "train.py"
-    script.write_text("import sitecustomize, sys, apex.amp\nprint(sitecustomize.__file__)\n")
+    script.write_text(
+        "import sitecustomize, importlib.util\n"
+        "print(sitecustomize.__file__, importlib.util.find_spec('apex') is not None)\n"
+    )
     paths = f"{tmp_path}:{ROOT}"
     found = run([*RUN, script], PYTHONPATH=paths)
     # once for amp-patch itself, once for the script
     assert found.stdout.splitlines()[:2] == ["own sitecustomize"] * 2, found.stderr
-    assert found.stdout.splitlines()[2] == str(tmp_path / "sitecustomize.py")
+    assert found.stdout.splitlines()[2] == f"{tmp_path / 'sitecustomize.py'} True"
 
 
 def test_another_python_does_not_get_apex(tmp_path: Path) -> None:
@@ -272,13 +275,9 @@ amp.initialize(model, verbosity=0)
     [
         ("import json", ["--opt-level", "O2"], True),
         ("import json", [], False),
-        ("import torch", [], False),
         (MAKES_AN_OPTIMIZER, [], True),
-        ("import apex" + MAKES_AN_OPTIMIZER, [], False),
-        ("from amp_patch import amp" + MAKES_AN_OPTIMIZER, [], False),
         ("raise SystemExit(3)", ["--opt-level", "O2"], True),
         ("1 / 0", ["--opt-level", "O2"], False),
-        (USES_AMP + "import amp_patch.amp as a; a.deactivate()", ["--opt-level", "O2"], False),
         ("import os; os.fork() or os._exit(0)", ["--opt-level", "O2"], True),
     ],
 )  # fmt: skip
@@ -291,3 +290,32 @@ def test_a_script_that_never_calls_amp_is_told_so(
     assert len(NEVER.findall(found.stderr)) == is_said
     assert ("amp-patch: " in found.stderr) is is_said
     assert not NEVER.search(found.stdout)
+
+
+#: What makes a fork, which has imported torch, the process that ``amp-patch run`` has become.
+AS_THE_SCRIPT = """
+import os
+from amp_patch.apex import unused
+os.environ[unused.SCRIPT] = str(os.getpid())
+unused.watch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "level", "is_said"),
+    [
+        ("import torch", None, False),
+        (MAKES_AN_OPTIMIZER, None, True),
+        ("import apex" + MAKES_AN_OPTIMIZER, None, False),
+        ("from amp_patch import amp" + MAKES_AN_OPTIMIZER, None, False),
+        ("import torch", "O2", True),
+        (USES_AMP + "import amp_patch.amp as a; a.deactivate()", "O2", False),
+    ],
+)
+def test_a_script_that_trains_without_amp_is_told_so(
+    program: str, level: str | None, is_said: bool
+) -> None:
+    environment = environment_of_run({"PYTHONPATH": str(ROOT)}, level)
+    found = run([sys.executable, "-c", AS_THE_SCRIPT + program], fork=True, **environment)
+    assert found.returncode == 0, found.stderr
+    assert len(NEVER.findall(found.stderr)) == is_said

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import nightly_but
 from sweeps import NAN, eventful, eventful_comparison, made_run
 
 from amp_patch.tools.sweep import plots, report
@@ -44,11 +45,16 @@ def test_a_report_of_runs_without_steps_is_written(tmp_path: Path) -> None:
     assert "nothing to recommend" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("loss", [1.0, 0.0, NAN])
-@pytest.mark.parametrize("tolerance", [0.0, 0.05])
-def test_losses_that_are_all_the_same_are_drawn(
-    tmp_path: Path, loss: float, tolerance: float
-) -> None:
+@pytest.mark.parametrize(
+    "case",
+    nightly_but(
+        [(1.0, 0.05), (0.0, 0.0), (NAN, 0.05)],
+        [(loss, tolerance) for loss in (1.0, 0.0, NAN) for tolerance in (0.0, 0.05)],
+    ),
+    ids=str,
+)
+def test_losses_that_are_all_the_same_are_drawn(tmp_path: Path, case: tuple[float, float]) -> None:
+    loss, tolerance = case
     runs = [made_run(level, [loss] * 20) for level in ("O0", "O4")]
     comparison = compared(runs, tolerance)
     plots.write(tmp_path, comparison, runs, tolerance)
@@ -70,7 +76,7 @@ def test_a_cell_by_itself_says_of_which_figure_it_is(tmp_path: Path) -> None:
     assert {"speed-up spread", "memory spread", "memory vs O0", "final loss vs O0"} <= {*labels}
 
 
-@pytest.mark.parametrize("width", [1000, 390])
+@pytest.mark.parametrize("width", nightly_but([390], [1000, 390]))
 def test_a_browser_shows_plots_and_table_and_asks_no_network(
     folder: Path, browser: Any, width: int
 ) -> None:
