@@ -182,7 +182,10 @@ def run_on_gpu(run_tests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
     ("cupy", "chosen", "expected", "outcome", "said"),
     [
         ("missing", None, "torch", "skipped", "could not import 'cupy'"),
-        ("missing", "cupy", "cupy", "skipped", "could not import 'cupy'"),
+        pytest.param(
+            *("missing", "cupy", "cupy", "skipped", "could not import 'cupy'"),
+            marks=pytest.mark.slow,
+        ),
         ("there", None, None, "passed", "2 passed"),
         ("warns", None, None, "passed", "2 passed"),
         ("broken", None, "torch", "failed", "libcuda.so.1: cannot open shared object file"),

@@ -121,9 +121,9 @@ def test_the_page_of_all_messages_is_not_the_first_that_a_search_finds(
     ("words", "title"),
     [
         ("AveragedModel", "save and resume"),
-        ("save the three states", "save and resume"),
-        ("attention mask", "Common mistakes"),
-        ("keep a layer in float32", "Rules and regions"),
+        pytest.param("save the three states", "save and resume", marks=pytest.mark.slow),
+        pytest.param("attention mask", "Common mistakes", marks=pytest.mark.slow),
+        pytest.param("keep a layer in float32", "Rules and regions", marks=pytest.mark.slow),
         ("choose a level bf16", "Pick a level"),
     ],
 )

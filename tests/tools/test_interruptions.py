@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from support import nightly_but
 from test_launch import has_ended
 
 from amp_patch.tools import launch
@@ -66,6 +67,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGHUP, hang_up)
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def signalled(command: str, number: int) -> Result:
     script = ["train.py", f"{number:d}", json.dumps(FOUND[command])]
     words = [*OPTIONS.get(command, []), "--", *script]
@@ -73,7 +77,9 @@ def signalled(command: str, number: int) -> Result:
 
 
 @pytest.mark.parametrize("command", FOUND)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", nightly_but(SIGNALS[:2], SIGNALS), ids=lambda number: number.name
+)
 def test_a_signal_ends_the_script_and_what_was_found_is_shown(command: str, number: int) -> None:
     handler = signal.getsignal(number)
     result = signalled(command, number)
