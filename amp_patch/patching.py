@@ -18,6 +18,8 @@ from wrapt import register_post_import_hook, resolve_path
 from .imported_modules import bindings, bindings_and_users, imported, is_left_alone
 
 _ABSENT = object()
+#: What `split_path` has found: each `amp.initialize` asks for hundreds of the same paths.
+_SPLIT: dict[str, tuple[str, str]] = {}
 
 
 def resolve(path: str) -> tuple[object, str, Any]:
@@ -31,12 +33,22 @@ def resolve(path: str) -> tuple[object, str, Any]:
 
 def resolve_in(module: Any, name: str) -> tuple[object, str, Any]:
     """As `resolve`, for an attribute of a module (or its name), class or other object."""
+    if isinstance(module, str):  # what is there need not be asked for by an import
+        module = sys.modules.get(module) or module
     owner, name, value = resolve_path(module, name)
     return owner, name, value
 
 
 def split_path(path: str) -> tuple[str, str]:
     """Split a dotted path into the module to import and the attribute path inside it."""
+    known = _SPLIT.get(path)
+    if known is not None and known[0] in sys.modules:
+        return known
+    known = _SPLIT[path] = _split(path)
+    return known
+
+
+def _split(path: str) -> tuple[str, str]:
     parts = path.split(".")
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
