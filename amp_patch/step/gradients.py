@@ -338,8 +338,8 @@ class Gradients:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
         It is added to what the backward wrote to masters themselves. Where a script has given them
-        gradients, these are stepped alone. Those that a step has used are left where they are, until
-        they are written to. Call it where `take_unscaled`.
+        gradients, these are stepped alone. Those that a step has used are left where they are,
+        until they are written to. Call it where `take_unscaled`.
         """
         if are_same(*pairs) or self._are_waiting:
             return

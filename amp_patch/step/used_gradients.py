@@ -46,8 +46,8 @@ class UsedGradients:
 
     def unwritten(self) -> list[Tensor]:
         """Return those that there still are, but for those written to since `note_versions`."""
-        known = self._versions
-        return [grad for grad in self.alive() if known.get(id(grad), grad._version) == grad._version]
+        alive, known = self.alive(), self._versions
+        return [one for one in alive if known.get(id(one), one._version) == one._version]
 
     def add(self, grads: Iterable[Reference]) -> None:
         """Note more for the same step; earlier ones are kept alive by others alone."""
