@@ -59,13 +59,13 @@ def _is_multiplication(statement: list[dis.Instruction]) -> bool:
     first, last = statement[0], statement[-1]
     pairs = list(zip([first, *statement], statement, strict=False))
     # the gradient, where it is more than asked for its device
-    loads = sum(one.opname.count("LOAD_FAST") for one in statement)
+    loads = sum(one.opname.count("LOAD_FAST") for one in statement[:-1])
     loads -= sum("LOAD_FAST" in one.opname and now.argval in _ATTRIBUTES for one, now in pairs)
     if last.opname.startswith(_STORES) and (first.opname not in _CONSTANTS or first.argval != 0):
         return False  # elements that become another number than 0
     returns_none = len(statement) <= 2 and first.argval is None
-    if last.opname.startswith("RETURN") and not loads and not returns_none:
-        return False  # a gradient of its own
+    if last.opname.startswith(("RETURN", "STORE_FAST")) and not loads and not returns_none:
+        return False  # a gradient of its own, returned now or later
     calls = sum(one.opname in _CALLS for one in statement)
     methods = sum(one.argval in _METHODS for one in statement if _is_attribute(one))
     return loads <= 1 and calls == methods and all(itertools.starmap(_is_known, pairs))

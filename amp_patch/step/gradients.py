@@ -120,7 +120,9 @@ class Gradients:
         if self._received or self._aside:  # to save time: `zero_grad` finds neither after a step
             self._aside.clear()
             self._received.clear()
-            self._came_from_outside = False
+            if self._came_from_outside:  # half gradients have no scale: a backward may add to them
+                self._used.note_versions()
+                self._came_from_outside = False
         self._own.forget()
 
     def are_used(self, pairs: ParamPairs) -> bool:
@@ -215,13 +217,12 @@ class Gradients:
             return
         self.clear_elsewhere()
         self._aside.clear()
-        if have_none(pairs.model):
-            return
-        if self.take_unscaled:
-            self.receive_unscaled(pairs)
-            self._came_from_outside = False
-        if self._aside.take(pairs.model) and self._lazy is not None:
-            self._lazy.materialize()  # while it is what a view of others' memory was
+        if not have_none(pairs.model):
+            if self.take_unscaled:
+                self.receive_unscaled(pairs)
+            if self._aside.take(pairs.model) and self._lazy is not None:
+                self._lazy.materialize()  # while it is what a view of others' memory was
+        self._came_from_outside = False
 
     def wrote(self, pairs: ParamPairs) -> bool:
         """Return whether a backward has written gradients since `set_aside`."""
@@ -337,15 +338,15 @@ class Gradients:
         """Give masters what a backward outside of ``scale_loss`` left at their parameters.
 
         It is added to what the backward wrote to masters themselves. Where a script has given them
-        gradients, these are stepped alone. Those that a step has used are left where they are. Call
-        it where `take_unscaled`.
+        gradients, these are stepped alone. Those that a step has used are left where they are,
+        until they are written to. Call it where `take_unscaled`.
         """
         if are_same(*pairs) or self._are_waiting:
             return
         were_shown = bool(self._received)
         if were_shown and not self._take_back(pairs):
             return
-        not_new = {id(grad) for grad in (*self._used.alive(), None)}
+        not_new = {id(grad) for grad in (*self._used.unwritten(), None)}
         rows = [
             param is not master and id(stored_grad(param)) not in not_new
             for param, master in zip(*pairs, strict=True)

@@ -32,10 +32,22 @@ class UsedGradients:
 
     def __init__(self) -> None:
         self._noted: list[Reference] = []
+        self._versions: dict[int, int] = {}
 
     def begin(self, grads: Iterable[Reference]) -> None:
         """Note those of the first pass for a step; those of the step before are forgotten."""
         self._noted = [*grads]
+        if self._versions:
+            self._versions = {}
+
+    def note_versions(self) -> None:
+        """Tell, from now on, those that are written to: zeroed in place, and added to."""
+        self._versions = {id(grad): grad._version for grad in self.alive()}
+
+    def unwritten(self) -> list[Tensor]:
+        """Return those that there still are, but for those written to since `note_versions`."""
+        alive, known = self.alive(), self._versions
+        return [one for one in alive if known.get(id(one), one._version) == one._version]
 
     def add(self, grads: Iterable[Reference]) -> None:
         """Note more for the same step; earlier ones are kept alive by others alone."""

@@ -81,6 +81,12 @@ def squares(grad: Any) -> Any:
     return grad * twice
 
 
+def returns_another(grad: Any) -> Any:
+    another = MASK.to(grad.device)
+    another *= FACTOR
+    return another
+
+
 def has_two_arguments(grad: Any, seen: list[Any] = SEEN) -> Any:
     return grad * 2
 
@@ -108,6 +114,7 @@ MAY_DEPEND: list[Hook] = [
     sets_a_number,
     has_a_branch,
     squares,
+    returns_another,
     has_two_arguments,
     print,
     SEEN.append,

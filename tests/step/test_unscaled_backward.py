@@ -396,6 +396,58 @@ def test_a_step_forgets_what_a_penalty_has_written(amp, in_block):
     assert not sums
 
 
+def zero_by_hand(model):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.zero_()
+
+
+CLEARS = {
+    "by hand": zero_by_hand,
+    "by the model": lambda model: model.zero_grad(set_to_none=False),
+    "not": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)
+@pytest.mark.parametrize("are_read", [False, True])
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_gradients_of_a_step_that_stay_are_added_to(amp, opt_level, fused_step, are_read, clear):
+    """As in plain torch; without a backward the step does not use them again."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    plain = copy.deepcopy(model).float()
+    twins = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        twin.data.copy_(mine.data)
+    for _ in range(4):
+        for one, stepped in ((model, optimizer), (plain, twins)):
+            clear(one)
+            backward(one)
+            if are_read and one is model:
+                list(amp.master_params(optimizer))
+            stepped.step()
+    stepped = values(amp.master_params(optimizer))
+    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+    optimizer.step()
+    assert all(map(torch.equal, values(amp.master_params(optimizer)), stepped))
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_backward_behind_a_block_adds_nothing_whatever_came_before(amp, opt_level):
+    model, optimizer = start(amp, opt_level, loss_scale=64.0)
+    backward(model)
+    list(amp.master_params(optimizer))
+    for param in model.parameters():
+        param.grad = None
+    with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    shown = [master.grad.clone() for master in amp.master_params(optimizer)]
+    backward(model)
+    again = [master.grad for master in amp.master_params(optimizer)]
+    torch.testing.assert_close(again, shown, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_write_that_changes_no_number_is_not_told(amp, opt_level):
     """StyleGAN's training replaces NaN in all gradients, of which there are none most often."""

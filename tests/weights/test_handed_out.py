@@ -253,6 +253,25 @@ def test_what_is_written_to_a_parameter_behind_a_state_counts(
 
 
 @pytest.mark.parametrize("level", HALF_OF)
+@pytest.mark.parametrize("shape", [(6, 6), (128, 65)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("through_data", [True, False])
+def test_a_parameter_whose_numbers_change_places_behind_a_state_stays_so(
+    amp: ModuleType, level: str, shape: tuple[int, int], dim: int, through_data: bool
+) -> None:
+    """The state is not taken for what was written to."""
+    model = nn.Sequential(nn.Linear(*shape))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    state, weight = model.state_dict(), model[0].weight
+    expected = weight.detach().flip(dim)
+    with torch.no_grad():
+        (weight.data if through_data else weight).copy_(expected)
+    model(torch.zeros(1, shape[0]))
+    assert torch.equal(weight, expected)
+    del state
+
+
+@pytest.mark.parametrize("level", HALF_OF)
 def test_numbers_that_are_none_count_as_written_to_by_nobody(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level, made(0))
     with torch.no_grad():
