@@ -25,10 +25,21 @@ def _compiled(original: Callable[..., Any]) -> Callable[..., Any]:
         if casts_are_on() and (kwargs or not need_no_cast(args, HALVES)):
             given = tensors_in((args, kwargs))
             if any(map(is_half, given)) and (_hold_float(given) or _has_float_weights(self)):
-                args, kwargs = to_float(args), to_float(kwargs)
+                with torch.inference_mode(False):  # inside, tensors do not count their writes
+                    args, kwargs = to_float((args, kwargs))
+                found = original(self, *args, **kwargs)
+                _write_back(given, tensors_in((args, kwargs)))
+                return found
         return original(self, *args, **kwargs)
 
     return call
+
+
+def _write_back(given: Iterable[Tensor], wide: Iterable[Tensor]) -> None:
+    """Write to half tensors what was written to their casts in place, if anything was."""
+    for half, cast in zip(given, wide, strict=True):
+        if cast is not half and cast._version:
+            half.copy_(cast)
 
 
 def _hold_float(tensors: Iterable[Tensor]) -> bool:
