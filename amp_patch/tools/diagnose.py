@@ -141,7 +141,7 @@ def _infinite_state(counted: dict[str, int]) -> list[str]:
     return [
         "",
         f"Inf in half precision: {what}. Sums of gradients, or of their squares, outgrew it.",
-        "  A weight whose sum of squares is inf stands still. Take O2 or O5, which step in float32.",
+        "  Weights whose sum of squares is inf stand still. Take O2 or O5, which step in float32.",
     ]
 
 
