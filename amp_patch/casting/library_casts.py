@@ -150,7 +150,8 @@ def _run_told(
     def narrow(found: Tensor) -> Tensor:
         if not found.is_floating_point():
             return found
-        if found.layout is torch.strided:  # the values of a sparse matrix are no counts
+        # bfloat16 holds any count; the values of a sparse matrix are none
+        if dtype is torch.float16 and found.layout is torch.strided:
             found = found.clamp(max=torch.finfo(dtype).max)
         return found.to(dtype)
 
