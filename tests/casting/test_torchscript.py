@@ -111,6 +111,17 @@ def test_a_model_with_a_compiled_part_trains_as_in_float32(amp, opt_level, kind)
     torch.testing.assert_close(train(opt_level), losses, rtol=0.01, atol=0.003)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:Dynamo does not know")
+@pytest.mark.parametrize("kind", PARTS)
+def test_torch_compile_takes_a_model_with_a_part_that_torch_jit_compiled(amp, kind):
+    torch.manual_seed(0)
+    model, x = Around(PARTS[kind]()), torch.rand(5, 3)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager")(x)  # which reads a function, and casts in it
+    torch.testing.assert_close(found, model(x), rtol=2e-3, atol=2e-3)
+
+
 @LEVELS
 def test_every_method_of_a_compiled_module_gets_the_dtype_of_its_weights(amp, opt_level):
     part, model = compiled(Part()), nn.Linear(3, 3)
