@@ -96,7 +96,7 @@ def _run_stored(
         return function(*args, **kwargs)
     never = rule.in_float in ("never", "hubs")
     if never or not _in_float(rule, _floats_in(args, kwargs)):
-        args, kwargs = _cast((args, dict(kwargs)), dtype)
+        args, kwargs = _map_call(lambda one: _cast(one, dtype), args, kwargs)
         return _cast(function(*args, **kwargs), dtype)
     return _cast(_in_float_region(function, args, kwargs), dtype)
 
@@ -113,7 +113,7 @@ def _run_float(
 
 
 def _in_float_region(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    args, kwargs = _cast((args, dict(kwargs)), torch.float32)
+    args, kwargs = _map_call(lambda one: _cast(one, torch.float32), args, kwargs)
     with FloatRegion():  # layers inside may have half weights
         return function(*args, **kwargs)
 
@@ -150,12 +150,14 @@ def _run_told(
     def narrow(found: Tensor) -> Tensor:
         if not found.is_floating_point():
             return found
-        if found.layout is torch.strided:  # the values of a sparse matrix are no counts
+        # bfloat16 holds any count; the values of a sparse matrix are none
+        if dtype is torch.float16 and found.layout is torch.strided:
             found = found.clamp(max=torch.finfo(dtype).max)
         return found.to(dtype)
 
+    args, kwargs = _map_call(wide, args, kwargs)
     with _NothingElseCasts():  # what it calls would give half sums in a model that is in half
-        found = function(*map(wide, args), **{name: wide(one) for name, one in kwargs.items()})
+        found = function(*args, **kwargs)
     return map_tensors(narrow, found)
 
 
@@ -188,9 +190,8 @@ def _run_rounded(
 
 
 def _widened(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    # argument by argument: to look into the tuple and the dict takes twenty calls of Python
-    wide = {name: to_float(value) for name, value in kwargs.items()} if kwargs else kwargs
-    return function(*[to_float(value) for value in args], **wide)
+    args, kwargs = _map_call(to_float, args, kwargs)
+    return function(*args, **kwargs)
 
 
 def _run_logits(
@@ -226,7 +227,8 @@ def _run_frames(
     def cast(value: Any) -> Any:
         return cast_frame(value, dtype, lambda inner: _cast(inner, dtype))
 
-    return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+    args, kwargs = _map_call(cast, args, kwargs)
+    return function(*args, **kwargs)
 
 
 def _run_rows(
@@ -252,7 +254,7 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
         return function(*args, **kwargs)
     runs_in, result = _dtypes(rule, tensors)
     if runs_in is result or not _may_save_in_half(result):
-        args, kwargs = _cast((args, dict(kwargs)), runs_in)
+        args, kwargs = _map_call(lambda one: _cast(one, runs_in), args, kwargs)
         with _NothingElseCasts():
             return _cast(function(*args, **kwargs), result)
     saving = HalfSaving(result)
@@ -267,7 +269,7 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
         saving.note(tensor, half)
         return half
 
-    args, kwargs = map_tensors(widen, (args, dict(kwargs)))
+    args, kwargs = _map_call(lambda one: map_tensors(widen, one), args, kwargs)
     with _NothingElseCasts(), saving.hooks():
         found = function(*args, **kwargs)
     found = map_tensors(narrow, found)
@@ -372,9 +374,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return _to(value, dtype)
     if type(value) in _PLAIN:
         return value
-    if type(value) is dict:
-        return {name: _cast(item, dtype) for name, item in value.items()}
     return map_tensors(lambda tensor: _to(tensor, dtype), value)
+
+
+def _map_call(
+    function: Callable[[Any], Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments, each as ``function`` returns it.
+
+    To map the tuple and the dict as containers takes the host several times as long.
+    """
+    return (*map(function, args),), {name: function(one) for name, one in kwargs.items()}
 
 
 def _to(value: Any, dtype: torch.dtype) -> Any:

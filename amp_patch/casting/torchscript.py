@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .argument_casts import is_half, is_on_cast_device, need_no_cast, tensors_in, to_float
 from .mode import HALVES, casts_are_on
@@ -25,10 +26,30 @@ def _compiled(original: Callable[..., Any]) -> Callable[..., Any]:
         if casts_are_on() and (kwargs or not need_no_cast(args, HALVES)):
             given = tensors_in((args, kwargs))
             if any(map(is_half, given)) and (_hold_float(given) or _has_float_weights(self)):
-                args, kwargs = to_float(args), to_float(kwargs)
+                return _call_in_float(original, self, given, args, kwargs)
         return original(self, *args, **kwargs)
 
     return call
+
+
+def _call_in_float(
+    original: Callable[..., Any], compiled: Any, given: list[Tensor], args: Any, kwargs: Any
+) -> Any:
+    """Call it with half tensors in float32, and write to them what it wrote to their casts."""
+    if is_compiling():  # torch.compile cannot ask whether a tensor was written to
+        return original(compiled, *to_float(args), **to_float(kwargs))
+    with torch.inference_mode(False):  # inside of which tensors do not count writes
+        args, kwargs = to_float((args, kwargs))
+    found = original(compiled, *args, **kwargs)
+    _write_back(given, tensors_in((args, kwargs)))
+    return found
+
+
+def _write_back(given: Iterable[Tensor], wide: Iterable[Tensor]) -> None:
+    """Write to half tensors what was written to their casts in place, if anything was."""
+    for half, cast in zip(given, wide, strict=True):
+        if cast is not half and cast._version:
+            half.copy_(cast)
 
 
 def _hold_float(tensors: Iterable[Tensor]) -> bool:

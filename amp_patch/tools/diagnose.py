@@ -140,8 +140,8 @@ def _infinite_state(counted: dict[str, int]) -> list[str]:
     what = ", ".join(f"{count} numbers of {name}" for name, count in counted.items())
     return [
         "",
-        f"Inf in half precision: {what}. They sum squares of gradients, which soon are too large.",
-        "  A weight whose sum is inf stands still. Take O2 or O5, which step in float32.",
+        f"Inf in half precision: {what}. Sums of gradients, or of their squares, outgrew it.",
+        "  Weights whose sum of squares is inf stand still. Take O2 or O5, which step in float32.",
     ]
 
 

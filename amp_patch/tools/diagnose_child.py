@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +40,7 @@ class DiagnoseRecorder(StepObserver):
         self._last: dict[Optimizer, LastPass] = {}
         self._near_limits: dict[str, Any] = {}
         self._hidden: dict[Hashable, dict[str, Any]] = {}
-        self._infinite_state: dict[str, int] = {}
+        self._infinite_state: Counter[str] = Counter()
         self._has_ended = False
         self.limit = StepLimit(steps, self._survey)
 
@@ -81,10 +81,10 @@ class DiagnoseRecorder(StepObserver):
         """Count what was near the limits in the last step of each optimizer."""
         last, self._last = self._last, {}
         for optimizer, one in last.items():
-            self._infinite_state |= _infinite_state(optimizer)
             # Whatever ended the script (an interrupted forward, a device that failed) may keep its
             # models from running once more.
             with contextlib.suppress(Exception):
+                self._infinite_state += _infinite_state(optimizer)
                 found = tracer.survey(one)
                 for name, counts in found.counts.items():
                     self._near_limits[name] = dataclasses.asdict(counts)
@@ -110,14 +110,16 @@ class DiagnoseRecorder(StepObserver):
         self._lines.write(found)
 
 
-def _infinite_state(optimizer: Optimizer) -> dict[str, int]:
+def _infinite_state(optimizer: Optimizer) -> Counter[str]:
     """Return how many numbers of an optimizer's half state are inf, by what it calls the state."""
     counts: Counter[str] = Counter()
     for state in optimizer.state.values():
+        if not isinstance(state, Mapping):  # some optimizers count their steps beside
+            continue
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dtype in HALVES:
                 counts[f"{type(optimizer).__name__}'s {name}"] += int(local(value).isinf().sum())
-    return {name: count for name, count in counts.items() if count}
+    return counts
 
 
 def start(module: ModuleType) -> None:

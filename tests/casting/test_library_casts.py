@@ -154,6 +154,20 @@ def test_a_loss_by_a_method_is_computed_in_float32(level: str, where: str) -> No
     assert bool(found > 0) is process_is_mixed
 
 
+@pytest.mark.parametrize("casts", ["promote", "told"])
+def test_a_dictionary_that_needs_no_cast_is_the_very_one(casts: str) -> None:
+    """To which a function may write."""
+    cache: dict[str, int] = {}
+
+    def count(x: Tensor, cache: dict[str, int]) -> dict[str, int]:
+        cache["calls"] = cache.get("calls", 0) + 1
+        return cache
+
+    found = called_at("O2", "inside", wrap(count, Rule(casts)), torch.ones(2, dtype=F16), cache)
+    assert found is cache
+    assert cache == {"calls": 1}
+
+
 def test_tensors_in_containers_are_cast_and_all_else_passes() -> None:
     given_to: list[Any] = []
     function = wrap(lambda *args, **kwargs: given_to.extend([args, kwargs]), Rule("promote"))

@@ -63,6 +63,11 @@ def scaled(x, scale):
     return x * scale
 
 
+@compiled
+def add_into(total, x, other):
+    total.add_(x).add_(other)
+
+
 class Product(nn.Module):
     def __init__(self):
         super().__init__()
@@ -106,6 +111,17 @@ def test_a_model_with_a_compiled_part_trains_as_in_float32(amp, opt_level, kind)
     torch.testing.assert_close(train(opt_level), losses, rtol=0.01, atol=0.003)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning", "ignore:Dynamo does not know")
+@pytest.mark.parametrize("kind", PARTS)
+def test_torch_compile_takes_a_model_with_a_part_that_torch_jit_compiled(amp, kind):
+    torch.manual_seed(0)
+    model, x = Around(PARTS[kind]()), torch.rand(5, 3)
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager")(x)  # which reads a function, and casts in it
+    torch.testing.assert_close(found, model(x), rtol=2e-3, atol=2e-3)
+
+
 @LEVELS
 def test_every_method_of_a_compiled_module_gets_the_dtype_of_its_weights(amp, opt_level):
     part, model = compiled(Part()), nn.Linear(3, 3)
@@ -130,6 +146,17 @@ def test_a_part_without_float32_weights_gets_what_it_is_given(amp, opt_level):
     assert scaled(x, torch.tensor(2.0)).dtype is scaled(x, x).dtype is half
     with amp.disable_casts(), pytest.raises(RuntimeError, match="dtype"):
         product(x, torch.eye(4))
+
+
+@LEVELS
+@pytest.mark.parametrize("block", [torch.enable_grad, torch.inference_mode])
+def test_what_is_written_in_place_is_written_to_the_callers_tensor(amp, opt_level, block):
+    """To one that has no room of its own as well, if nothing is written to it."""
+    amp.initialize(nn.Linear(3, 3), opt_level=opt_level, verbosity=0)
+    half, repeated = torch.ones(4, dtype=HALF[opt_level]), torch.ones(1, dtype=HALF[opt_level])
+    with block():
+        add_into(half, torch.full((4,), 2.0), other=repeated.expand(4))
+    assert half.tolist() == [4.0] * 4
 
 
 @LEVELS

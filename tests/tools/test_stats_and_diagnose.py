@@ -301,19 +301,22 @@ def test_squares_of_gradients_that_half_cannot_hold_are_told(level: str) -> None
         import torch
         from amp_patch import amp
 
-        model = torch.nn.Linear(8, 2)
-        optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
-        amp.initialize(model, optimizer, opt_level="{level}", loss_scale=1.0)
+        models = [torch.nn.Linear(8, 2) for _ in range(2)]
+        optimizers = [torch.optim.Adam(model.parameters(), eps=1e-4) for model in models]
+        amp.initialize(models, optimizers, opt_level="{level}", loss_scale=1.0)
         for step in range(3):
-            with amp.scale_loss(2e4 * model(torch.ones(4, 8)).float().mean(), optimizer) as loss:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for model, optimizer in zip(models, optimizers):
+                loss = 2e4 * model(torch.ones(4, 8)).float().mean()
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.state["steps"] = step  # beside the parameters', as some of others do
     """
     Path("train.py").write_text(textwrap.dedent(script))
     result = CliRunner().invoke(main, ["diagnose", "--", "train.py"], prog_name="amp-patch")
-    assert "Nothing overflowed in 3 steps." in result.output
-    assert ("Inf in half precision: 18 numbers of Adam's exp_avg_sq." in result.output) is (
+    assert "Nothing overflowed in 6 steps." in result.output
+    assert ("Inf in half precision: 36 numbers of Adam's exp_avg_sq." in result.output) is (
         level == "O3"
     )
     assert ("Take O2 or O5" in result.output) is (level == "O3")
