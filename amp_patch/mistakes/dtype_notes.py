@@ -130,20 +130,25 @@ def _innermost(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> _P
     for model, level in levels.items():
         for name, module in model.named_modules():
             names.setdefault(id(module), (name, model, level))
-            for param in module._parameters.values():
+            for param in _own_parameters(module):
                 names.setdefault(id(param), (name, model, level))
     found = None
     for frame in _frames(error):
         module = _owner_of(frame)
         if not isinstance(module, nn.Module) or _is_calling(frame):
             continue
-        keys = map(id, (module, *module._parameters.values()))
+        keys = map(id, (module, *_own_parameters(module)))
         known = next((names[key] for key in keys if key in names), None)
         if known is not None:
             found = _Place(module, *known, frame)
         elif found is not None:
             found = found._replace(stranger=module)
     return found
+
+
+def _own_parameters(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a module itself; a layer without a bias has None in its place."""
+    return [param for param in module._parameters.values() if param is not None]
 
 
 def _owner_of(frame: types.FrameType) -> Any:

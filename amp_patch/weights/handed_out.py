@@ -48,13 +48,10 @@ class _Handed(NamedTuple):
 
     def has_the_numbers(self) -> bool:
         """Return whether the half tensor has the numbers of the value, NaN at the same places."""
-        value = self.value.to(self.tensor)
-        if torch.equal(value, self.tensor):
-            return True
-        is_nan = self.tensor.isnan()
-        if value.shape != self.tensor.shape or not is_nan.any():
+        value, tensor = self.value.to(self.tensor), self.tensor
+        if value.shape != tensor.shape:
             return False
-        return torch.equal(value.masked_fill(is_nan, 0), self.tensor.masked_fill(is_nan, 0))
+        return torch.allclose(value, tensor, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class HandedOut:

@@ -262,18 +262,20 @@ def test_a_layer_whose_weights_were_replaced_by_float32_ones(amp: ModuleType) ->
 class Listed(nn.Module):
     """Keeps a layer where the model does not know it."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layers = [nn.Sequential(nn.Linear(4, 4))]
+        self.first = nn.Linear(4, 4, bias)
+        self.layers = [nn.Sequential(nn.Linear(4, 4, bias))]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[0](self.first(x))
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("level", HALF)
-def test_a_layer_in_a_plain_list(amp: ModuleType, level: str) -> None:
-    model = amp.initialize(Listed(), opt_level=level, verbosity=0)
+def test_a_layer_in_a_plain_list(amp: ModuleType, level: str, bias: bool) -> None:
+    """Two layers without a bias share nothing by that."""
+    model = amp.initialize(Listed(bias), opt_level=level, verbosity=0)
     note = fail(lambda: model(X))
     assert "this came from the model itself (Listed)" in note
     assert "a Linear with torch.float32 weights that is no part of the model" in note
