@@ -35,6 +35,8 @@ def resolve_in(module: Any, name: str) -> tuple[object, str, Any]:
     """As `resolve`, for an attribute of a module (or its name), class or other object."""
     if isinstance(module, str):  # what is there need not be asked for by an import
         module = sys.modules.get(module) or module
+    if type(module) is types.ModuleType and name in vars(module):
+        return module, name, vars(module)[name]
     owner, name, value = resolve_path(module, name)
     return owner, name, value
 
