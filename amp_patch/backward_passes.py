@@ -72,8 +72,7 @@ class BackwardPasses:
         scaler = self._scalers[self._optimizers.scalers.index_of(steps[0], loss_id)]
         is_alone = len(steps) == len(self._optimizers.steps) == 1
         if (
-            scaler.rule.dynamic
-            or scaler.scale != 1.0
+            not scaler.is_one
             or not is_alone
             or self._guard.unprepared
             or self._guard.unsynced.has_new

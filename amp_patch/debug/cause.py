@@ -28,9 +28,22 @@ _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
 )
+_NOTHING_HELPS = (
+    "float32 does not help, for it comes out so there, too: look for a division by zero, the "
+    "square root or logarithm of 0, acos or asin at 1, the standard deviation of one number or of "
+    "equal ones, a softmax over nothing but -inf (a row that is masked throughout), or for values "
+    "that grow from step to step (the learning rate)."
+)
+_OF_OWN_CAST = (
+    "The script itself casts to float16 there, where the level would not: leave that out (a "
+    "`.half()`, a region, a rule), or bring the values below 65504 (normalize them, say)."
+)
 #: What in fp32 makes the step finite; "level" where all is finite in fp32, but what the level keeps
-#: in half is not. None where that was not tried.
-Mend = Literal["module", "model", "level", "nothing"]
+#: in half is not; "script" where that is what the script itself casts to half in every precision.
+#: None where that was not tried.
+Mend = Literal["module", "model", "level", "script", "nothing"]
+#: The half dtypes that the levels cast to; what a script computes in another one is its own doing.
+_HALF_OF = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -198,14 +211,16 @@ def _region(module: str, also: Sequence[str] = ()) -> str:
 
 def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
-        return (
-            "float32 does not help, for it comes out so there, too: look for a division by zero, "
-            "the square root or logarithm of 0, acos or asin at 1, the standard deviation of one "
-            "number or of equal ones, a softmax over nothing but -inf (a row that is masked "
-            "throughout), or for values that grow from step to step (the learning rate)."
-        )
-    if cause.level in ("O4", "O5"):
-        return _of_rounding(cause)
+        return _NOTHING_HELPS
+    if cause.mended_by == "script":
+        return _OF_OWN_CAST
+    if _is_in_other_half(cause):
+        return _in_float32(cause)
+    return (_of_rounding if cause.level in ("O4", "O5") else _of_range)(cause)
+
+
+def _of_range(cause: Cause) -> str:
+    """Return the advice at a level that computes in float16."""
     bfloat16 = f"{'O4' if cause.level == 'O1' else 'O5'}: bfloat16 has the range of float32."
     if cause.mended_by == "level" and cause.where == "forward":
         return (
@@ -324,6 +339,12 @@ _ADVICE = {
     "written": _of_written,
     "unknown": _of_unknown,
 }
+
+
+def _is_in_other_half(cause: Cause) -> bool:
+    """Return whether the script computes there in a half dtype that its level does not cast to."""
+    mends = cause.mended_by in ("module", "model")
+    return mends and cause.dtype in {*_HALF_OF.values()} - {_HALF_OF.get(cause.level)}
 
 
 def _is_inf(cause: Cause) -> bool:

@@ -13,34 +13,44 @@ from .trace import tracer
 
 #: Parameters that a report in words names.
 _SHOWN = 10
+_ALL_FINITE = "No overflow: the gradients of all backward passes were finite."
+_NOBODY_LOOKED = (
+    "No step was skipped. At a loss scale of 1 nobody looks whether gradients are inf or NaN: call "
+    "amp.initialize(..., trace_overflow=True), or run amp-patch diagnose."
+)
 
 
 class OverflowReport:
     """The last overflow of each loss scaler, and the causes that were traced.
 
-    False where there was no overflow.
+    False where neither is known.
 
     Attributes:
         overflows: one for each scaler that had any, in their order.
         causes: each different cause, with how often it was found; only with ``trace_overflow``.
+        looked: whether somebody has looked at all gradients. At a loss scale of 1 no step is
+            skipped, and only ``trace_overflow`` looks at them.
     """
 
     def __init__(
-        self, overflows: Sequence[Overflow], causes: Sequence[tuple[Cause, int]] = ()
+        self,
+        overflows: Sequence[Overflow],
+        causes: Sequence[tuple[Cause, int]] = (),
+        looked: bool = True,
     ) -> None:
         self.overflows = list(overflows)
         self.causes = list(causes)
+        self.looked = looked
 
     def __bool__(self) -> bool:
-        return bool(self.overflows)
+        return bool(self.overflows or self.causes)
 
     def __str__(self) -> str:
-        if not self.overflows:
-            return "No overflow: the gradients of all backward passes were finite."
-        lines = [line for one in self.overflows for line in _lines(one)]
-        for cause, count in self.causes:
-            lines += ["", f"Traced {_times(count)}: {cause}"]
-        return "\n".join(lines)
+        if not self:
+            return _ALL_FINITE if self.looked else _NOBODY_LOOKED
+        parts = ["\n".join(_lines(one)) for one in self.overflows]
+        traced = [f"Traced {_times(count)}: {cause}" for cause, count in self.causes]
+        return "\n\n".join(["\n".join(parts), *traced] if parts else traced)
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold."""
@@ -73,7 +83,11 @@ def overflow_report() -> OverflowReport:
         return OverflowReport([])
     session.optimizers.settle()
     session.settle()
-    return OverflowReport(session.passes.overflows.last(), list(tracer.causes.values()))
+    return OverflowReport(
+        session.passes.overflows.last(),
+        list(tracer.causes.values()),
+        looked=tracer.is_on or not any(one.is_one for one in session.scalers),
+    )
 
 
 def _lines(overflow: Overflow) -> list[str]:

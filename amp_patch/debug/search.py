@@ -279,7 +279,15 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
     left = _left(call, [model], grads)
     if left is None:
         return _Mended("model")
-    return _Mended("level" if left.place.operator == "cast" else "nothing")
+    return _Mended(_not_by_float32(left))
+
+
+def _not_by_float32(left: Origin) -> Mend:
+    """Return what is to blame for what is left where all of the model computes in fp32."""
+    if left.place.operator != "cast":
+        return "nothing"
+    # The level casts what the model is given, and returns, in no line of the model's.
+    return "script" if left.source == "forward" and left.place.line is not None else "level"
 
 
 def _rule_mends(call: Call, function: str, grads: Mapping[int, Tensor] | None) -> bool:

@@ -93,6 +93,11 @@ class Tracer(StepObserver):
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it has started, and not stopped since."""
+        return self._detach is not None
+
     def start(self, models: Sequence[nn.Module] = ()) -> None:
         """Trace these and all models initialized from now on, until the session ends."""
         if self._detach is None:
@@ -253,7 +258,7 @@ class Tracer(StepObserver):
 
 
 #: What makes a step finite, from the least that is to be done to the most.
-_MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "nothing")
+_MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "script", "nothing")
 
 
 def _together(cause: Cause, before: Cause) -> Cause:

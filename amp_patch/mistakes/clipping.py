@@ -50,7 +50,7 @@ def replacements(
     }
     if FSDP in sys.modules:
         name = f"{FSDP}.FullyShardedDataParallel.clip_grad_norm_"
-        found[name] = functools.partial(_clipping_flat, optimizers)
+        found[name] = functools.partial(_clipping_flat, optimizers, refuse)
     return found
 
 
@@ -76,22 +76,27 @@ def _clipping(
     return clip
 
 
-def _clipping_flat(optimizers: PreparedOptimizers, original: Callable[..., Any]) -> Any:
-    """Return the method of an FSDP1 model, which else would clip half gradients alone."""
+def _clipping_flat(
+    optimizers: PreparedOptimizers,
+    refuse: Callable[[Sequence[Tensor], str], None],
+    original: Callable[..., Any],
+) -> Any:
+    """Return the method of an FSDP1 model, which else would clip half or scaled gradients."""
 
     @functools.wraps(original)
     def clip_grad_norm_(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         params = list(model.parameters())
-        if not _have_masters(optimizers, params):
-            return original(model, *args, **kwargs)
-        return torch.nn.utils.clip_grad_norm_(params, *args, **kwargs)
+        call = "FullyShardedDataParallel.clip_grad_norm_()"
+        stepped, owners = _stepped(optimizers, params, call)
+        if any(one is not param for one, param in zip(stepped, params, strict=True)):
+            return torch.nn.utils.clip_grad_norm_(params, *args, **kwargs)
+        refuse(stepped, call)
+        result = original(model, *args, **kwargs)
+        for owner in owners:
+            owner.clipped.note(stepped)
+        return result
 
     return clip_grad_norm_
-
-
-def _have_masters(optimizers: PreparedOptimizers, params: list[nn.Parameter]) -> bool:
-    masters = [step.masters for step in list(optimizers.steps.values())]
-    return any(one is not None and one.has_master_of_any(params) for one in masters)
 
 
 def _are_parts(stepped: Sequence[Tensor], owners: Sequence[OptimizerBackward]) -> bool:

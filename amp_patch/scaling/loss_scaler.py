@@ -99,6 +99,11 @@ class LossScaler:
         self.scale = float(self.rule.init_scale)
         self.hysteresis_left = self.rule.hysteresis
 
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is 1 for good: no step is skipped, and no gradient looked at."""
+        return not self.rule.dynamic and self.scale == 1.0
+
     def loss_scale(self) -> float:
         """Return the factor by which the next loss is multiplied."""
         if self.device_scaler is not None:

@@ -250,7 +250,7 @@ def choose_scaling(
     """
     scaler = on_host.scaler
     # A static scale does not move: to read it, nothing is waited for.
-    if not scaler.rule.dynamic and scaler.scale == 1.0:
+    if scaler.is_one:
         return NoScaling(scaler, device)
     if device.type not in RUNS_AHEAD or may_be_delayed or scaler.is_overridden:
         return on_host

@@ -104,7 +104,7 @@ class SharedScalers:
     @property
     def scale_losses(self) -> bool:
         """True where a loss may be multiplied by another number than 1."""
-        return any(one.rule.dynamic or one.scale != 1.0 for one in self._every)
+        return not all(one.is_one for one in self._every)
 
     def calls_with(self, index: int) -> int:
         """Return how many calls of `initialize` have living optimizers that use a scaler."""

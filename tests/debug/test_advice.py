@@ -183,6 +183,43 @@ def test_a_level_of_bfloat16_is_not_advised_for_its_range(amp, level: str) -> No
     assert "is the loss a sum" not in cause.advice()
 
 
+class OwnCast(nn.Module):
+    """Casts to float16 by itself, whatever the level."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x + 1.0).float() * 1e6).half().to(x.dtype)
+
+
+class OwnHalf(nn.Module):
+    """Computes in float16 by itself, whatever the level."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.sign(x).half() * 1e3 * 1e3).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_no_level_is_advised_against_a_cast_of_the_scripts_own(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(OwnCast()), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.operator, cause.mended_by) == ("cast", "script")
+    assert "half()" in cause.line
+    assert "script itself casts" in cause.advice()
+    assert not any(one in cause.advice() for one in ("O1", "O2", "O4", "O5"))
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_no_level_is_advised_where_the_script_computes_in_another_half_than_it(
+    amp, level: str
+) -> None:
+    model, optimizer = prepared(amp, around(OwnHalf()), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.operator, cause.dtype, cause.mended_by) == ("mul", "float16", "module")
+    assert "float_region" in cause.advice()
+    assert not any(one in cause.advice() for one in ("O1", "O2", "O4", "O5", "digits"))
+
+
 def test_what_no_precision_mends_in_one_step_is_not_said_to_be_mended_in_the_next(amp) -> None:
     class Now(RoundedToZero):
         is_zero = True

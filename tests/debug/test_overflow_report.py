@@ -145,6 +145,37 @@ def test_no_gradient_is_kept_alive_for_the_report(amp, late: None, level: str) -
     assert param() is None
 
 
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_at_a_scale_of_1_a_report_does_not_say_that_all_was_finite(amp, level: str) -> None:
+    model, optimizer = start(amp, level, loss_scale=1.0)
+    step(amp, model, optimizer, PLANTS)
+    report = amp.overflow_report()
+    assert not report
+    assert "nobody looks" in str(report)
+    assert "finite" not in str(report)
+    amp.deactivate()
+    # with a scale somebody has looked
+    model, optimizer = start(amp, level, loss_scale=8.0)
+    step(amp, model, optimizer, {})
+    assert "were finite" in str(amp.overflow_report())
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+def test_what_was_traced_at_a_scale_of_1_is_in_the_report(amp, level: str) -> None:
+    model, optimizer = start(amp, level, loss_scale=1.0, trace_overflow=True)
+    step(amp, model, optimizer, {})
+    assert not amp.overflow_report()
+    assert "were finite" in str(amp.overflow_report())
+    with torch.no_grad():
+        model[1].weight.fill_(torch.nan)
+    step(amp, model, optimizer, {})
+    report = amp.overflow_report()
+    assert report
+    assert not report.overflows
+    assert str(report).startswith("Traced once: ")
+    assert "`1`: its weight holds NaN" in str(report)
+
+
 def test_a_report_needs_initialize(amp) -> None:
     with pytest.raises(RuntimeError, match=r"amp\.overflow_report\(\)"):
         amp.overflow_report()

@@ -179,6 +179,41 @@ def flat_without_sync() -> list[tuple[bool, float]]:
     return found
 
 
+def clipped_by_the_model(level: str) -> tuple[list[float], list[float], str]:
+    """Clip by the method of an FSDP1 model, in the block and behind it.
+
+    Returns:
+        The norms that it returned, and those of the gradients that were then stepped, in both
+        places; what it says where the gradients are still scaled.
+    """
+    model = training.ENGINES["fsdp1"].before(training.make_model())
+    optimizer = training.adamw(model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    inputs, targets = training.rows(0, distributed.get_rank(), distributed.get_world_size())
+    found, stepped = [], []
+    for is_in_block in (True, False):
+        optimizer.zero_grad()
+        loss = (model(inputs).float() - targets).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            if is_in_block:
+                found.append(model.clip_grad_norm_(0.5).item())
+        if not is_in_block:
+            found.append(model.clip_grad_norm_(0.5).item())
+        stepped.append(amp.clip_grad_norm_(optimizer, float("inf")).item())
+    optimizer.zero_grad()
+    loss = (model(inputs).float() - targets).square().mean()
+    with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
+        scaled_loss.backward()
+    try:
+        model.clip_grad_norm_(0.5)
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    amp.deactivate()
+    return found, stepped, said
+
+
 def written_parts(level: str) -> dict[str, bool]:
     """Return for each place where a script finds weights whether what it writes there counts.
 

@@ -103,3 +103,12 @@ def test_gradients_that_fsdp1_leaves_on_a_rank_are_not_judged_yet() -> None:
     first, second = ranks.run(fully_sharding.flat_without_sync)
     assert first == second
     assert [skipped for skipped, _ in first] == [True, True]
+
+
+@pytest.mark.parametrize("level", nightly_but(["O1"], ["O0", "O1", "O2", "O3", "O4", "O5"]))
+def test_the_method_of_a_flat_model_clips_unscaled_gradients(level: str) -> None:
+    for found, stepped, said in ranks.run(fully_sharding.clipped_by_the_model, level):
+        assert found[0] == pytest.approx(found[1], rel=1e-3)
+        assert found[0] > 0.5
+        assert stepped == pytest.approx([0.5, 0.5], rel=5e-3)
+        assert "needs unscaled gradients" in said
