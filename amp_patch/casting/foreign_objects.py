@@ -7,11 +7,12 @@ names of their classes; imports neither, and never changes what it was given.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .mode import FLOATS
 
@@ -23,8 +24,9 @@ def cast_object(item: Any, dtype: torch.dtype, cast: Cast) -> Any:
 
     A graph of DGL and the data of PyTorch Geometric come back as a copy that shares all but the
     features that were cast. Anything else that has a method ``to`` is asked for ``to(dtype)``, of
-    a copy: some objects convert themselves in place. Where that raises (a method for devices only)
-    or changes nothing, the very object is returned; so are modules and classes.
+    a copy: some objects convert themselves in place. Its integers, masks and float64 tensors stay
+    as they are. Where that raises (a method for devices only) or changes nothing, the very object
+    is returned; so are modules and classes.
 
     Args:
         item: neither a tensor nor a container of tensors.
@@ -40,10 +42,34 @@ def cast_object(item: Any, dtype: torch.dtype, cast: Cast) -> Any:
     return _by_its_own_method(item, dtype) if convert is None else convert(item, dtype, cast)
 
 
+class _FloatsAlone(TorchFunctionMode):
+    """Leaves a tensor that is no floating input as it is where ``to`` asks for the half dtype.
+
+    Many a method ``to`` hands its arguments to all tensors of its object: indices of an embedding
+    would come in half, rounded.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        asks = func is Tensor.to and (self.dtype in args[1:] or kwargs.get("dtype") is self.dtype)
+        return args[0] if asks and args[0].dtype not in FLOATS else func(*args, **kwargs)
+
+
 def _by_its_own_method(item: Any, dtype: torch.dtype) -> Any:
     try:
         new = copy.copy(item)
-        converted = new.to(dtype)
+        with _FloatsAlone(dtype):
+            converted = new.to(dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever a method that is for devices says of a dtype

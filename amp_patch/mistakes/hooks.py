@@ -33,9 +33,10 @@ _METHODS = {
 
 
 #: Packages whose own hooks do not depend on the scale: Lightning's Fabric sees by one whether its
-#: ``backward`` was called, Pyro whether a gradient is NaN, and Captum takes gradients of no loss.
+#: ``backward`` was called, Pyro whether a gradient is NaN, Captum takes gradients of no loss, and
+#: curvlinops, for Laplace approximations, those of losses that it computes itself.
 _NO_SCRIPTS = frozenset(
-    {"torch", "amp_patch", "apex", "lightning", "lightning_fabric", "pyro", "captum"}
+    {"torch", "amp_patch", "apex", "lightning", "lightning_fabric", "pyro", "captum", "curvlinops"}
 )
 
 _Models = Callable[[], Iterable[nn.Module]]

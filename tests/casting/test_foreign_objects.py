@@ -109,6 +109,46 @@ def test_what_cannot_is_passed_as_it_is(item: Any) -> None:
     assert all(vars(item)[name] is before[name] for name in before)
 
 
+class AllTensors:
+    """Its ``to`` hands its arguments to all its tensors, as TensorFrame's of PyTorch Frame does."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def to(self, *args: Any) -> Any:
+        new = {name: tensor.to(*args) for name, tensor in self.tensors.items()}
+        return AllTensors(**{name: tensor.to(dtype=args[0]) for name, tensor in new.items()})
+
+
+@pytest.mark.parametrize("level", HALF_LEVELS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_converts_all_its_tensors_keeps_integers_masks_and_float64(
+    amp: ModuleType, level: str, compiled: bool
+) -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(5000, 3)
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, item: AllTensors) -> Tensor:
+            tensors = item.tensors
+            assert tensors["x"].dtype is HALF_LEVELS[level]
+            assert (tensors["mask"].dtype, tensors["time"].dtype) == (torch.bool, F64)
+            return self.linear(self.rows(tensors["index"]) + tensors["x"])
+
+    model = amp.initialize(Embeds(), opt_level=level, verbosity=0)
+    item = AllTensors(
+        x=torch.zeros(2, 3),
+        index=torch.tensor([4097, 1]),
+        mask=torch.ones(2, dtype=torch.bool),
+        time=torch.ones(2, dtype=F64),
+    )
+    result = (torch.compile(model, backend="eager") if compiled else model)(item)
+    alone = model.linear(model.rows(item.tensors["index"]))
+    assert torch.equal(result, alone.float())
+
+
 def test_memory_that_runs_out_is_no_sign_of_a_method_for_devices() -> None:
     class Large(Converts):
         def to(self, dtype: Any) -> Any:

@@ -94,7 +94,9 @@ def test_a_hook_that_does_the_same_at_any_scale_is_not_told(
             loss_of(model, next(batches())).register_hook(hook)
 
 
-@pytest.mark.parametrize("importer", ["lightning_fabric.wrappers", "pyro.util", "captum._utils"])
+@pytest.mark.parametrize(
+    "importer", ["lightning_fabric.wrappers", "pyro.util", "captum._utils", "curvlinops.kfac"]
+)
 def test_a_hook_of_a_library_that_only_looks_is_not_told(amp: ModuleType, importer: str) -> None:
     """Lightning's Fabric registers one on each output of the model, Pyro on each value."""
     model, _ = prepared(amp, "O1")
