@@ -402,6 +402,10 @@ class OptimizerBackward:
             if self.gradients.are_cleared(pairs):
                 self.forget_gradients()
 
+    def tell_of_writes(self) -> None:
+        """A step that is not torch's ends: warn where it wrote to half gradients, as K-FAC does."""
+        self.gradients.tell_of_writes(self.pairs())
+
     def end_step(self) -> None:
         """The gradients were used up."""
         self.zeroing.end_step()
