@@ -22,6 +22,8 @@ from amp_patch.step.scalar_backward import short_for_scalars
 from amp_patch.step.watched_backward import refuse_another_backward, refuse_late_backward
 from amp_patch.warn_once import warn_once
 
+from .handed_on import begins_with_gradients_of, goes_on
+
 #: Nodes of functions whose gradients are no multiples of a factor that their argument has.
 _CURVED = {
     *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Exp", "HuberLoss", "KlDiv"),
@@ -39,16 +41,24 @@ class _Block:
 
     Attributes:
         node: of the scaled loss in its graph; None when the block has unscaled.
+        handed_on: leaves that backwards came to which went on where the loss's had ended.
     """
 
     def __init__(self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]) -> None:
         self.loss = weakref.ref(scaled_loss)
         self.node: Any = scaled_loss.grad_fn
         self.params: Callable[[], Iterable[Tensor]] | None = params
+        self.handed_on: list[Tensor] = []
+
+    def leaves(self) -> list[Tensor]:
+        """Return those that backwards of this block have come to; none when the loss is gone."""
+        loss = self.loss()
+        return self.handed_on if loss is None else [*leaves_of(loss), *self.handed_on]
 
     def close(self) -> None:
         """Its gradients are unscaled, or given up; nothing of the pass is held any more."""
         self.node = self.params = None
+        self.handed_on = []
 
 
 class Backwards:
@@ -67,6 +77,10 @@ class Backwards:
         plain: how many backwards were of no scaled loss, in any thread, since the first block.
     """
 
+    #: How many backwards that are given gradients behind a block are looked at: a script that hands
+    #: on scaled ones does so at once.
+    _WATCHED = 16
+
     def __init__(
         self,
         delayed: Callable[[], Iterable[Tensor]],
@@ -79,6 +93,7 @@ class Backwards:
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = 0
+        self._looks_left = self._WATCHED
 
     def open(
         self, scaled_loss: Tensor, params: Callable[[], Iterable[Tensor]]
@@ -113,8 +128,9 @@ class Backwards:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             # A checkpoint calls backward in a backward, of which the outer one was looked at.
             if blocks and torch._C._current_graph_task_id() == -1:
+                given = kwargs.get("grad_tensors", args[0] if args else None)
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-                self._look(tensors, kwargs.get("inputs"), creates_graph)
+                self._look(tensors, given, kwargs.get("inputs"), creates_graph)
             if prepared and not running:
                 return run(tensors, *args, **kwargs)
             result = run(tensors, *args, **kwargs)
@@ -126,7 +142,7 @@ class Backwards:
 
         return backward
 
-    def _look(self, tensors: Any, inputs: Any, creates_graph: bool) -> None:
+    def _look(self, tensors: Any, grad_tensors: Any, inputs: Any, creates_graph: bool) -> None:
         """Raise for a backward that is in the wrong place, warn of one whose graph is scaled."""
         blocks = self._blocks.get(threading.get_ident())
         if blocks is None:
@@ -137,20 +153,42 @@ class Backwards:
             if creates_graph:
                 _warn_of_graph()
             return
+        if grad_tensors is not None and _goes_on(blocks, tensors, grad_tensors):
+            self.last_was_plain = False
+            return
         self.last_was_plain = True
         self.plain += 1
         nodes = {block.node for block in blocks} - {None}
         delayed = set(map(id, self._delayed()))
-        if not (nodes or delayed):
-            return
-        graph = _Graph(tensors, nodes)
-        reached = graph.written(inputs)
-        for block in blocks:
-            if block.params is not None and not reached.isdisjoint(map(id, block.params())):
-                refuse_another_backward()
-        if not reached.isdisjoint(delayed):
-            _refuse_in_between()
-        _refuse_curved(graph.behind(nodes))
+        if nodes or delayed:
+            _refuse(blocks, nodes, delayed, _Graph(tensors, nodes), inputs)
+        elif grad_tensors is not None and self._looks_left:
+            self._looks_left -= 1
+            _warn_of_scaled(blocks, grad_tensors)
+
+
+def _refuse(
+    blocks: Iterable[_Block], nodes: Collection[Any], delayed: set[int], graph: _Graph, inputs: Any
+) -> None:
+    """Raise for a backward of no scaled loss that writes to gradients which an end divides.
+
+    Args:
+        blocks: of this thread.
+        nodes: of their scaled losses.
+        delayed: ids of the parameters whose gradients wait for the next block.
+        graph: of the backward.
+        inputs: of ``torch.autograd.backward``.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    reached = graph.written(inputs)
+    for block in blocks:
+        if block.params is not None and not reached.isdisjoint(map(id, block.params())):
+            refuse_another_backward()
+    if not reached.isdisjoint(delayed):
+        _refuse_in_between()
+    _refuse_curved(graph.behind(nodes))
 
 
 def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
@@ -165,6 +203,26 @@ def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
                 refuse_late_backward()
             return True
     return False
+
+
+def _goes_on(blocks: Iterable[_Block], tensors: Any, grad_tensors: Any) -> bool:
+    """Return whether a backward goes on where one of an open block has ended, and note it there."""
+    for block in blocks:
+        if block.node is not None and goes_on(block.leaves(), tensors, grad_tensors):
+            block.handed_on += leaves_of(tensors)
+            return True
+    return False
+
+
+def _warn_of_scaled(blocks: Iterable[_Block], grad_tensors: Any) -> None:
+    """Warn of a backward behind the blocks that begins with gradients of one."""
+    if any(begins_with_gradients_of(block.leaves(), grad_tensors) for block in blocks):
+        warn_once(
+            "gradients of an input stay multiplied by the loss scale behind a scale_loss() block; "
+            "got a backward() behind it that begins with some. Call it inside of the block: "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(); "
+            "hidden.backward(detached.grad)`."
+        )
 
 
 def _refuse_scaled_twice(blocks: Iterable[_Block], scaled_loss: Tensor) -> None:
@@ -224,8 +282,8 @@ def _refuse_curved(nodes: Iterable[Any]) -> None:
         )
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaves that the backward of a loss writes to."""
+def leaves_of(loss: Any) -> list[Tensor]:
+    """Return the leaves that the backward of a loss, or of several tensors, writes to."""
     return _Graph(loss, ()).leaves()
 
 

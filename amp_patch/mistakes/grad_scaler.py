@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from amp_patch.optimizers.groups import params_of
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.step.backward_pass import BackwardPass
+from amp_patch.step.foreign_gradients import Watch
 from amp_patch.step.loss_scaling import Found, LossScaling
 from amp_patch.step.optimizer_step import OptimizerStep
 from amp_patch.step.prepared_optimizers import PreparedOptimizers
@@ -60,6 +61,20 @@ class _OneMove:
         return self._scaling.moves(scaler)
 
 
+class _Unreached(NamedTuple):
+    """Of an optimizer whose gradients the backward of a scaled loss did not write.
+
+    Attributes:
+        ended: how many steps there were of it.
+        watch: its gradients as they were.
+        scale: of the loss.
+    """
+
+    ended: int
+    watch: Watch
+    scale: float | Tensor
+
+
 class _Cycle:
     """What happened since the last ``GradScaler.update``.
 
@@ -75,6 +90,7 @@ class _Cycle:
         self._scaler = scaler
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         self.checks: weakref.WeakKeyDictionary[Any, GradCheck] = weakref.WeakKeyDictionary()
+        self._unreached: dict[OptimizerStep, _Unreached] = {}
         self._waits: LossScaling | None = None
         self._has_moved = False
 
@@ -89,6 +105,23 @@ class _Cycle:
             scaler = self._scaler()
             for skip in skips:
                 skip.ask(scaler.skip_message(0), scaler)
+
+    def note_unreached(self, steps: Iterable[OptimizerStep], scale: float | Tensor) -> None:
+        """The backward of a loss times ``scale`` is over, which was for these optimizers."""
+        for step in steps:
+            if step.backward.gradients.scaled.scale is None:
+                self._unreached[step] = _Unreached(step.ended, step.backward.watch_own(), scale)
+            else:
+                self._unreached.pop(step, None)
+
+    def take_unreached(self, step: OptimizerStep) -> None:
+        """Take gradients for scaled that a later backward of the cycle wrote, as torch does.
+
+        It may have gone on where that of the scaled loss had ended.
+        """
+        known = self._unreached.pop(step, None)
+        if known is not None and known.ended == step.ended and step.backward.wrote_own(known.watch):
+            step.backward.gradients.scaled.begin(known.scale)
 
     def end(self) -> None:
         """``update`` was called: the scale grows if nothing overflowed."""
@@ -187,6 +220,8 @@ class ServedScalers:
                 "an amp.scale_loss() block, which scales it, too. Remove the GradScaler: call "
                 "scaled_loss.backward() in the block, and optimizer.step() behind it."
             )
+        for step in self._optimizers.steps.values():
+            self._cycle.take_unreached(step)
         one.begin()
         self._open, self._task = one, task
         Variable._execution_engine.queue_callback(self._end)
@@ -196,6 +231,7 @@ class ServedScalers:
         one, self._open = self._open, None
         if one is not None:
             one.leave_scaled()
+            self._cycle.note_unreached(self._optimizers.steps.values(), self._last_scale)
 
     def _abandon(self) -> None:
         one, self._open = self._open, None
@@ -207,7 +243,9 @@ class ServedScalers:
         step = self._step_of(optimizer)
         if step is None:
             self._unscale_other(optimizer)
-        elif step.backward.gradients.scaled.scale is not None:
+            return
+        self._cycle.take_unreached(step)
+        if step.backward.gradients.scaled.scale is not None:
             one = self._make_pass([step], self._scaling([step], step.backward.device))
             one.begin()
             one.unscale_()

@@ -414,6 +414,12 @@ class Gradients:
         self._clear_masters(masters)
         self._received.keep(pairs.model, set(map(id, params)))
 
+    def tell_of_writes(self, pairs: ParamPairs) -> None:
+        """Warn where half gradients hold other numbers than their masters were given."""
+        if self._received and not self._has_warned and not self._received.are_untouched():
+            for grad, is_another in self._received.changes(pairs).written:
+                self._tell_of_write(grad, is_another)
+
     def _tell_of_write(self, grad: Tensor, is_another: bool) -> None:
         """Warn of a write to a half gradient that no step reads; to one that waits it is refused.
 

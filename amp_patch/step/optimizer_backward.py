@@ -286,6 +286,15 @@ class OptimizerBackward:
         if not self.is_open:  # a block of its own, around or in another thread, unscales all
             self._foreign.note(watch, (one.pairs().model for one in optimizers))
 
+    def watch_own(self) -> Watch:
+        """Return what tells `wrote_own` later which gradients of the model are new."""
+        return Watch.of(list(self.params()), self._foreign.own_passes)
+
+    def wrote_own(self, watch: Watch) -> bool:
+        """Return whether there are new gradients since, and none of them is of an own pass."""
+        is_open = self.is_open or watch.own_passes != self._foreign.own_passes
+        return not is_open and not self.gradients.are_pending and bool(watch.written())
+
     def show_masters(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step."""
         self.receive_unscaled()
@@ -392,6 +401,10 @@ class OptimizerBackward:
             self.gradients.drop_cleared(pairs, self.skip.is_certain, cleared)
             if self.gradients.are_cleared(pairs):
                 self.forget_gradients()
+
+    def tell_of_writes(self) -> None:
+        """A step that is not torch's ends: warn where it wrote to half gradients, as K-FAC does."""
+        self.gradients.tell_of_writes(self.pairs())
 
     def end_step(self) -> None:
         """The gradients were used up."""

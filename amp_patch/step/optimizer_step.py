@@ -90,7 +90,7 @@ class OptimizerStep:
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         self._direct = DirectStep(optimizer) if not fused and DirectStep.suits(optimizer) else None
-        is_foreign = self._fused is None and self._direct is None
+        is_foreign = self._is_foreign = self._fused is None and self._direct is None
         lazy = None if self._fused is None else self._fused.lazy
         wrapped = wrapped_by(optimizer)
         self.masters = (
@@ -287,6 +287,8 @@ class OptimizerStep:
                 if not self._is_published:
                     self._publish()
         self.skip.note_made(flag)
+        if self._is_foreign and self.masters is not None:
+            self.backward.tell_of_writes()
         self._end()
         return result
 

@@ -88,7 +88,8 @@ def refuse_another_backward() -> NoReturn:
         "the backward() inside a scale_loss() block must be that of the loss it yields; got "
         "gradients of another one, which are not multiplied by the loss scale and would be divided "
         "by it. Call scaled_loss.backward() in `with amp.scale_loss(loss + other_loss, optimizer) "
-        "as scaled_loss:`, or give each loss a block of its own."
+        "as scaled_loss:`, or give each loss a block of its own. A backward that goes on where the "
+        "loss's has ended is given that gradient itself: hidden.backward(detached.grad)."
     )
 
 

@@ -195,6 +195,48 @@ def stepping_twice(model: nn.Module) -> Optimizer:
     return Twice(model.parameters(), lr=0.02, fused=True)
 
 
+def preconditioning(model: nn.Module) -> Optimizer:
+    """As K-FAC: it writes to the gradients of the model, and steps those of its groups."""
+
+    class Preconditioned(Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.data.copy_(param.grad.data.sign())
+            for param in self.param_groups[0]["params"]:
+                param -= 0.01 * param.grad
+
+    return Preconditioned(model.parameters(), {"lr": 0.01})
+
+
+def clipping(model: nn.Module) -> Optimizer:
+    """By torch's function, which shows the model's gradients anew."""
+
+    class Clipped(SGD):
+        def step(self, closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return super().step(closure)
+
+    return Clipped(model.parameters(), lr=0.3)
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [(preconditioning, 1), (writing_to_its_groups, 0), (clipping, 0), (evaluating, 0)],
+    ids=["preconditions", "groups", "clips", "evaluates"],
+)
+def test_what_the_step_writes_to_half_gradients_is_told_of(
+    amp: ModuleType, level: str, make: Any, count: int
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Training(make, amp, level).run()
+    told = ["written to the gradients of half parameters" in str(one.message) for one in caught]
+    assert told == [True] * count
+
+
 @LEVELS
 @pytest.mark.parametrize(
     ("make", "count"),

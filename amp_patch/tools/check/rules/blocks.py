@@ -60,12 +60,23 @@ def unscaled_loss(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         inside = [one for other, one in backwards(trace) if block in other.blocks]
         is_loss = block.loss is not None and root(block.loss) is value
         is_alone = not any(_is_scaled(one, block) for one in inside)
+        if _goes_on(call) and not is_alone:
+            continue
         if is_loss or is_alone or _is_beside(trace, call, value, block):
             yield call.node, "a backward inside of scale_loss that is not of its scaled loss"
     for call in trace.named(".backward"):
         source = call.receiver and root(call.receiver).source
         if source and source.name == "amp.scale_loss":
             yield call.node, "scale_loss(...).backward() without a with statement"
+
+
+def _goes_on(call: Call) -> bool:
+    """Return whether a backward is given gradients of tensors that another one has come to."""
+    at = ("gradient", 0) if call.receiver is not None else ("grad_tensors", 1)
+    given = call.arguments.get(*at)
+    grads = [] if given is None else [root(one) for one in flat(given, call.guards)]
+    copied = [one.source.receiver if one.source else one for one in grads]  # grad.clone()
+    return bool(grads) and all(gradient_of(one) is not None for one in copied)
 
 
 def _is_beside(trace: Trace, call: Call, value: Value, block: Block) -> bool:
