@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 

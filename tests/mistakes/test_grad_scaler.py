@@ -179,6 +179,31 @@ def test_two_optimizers_move_the_scale_once(amp: ModuleType, level: str) -> None
     assert session.scalers[0].unskipped == 1
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_generator_and_a_discriminator_train_without_a_warning(
+    amp: ModuleType, level: str
+) -> None:
+    """The generator's loss leaves gradients at the discriminator, which its `zero_grad` clears."""
+    generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+    models = [generator, discriminator]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected = [one.detach().clone().requires_grad_() for one in weights(discriminator)]
+    for _ in range(3):
+        optimizers[1].zero_grad()
+        scaler.scale(discriminator(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizers[1])
+        optimizers[0].zero_grad()
+        scaler.scale(discriminator(generator(torch.ones(2, 4))).sum()).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        for param in expected:  # of a sum over two rows of ones each gradient is 2
+            param.data -= 0.1 * 2
+    for found, value in zip(weights(discriminator), expected, strict=True):
+        torch.testing.assert_close(found.float(), value.detach(), rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_one_of_two_optimizers_that_overflows_skips_alone(amp: ModuleType, level: str) -> None:
     (one, first), (two, second) = make(), make()

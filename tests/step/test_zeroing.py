@@ -127,6 +127,14 @@ def test_gradients_that_are_never_cleared_are_told_once() -> None:
     assert message.startswith("scale_loss() block with those of the last step")
 
 
+def test_used_gradients_that_another_loss_reaches_are_told_of_where_they_are_stepped() -> None:
+    """As a generator's loss reaches the discriminator, of which a script clears it first."""
+    gan = ("block", "step", "block_of_several", "zero_grad", "block", "step")
+    assert told(*gan, *gan[2:]) == []
+    (message,) = told("block", "step", "block_of_several", "step")
+    assert message.startswith("optimizer.step() with those of the last step")
+
+
 def test_a_step_without_a_block_since_the_last_is_told() -> None:
     (message,) = told("block", "step", "step")
     assert message.startswith("optimizer.step() with those of the last step")
