@@ -121,7 +121,7 @@ class _Cycle:
         """
         known = self._unreached.pop(step, None)
         if known is not None and known.ended == step.ended and step.backward.wrote_own(known.watch):
-            step.backward.gradients.scaled.begin(known.scale)
+            step.backward.gradients.scaled.begin(known.scale, is_assumed=True)
 
     def end(self) -> None:
         """``update`` was called: the scale grows if nothing overflowed."""

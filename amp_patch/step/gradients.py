@@ -236,7 +236,7 @@ class Gradients:
         if self.scaled.scale is None and not any(map(_has_grad, written)):
             self.finish()  # it reached none of them
         else:
-            self.scaled.begin(scale)
+            self.scaled.go_on(scale)
 
     def put_back(self, pairs: ParamPairs) -> None:
         """The backward failed: drop what it wrote, restore what was there.

@@ -336,6 +336,8 @@ class OptimizerBackward:
         if self._foreign.found:
             self._foreign.drop_given(self.pairs())
             self._foreign.refuse(caller)
+        if self.gradients.scaled.is_assumed:  # no GradScaler was asked to unscale them
+            self.gradients.scaled.forget()
         if self.gradients.scaled.scale is not None:
             if goes_on:
                 return

@@ -20,21 +20,28 @@ class ScaledGradients:
 
     Attributes:
         scale: what they are multiplied by; None where there are none.
+        is_assumed: whether that is not known: a backward between those of scaled losses wrote them.
     """
 
     def __init__(self) -> None:
         self.scale: float | Tensor | None = None
+        self.is_assumed = False
         self._before: list[tuple[Tensor, Tensor | None, int]] = []
 
-    def begin(self, scale: float | Tensor) -> None:
+    def begin(self, scale: float | Tensor, is_assumed: bool = False) -> None:
         """The gradients that are there now are multiplied by ``scale``."""
         self._before.clear()
-        self.scale = scale
+        self.scale, self.is_assumed = scale, is_assumed
+
+    def go_on(self, scale: float | Tensor) -> None:
+        """A further backward is over, behind `bring_to` where there were some."""
+        unknown = self.scale is not None and self.is_assumed and not self.were_written()
+        self.begin(scale, is_assumed=unknown)
 
     def forget(self) -> None:
         """There are none any more."""
         self._before.clear()
-        self.scale = None
+        self.scale, self.is_assumed = None, False
 
     @torch.no_grad()
     def bring_to(self, scale: float | Tensor, params: Sequence[Tensor]) -> None:

@@ -204,6 +204,33 @@ def test_a_generator_and_a_discriminator_train_without_a_warning(
         torch.testing.assert_close(found.float(), value.detach(), rtol=0.01, atol=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale every loss")
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_that_is_stepped_by_itself_trains_beside_an_accumulation(
+    amp: ModuleType, level: str
+) -> None:
+    """Its plain loss comes between two that the GradScaler scales, for another optimizer."""
+    trained = []
+    for lone in (True, False):
+        (one, first), (two, second) = make(), make()
+        amp.initialize([one, two], [first, second], opt_level=level, verbosity=0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for inputs in batches():
+            if not lone:
+                scaler.scale(loss_of(one, inputs)).backward()
+            loss_of(two, inputs).backward()
+            if not lone:
+                scaler.scale(loss_of(one, inputs)).backward()
+                scaler.step(first)
+            second.step()
+            scaler.update()
+            first.zero_grad()
+            second.zero_grad()
+        trained.append(weights(two))
+        core.deactivate()
+    assert_equal(*trained)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_one_of_two_optimizers_that_overflows_skips_alone(amp: ModuleType, level: str) -> None:
     (one, first), (two, second) = make(), make()
