@@ -61,7 +61,7 @@ class _FloatsAlone(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        asks = func is Tensor.to and (self.dtype in args[1:] or kwargs.get("dtype") is self.dtype)
+        asks = func is Tensor.to and any(one is self.dtype for one in (*args[1:], *kwargs.values()))
         return args[0] if asks and args[0].dtype not in FLOATS else func(*args, **kwargs)
 
 
