@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -68,9 +69,12 @@ def wrap(function: Function, rule: Rule) -> Function:
     return wrapper
 
 
-@functools.lru_cache(maxsize=256)  # the same functions each time, and signatures take long to make
 def _position_of_out(function: Function) -> int:
     """Return where a positional ``out`` stands; beyond all arguments where there is none."""
+    if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
+        # of whose signature nothing else is asked: to make it takes twenty times as long
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        return names.index("out") if "out" in names else sys.maxsize
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # it is not Python's

@@ -90,11 +90,12 @@ class OptimizerStep:
         self.scalers = scalers
         self._fused = FusedStep(optimizer) if fused else None
         self._direct = DirectStep(optimizer) if not fused and DirectStep.suits(optimizer) else None
-        is_foreign = self._is_foreign = self._fused is None and self._direct is None
         lazy = None if self._fused is None else self._fused.lazy
         wrapped = wrapped_by(optimizer)
         self.masters = (
-            None if store is None else MasterWeights(optimizer, store, lazy, is_foreign, wrapped)
+            None
+            if store is None
+            else MasterWeights(optimizer, store, lazy, self._is_foreign, wrapped)
         )
         if self._fused is not None and self.masters is not None:
             self._fused.masters = self.masters
@@ -111,7 +112,9 @@ class OptimizerStep:
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
         self._hook = None if store is None else self._publish_before_other_hooks(optimizer)
         self._writes = (
-            None if self.masters is None else WritesInStep(optimizer, self.masters, is_foreign)
+            None
+            if self.masters is None
+            else WritesInStep(optimizer, self.masters, self._is_foreign)
         )
         self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
         self.groups = AddedGroups(optimizer, held, self.methods, fused)
@@ -130,6 +133,11 @@ class OptimizerStep:
     def optimizer(self) -> Optimizer | None:
         """The optimizer; None when the user has dropped it."""
         return self._optimizer()
+
+    @property
+    def _is_foreign(self) -> bool:
+        """Whether the steps are made by code that is neither torch's nor ours."""
+        return self._fused is None and self._direct is None
 
     def release(self) -> None:
         """Undo all of it: the optimizer steps its own parameters again, state kept."""
