@@ -48,6 +48,8 @@ def add_rows(rows: Tensor, index: Tensor, dim: int, size: int | None, is_mean: b
     size = int(index.max()) + 1 if size is None else size
     dim %= rows.dim()
     counts = _counts(index, size, _along(dim, rows)) if is_mean else None
+    if rows.numel() < 2 * _least(rows):  # a gradient in float32 is as small, and torch's own nodes
+        return _sums(rows, index, counts, dim, size)  # take the host half as long as ours
     found: Tensor = _Sums.apply(rows, index, counts, dim, size)
     return found
 
@@ -75,13 +77,7 @@ class _Sums(Function):
     ) -> Tensor:
         ctx.save_for_backward(index, counts)  # type: ignore[arg-type]  # None it takes, too
         ctx.dim = dim
-        shape = [*rows.shape]
-        shape[dim] = size
-        sums = torch.zeros(shape, device=rows.device)
-        for piece, places in _pieces(rows, index, dim):
-            places = places.view(_along(dim, rows)).expand_as(piece)
-            sums.scatter_add_(dim, places, piece.float())
-        return (sums if counts is None else sums.div_(counts)).to(rows.dtype)
+        return _sums(rows, index, counts, dim, size)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> Any:
@@ -96,10 +92,23 @@ class _Sums(Function):
         return grad, None, None, None, None
 
 
+def _sums(rows: Tensor, index: Tensor, counts: Tensor | None, dim: int, size: int) -> Tensor:
+    shape = [*rows.shape]
+    shape[dim] = size
+    sums = torch.zeros(shape, device=rows.device)
+    for piece, places in _pieces(rows, index, dim):
+        places = places.view(_along(dim, rows)).expand_as(piece)
+        sums.scatter_add_(dim, places, piece.float())
+    return (sums if counts is None else sums.div_(counts)).to(rows.dtype)
+
+
+def _least(rows: Tensor) -> int:
+    return _LEAST if rows.is_cpu else _LEAST_ON_GPU
+
+
 def _pieces(rows: Tensor, index: Tensor, dim: int) -> Iterable[tuple[Tensor, Tensor]]:
     """Return rows, and their indices, some at a time."""
-    least = _LEAST if rows.is_cpu else _LEAST_ON_GPU
-    count = round(rows.numel() / max(least, _SHARE * rows.numel()))
+    count = round(rows.numel() / max(_least(rows), _SHARE * rows.numel()))
     if count < 2:
         return [(rows, index)]
     length = -(-len(index) // count)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from . import fused_loss
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
 from .foreign_objects import cast_frame, has_more_neighbours, promote_column
-from .half_saving import HalfSaving
+from .half_saving import HalfSaving, is_large
 from .half_sums import add_rows, can_add
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -96,7 +96,7 @@ def _run_stored(
         return function(*args, **kwargs)
     never = rule.in_float in ("never", "hubs")
     if never or not _in_float(rule, _floats_in(args, kwargs)):
-        args, kwargs = _map_call(lambda one: _cast(one, dtype), args, kwargs)
+        args, kwargs = _cast_call(args, kwargs, dtype)
         return _cast(function(*args, **kwargs), dtype)
     return _cast(_in_float_region(function, args, kwargs), dtype)
 
@@ -113,7 +113,7 @@ def _run_float(
 
 
 def _in_float_region(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    args, kwargs = _map_call(lambda one: _cast(one, torch.float32), args, kwargs)
+    args, kwargs = _cast_call(args, kwargs, torch.float32)
     with FloatRegion():  # layers inside may have half weights
         return function(*args, **kwargs)
 
@@ -137,10 +137,11 @@ def _run_told(
 
     Of a count that float16 does not hold, the result is the largest that it does.
     """
-    given = [tensor.dtype for tensor in _floats_in(args, kwargs)]
-    told = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    dtypes = given or told[:1]
-    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+    dtypes = {tensor.dtype for tensor in _floats_in(args, kwargs)}
+    if not dtypes:
+        told = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+        dtypes.update(told[:1])
+    dtype = dtypes.pop() if len(dtypes) == 1 else None  # two promote to float32 or float64
     if dtype not in HALVES:
         return function(*args, **kwargs)
 
@@ -253,8 +254,8 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
     if not tensors:
         return function(*args, **kwargs)
     runs_in, result = _dtypes(rule, tensors)
-    if runs_in is result or not _may_save_in_half(result):
-        args, kwargs = _map_call(lambda one: _cast(one, runs_in), args, kwargs)
+    if runs_in is result or not _saves_in_half(result, tensors):
+        args, kwargs = _cast_call(args, kwargs, runs_in)
         with _NothingElseCasts():
             return _cast(function(*args, **kwargs), result)
     saving = HalfSaving(result)
@@ -280,23 +281,31 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
 def _run_sums(
     rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call what reduces rows at indices: sums and means of half ones take less memory here."""
-    given: dict[str, Any] = dict(zip(_OF_SUMS, args, strict=False)) | dict(kwargs)
-    rows: Any = given.get("src")
-    index: Any = given.get("index")
-    dim, size, reduce = given.get("dim", 0), given.get("dim_size"), given.get("reduce", "sum")
-    is_said_once = len(given) == len(args) + len(kwargs) and given.keys() <= _OF_SUMS.keys()
-    if reduce not in ("sum", "add", "mean") or not is_said_once or is_compiling():
+    """Call what reduces rows at indices: sums and means of half ones take less memory here.
+
+    Such functions call nothing that a level casts.
+    """
+    rows: Any = args[0] if args else kwargs.get("src")
+    is_half = isinstance(rows, Tensor) and rows.dtype in HALVES
+    if mode.region is not None or mode.stored not in (None, rows.dtype if is_half else None):
         return _run(rule, function, args, kwargs)
-    is_usual = can_add(rows, index, dim, size) and _is_float(rows)
-    if not is_usual or _dtypes(rule, [rows])[1] is not rows.dtype:
+    if not is_half:
+        return function(*args, **kwargs)
+    try:
+        index, dim, size, reduce = _besides_rows(*args, **kwargs)
+    except TypeError:
+        return function(*args, **kwargs)  # which says what is wrong
+    is_sum = reduce in ("sum", "add", "mean") and not is_compiling() and is_on_cast_device(rows)
+    if not is_sum or not can_add(rows, index, dim, size):
         return _run(rule, function, args, kwargs)
-    with _NothingElseCasts():
-        return add_rows(rows, index, dim, size, reduce == "mean")
+    return add_rows(rows, index, dim, size, reduce == "mean")
 
 
-#: The parameters of what a rule of "sums" names.
-_OF_SUMS = dict.fromkeys(("src", "index", "dim", "dim_size", "reduce"))
+def _besides_rows(
+    src: Any, index: Any, dim: Any = 0, dim_size: Any = None, reduce: Any = "sum"
+) -> tuple[Any, Any, Any, Any]:
+    """Return the other arguments of a call of what a rule of "sums" names."""
+    return index, dim, dim_size, reduce
 
 
 _RUN = {
@@ -316,7 +325,8 @@ _RUN = {
 
 def _dtypes(rule: Rule, tensors: list[Tensor]) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype that a function runs in on such arguments, and that of its result."""
-    widest = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    dtypes = {tensor.dtype for tensor in tensors}
+    widest = functools.reduce(torch.promote_types, dtypes)
     level = mode.dtype or process.dtype
     if widest is torch.float64:
         return widest, widest
@@ -357,7 +367,7 @@ def _note_floats(values: Iterable[Any], found: list[Tensor]) -> None:
             _note_floats(value, found)
         elif kind is dict:
             _note_floats(value.values(), found)
-        else:
+        elif not isinstance(value, nn.Module):  # whose method it is
             found.extend(filter(_is_float, tensors_in(value)))
 
 
@@ -371,10 +381,20 @@ def _is_float(tensor: Tensor) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return _to(value, dtype)
-    if type(value) in _PLAIN:
+        return value if value.dtype is dtype else _to(value, dtype)
+    if type(value) in _PLAIN or isinstance(value, nn.Module):
         return value
     return map_tensors(lambda tensor: _to(tensor, dtype), value)
+
+
+def _cast_call(
+    args: Iterable[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return a call's arguments, cast one by one, as `_map_call` does it."""
+    return (
+        [_cast(one, dtype) for one in args],
+        {name: _cast(one, dtype) for name, one in kwargs.items()},
+    )
 
 
 def _map_call(
@@ -406,15 +426,14 @@ class _NothingElseCasts:
         mode.stored = self._stored
 
 
-def _may_save_in_half(dtype: torch.dtype) -> bool:
-    """Tell whether hooks may keep what backward needs; a recomputation counts on its own hooks.
+def _saves_in_half(dtype: torch.dtype, tensors: list[Tensor]) -> bool:
+    """Tell whether hooks keep what backward needs: of much, and where they may.
 
-    And transforms of torch.func allow none.
+    A recomputation counts on its own hooks, and transforms of torch.func allow none.
     """
     if dtype not in HALVES or is_compiling() or mode.in_checkpoint or not torch.is_grad_enabled():
         return False
     if is_recorded():  # tensors have no memory there, by which a half one is found again
         return False
     autograd: Any = torch._C._autograd
-    enabled: bool = autograd._saved_tensors_hooks_is_enabled()
-    return enabled
+    return autograd._saved_tensors_hooks_is_enabled() and any(map(is_large, tensors))

@@ -24,7 +24,8 @@ from .library_casts import Rule, wrap
 
 Pairs = dict[int, tuple[Any, Any]]
 
-#: Which do nothing before a model is stored in half; "logits" has its like among O1's casts.
+#: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
+#: for one; "logits" has its like among O1's casts.
 _FOR_HALF = ("stored", "frames", "wide", "rounded", "logits")
 
 
@@ -88,8 +89,8 @@ class LibraryFunctions:
         self._beneath(self._restore_for_half, True)
 
     def _install_for_half(self) -> None:
-        for name in filter(is_left_alone, self._rules):
-            if name in sys.modules:
+        for name in self._rules:
+            if name in sys.modules:  # of other libraries methods alone, which no module binds
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
         # A module that is imported from now on may bind one by its name.
         self._patches_for_half.expect_bindings(self._of_torch)
@@ -153,7 +154,8 @@ class LibraryFunctions:
         patches = self._patches_for_half if for_half else self._patches
         is_torchs = is_left_alone(module.__name__)
         for path, rule in _expanded(module, self._rules[module.__name__]).items():
-            if (is_torchs and rule.casts in _FOR_HALF) is not for_half:
+            is_late = rule.casts in _FOR_HALF and (is_torchs or "." in path)
+            if is_late is not for_half:
                 continue
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)

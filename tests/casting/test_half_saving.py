@@ -15,7 +15,8 @@ from amp_patch.casting.mode import process
 from amp_patch.tools.sweep.memory import LivingTensors
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-SIZE = 64 * 64
+SIDE = 128
+SIZE = SIDE * SIDE
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def kept(function: Callable[..., Tensor], *args: Tensor) -> int:
 
 
 def leaves(dtype: torch.dtype = F16) -> list[Tensor]:
-    return [torch.randn(64, 64).to(dtype).requires_grad_() for _ in range(2)]
+    return [torch.randn(SIDE, SIDE).to(dtype).requires_grad_() for _ in range(2)]
 
 
 @pytest.mark.parametrize(
