@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-
 #: Elements of an argument from which on a call's memory is worth its hooks, which take the host
 #: some 60 us: as long as the CPU takes to compute so many.
 _LARGE, _LARGE_ON_GPU = 1 << 14, 1 << 18

@@ -389,10 +389,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _cast_call(
     args: Iterable[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments, cast one by one, as `_map_call` does it."""
     return (
-        [_cast(one, dtype) for one in args],
+        tuple([_cast(one, dtype) for one in args]),
         {name: _cast(one, dtype) for name, one in kwargs.items()},
     )
 

@@ -61,6 +61,12 @@ def test_what_is_kept(function: Callable[..., Tensor], in_half: int, in_float: i
     assert kept(casts, *leaves()) == in_float * SIZE
 
 
+def test_few_numbers_are_kept_as_they_are() -> None:
+    """Hooks take the host longer than their memory is worth."""
+    few = [torch.randn(8, 8).to(F16).requires_grad_() for _ in range(2)]
+    assert kept(wrap(torch.mul, Rule("promote", "cpu")), *few) == (2 + 4 + 4) * 64
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad(), LivingTensors() as living:
         values = [one.detach() for one in leaves()]

@@ -54,6 +54,7 @@ def test_sums_and_gradients_are_those_of_float64(
     torch.testing.assert_close(grad, expected, rtol=2 * eps, atol=1e-6)
 
 
+@pytest.mark.usefixtures("_piece")
 @pytest.mark.parametrize("is_mean", [False, True])
 def test_a_hub_is_added_up_in_float32_in_the_second_derivative_as_well(is_mean: bool) -> None:
     rows = torch.ones(4096, 1, dtype=torch.bfloat16, requires_grad=True)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from amp_patch.casting import half_saving
 from amp_patch.casting.library_casts import CASTS, IN_FLOAT, Rule, _dtypes, wrap
 from amp_patch.casting.mode import mode, process
 
@@ -95,6 +96,53 @@ def test_where_half_is_computed_in_float32(in_float: str, dtypes: tuple[torch.dt
     assert called_at("O1", "inside", found) == (F16 if in_half else F32, F16)
 
 
+def add_up(
+    src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = None, reduce: str = "sum"
+) -> Tensor:
+    """Stand in for PyTorch Geometric's ``scatter``, in the dtype of the rows."""
+    SEEN.append((src.dtype,))
+    shape = (int(index.max()) + 1 if dim_size is None else dim_size, *src.shape[1:])
+    index = index.view(-1, *[1] * (src.dim() - 1)).expand_as(src)
+    start = torch.zeros(shape, dtype=src.dtype)
+    return start.scatter_reduce(0, index, src, {"add": "sum", "max": "amax"}.get(reduce, reduce))
+
+
+@given(
+    st.sampled_from(["O0", *HALF_OF]),
+    st.sampled_from([F16, BF16, F32, F64]),
+    st.sampled_from(["inside", "outside", "float_region", "half_region"]),
+    st.sampled_from(["sum", "add", "max"]),
+    st.booleans(),
+)
+def test_sums_of_any_dtype_are_made_in_float32_and_have_the_dtype_of_a_promotion(
+    level: str, dtype: torch.dtype, where: str, reduce: str, named: bool
+) -> None:
+    rows, index = torch.linspace(1, 2, 600).view(300, 2).to(dtype), torch.arange(300) % 2
+    wrapped = wrap(add_up, Rule("sums", "always"))
+    SEEN.clear()
+
+    def call(src: Tensor, index: Tensor) -> Tensor:
+        if named:
+            return wrapped(src=src, reduce=reduce, index=index)
+        return wrapped(src, index, 0, 2, reduce)
+
+    found = called_at(level, where, call, rows, index)
+    as_by_promotion = called_at(level, where, wrap(torch.clone, Rule("promote", "always")), rows)
+    assert found.dtype is as_by_promotion.dtype
+    assert SEEN in ([], [(torch.promote_types(dtype, F32),)])
+    exact = add_up(rows.double(), index, 0, 2, reduce)
+    eps = torch.finfo(F32 if dtype is F64 else found.dtype).eps
+    torch.testing.assert_close(found.double(), exact, rtol=4 * eps, atol=0)
+
+
+def test_sums_elsewhere_than_on_the_models_device_are_left_alone() -> None:
+    rows, index = torch.ones(3, 2, dtype=BF16), torch.tensor([0, 0, 1])
+    assert process.devices == frozenset()
+    SEEN.clear()
+    assert wrap(add_up, Rule("sums", "always"))(rows, index).dtype is BF16
+    assert SEEN == [(BF16,)]
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
 def test_a_result_is_half_where_functions_cast(amp: ModuleType, level: str) -> None:
     function = wrap(lambda x: x + torch.ones(4), Rule("result"))
@@ -115,6 +163,14 @@ def test_what_is_told_a_half_dtype_computes_in_float32(dtype: torch.dtype) -> No
         assert found.item() == 3
         assert SEEN.pop() == (F32 if dtype is F16 else dtype,)
     assert wrap(int, Rule("told"))("3") == 3
+
+
+@pytest.mark.parametrize("dtypes", [(F16, F32), (F32, F16), (F16, BF16)])
+def test_two_dtypes_promote_to_float32_and_count_in_it(dtypes: tuple[torch.dtype, ...]) -> None:
+    a, b = (torch.full((2,), 60_000.0, dtype=dtype) for dtype in dtypes)
+    found = called_at("O1", "inside", wrap(torch.add, Rule("told")), a, b)
+    assert found.dtype is F32
+    assert (found > 100_000).all()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -202,8 +258,11 @@ def test_torchscript_compiles_the_original() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("transform", [torch.func.vmap, None])
-def test_what_is_recorded_or_transformed_keeps_nothing_in_half(transform: Any) -> None:
+def test_what_is_recorded_or_transformed_keeps_nothing_in_half(
+    transform: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors have no memory there."""
+    monkeypatch.setattr(half_saving, "_LARGE", 1)
     wrapped = wrap(lambda x: torch.tanh(x * x), Rule("promote", "always"))
     given = torch.rand(5, 3).half()
 
@@ -213,9 +272,14 @@ def test_what_is_recorded_or_transformed_keeps_nothing_in_half(transform: Any) -
     assert called_at("O1", "inside", call).equal(torch.tanh(given.float() ** 2).half())
 
 
-@given(st.sampled_from([F16, BF16]), st.sampled_from([F16, BF16, F32]), st.booleans())
+@given(
+    st.sampled_from([F16, BF16]),
+    st.sampled_from([F16, BF16, F32]),
+    st.booleans(),
+    st.sampled_from([1, 100]),
+)
 def test_gradients_are_those_of_float32(
-    first: torch.dtype, second: torch.dtype, recomputed: bool
+    first: torch.dtype, second: torch.dtype, recomputed: bool, large: int
 ) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(5, 3).to(first), torch.randn(5, 3).to(second)
@@ -224,7 +288,9 @@ def test_gradients_are_those_of_float32(
     mode.enter_model(1, F32, first, first)
     mode.in_checkpoint = recomputed
     try:
-        found = wrap(lambda x, y: torch.tanh(x * y), Rule("promote", "always"))(*ours)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(half_saving, "_LARGE", large)  # what is kept is in half from there on
+            found = wrap(lambda x, y: torch.tanh(x * y), Rule("promote", "always"))(*ours)
     finally:
         mode.in_checkpoint = False
         mode.leave_model(1)

@@ -202,6 +202,21 @@ def test_a_star_stands_for_the_modules_own_classes_that_have_the_method(
     assert (vars(nn.Linear), vars(ops.Counter)) == (of_torch, of_python)
 
 
+def test_a_method_stays_the_very_object_until_a_model_is_stored_in_half(
+    amp: ModuleType, library: str
+) -> None:
+    """Of methods that act in such models alone; a module that comes late has them patched, too."""
+    amp.register_library_function(f"{library}.ops", "Layer.__call__", casts="stored")
+    ops = imported(f"{library}.ops")
+    own = vars(ops.Layer)["__call__"]
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert vars(ops.Layer)["__call__"] is own
+    amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+    assert vars(ops.Layer)["__call__"].stands_for is own
+    amp.deactivate()
+    assert vars(ops.Layer)["__call__"] is own
+
+
 def test_a_name_that_a_version_has_not_is_passed_over(amp: ModuleType, library: str) -> None:
     amp.register_library_function(f"{library}.ops", "of_another_version")
     amp.register_library_function(f"{library}.ops", "Missing.method")
