@@ -297,13 +297,18 @@ class OptimizerBackward:
 
     def show_masters(self) -> None:
         """The user gets the masters, to read, write and differentiate by until the next step."""
+        self.show_gradients()
+        if self.masters is not None:
+            self.masters.expose()
+
+    def show_gradients(self) -> None:
+        """The masters' gradients may be read before the next step, and a backward may follow."""
         self.receive_unscaled()
         if self._fused is not None:
             # A backward adds to what is stored; what waits would come last in the sum.
             self._fused.lazy.materialize()
         if self.masters is not None:
             self.gradients.note_shown(self.pairs())
-            self.masters.expose()
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""

@@ -155,6 +155,52 @@ def test_sharpness_aware_minimization_trains_as_in_float32(amp: ModuleType, leve
         assert training.iterate() == pytest.approx([first, second], rel=tolerance(level))
 
 
+@LEVELS
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+def test_methods_of_its_own_find_the_gradients_of_plain_backwards(
+    amp: ModuleType, level: str
+) -> None:
+    by_hand, training = Training(SharpnessAware), Training(SharpnessAware, amp, level)
+    training.amp = None
+    for _ in range(20):
+        assert training.iterate() == pytest.approx(by_hand.iterate(), rel=tolerance(level))
+
+
+class Reading(SGD):
+    """Adds to a curvature between steps, as Sophia does, by backwards that no step uses."""
+
+    curvature = 0.0
+
+    def update(self) -> None:
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        self.curvature += sum(grad.square().sum().item() for grad in grads if grad is not None)
+
+    def step(self, closure: None = None) -> None:
+        self.update()
+        super().step(closure)
+
+
+@LEVELS
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_what_backwards_add_up_to_is_read_between_steps(
+    amp: ModuleType, level: str, backwards: int
+) -> None:
+    by_hand, training = Training(Reading), Training(Reading, amp, level)
+    training.amp = None
+    for one in (by_hand, training):
+        for _ in range(3):
+            for _ in range(backwards):
+                one.backward()
+                one.optimizer.update()
+            one.optimizer.zero_grad()
+            one.iterate_once()
+    assert by_hand.optimizer.curvature > 0.0
+    expected = pytest.approx(by_hand.optimizer.curvature, rel=5 * tolerance(level))
+    assert training.optimizer.curvature == expected
+    assert training.iterate_once() == pytest.approx(by_hand.iterate_once(), rel=tolerance(level))
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("factors", [(torch.inf, 1.0), (1.0, torch.inf)], ids=["first", "second"])
 def test_an_iteration_with_an_overflow_is_left_out(
