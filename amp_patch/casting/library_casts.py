@@ -380,9 +380,11 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return value if value.dtype is dtype else _to(value, dtype)
-    if type(value) in _PLAIN or isinstance(value, nn.Module):
+    if isinstance(value, nn.Module):  # whose method it is
         return value
     return map_tensors(lambda tensor: _to(tensor, dtype), value)
 
