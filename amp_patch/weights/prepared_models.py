@@ -28,6 +28,7 @@ from amp_patch.levels import OptLevel
 from . import half_model, half_storage, module_rules, parametrizations
 from .fp32_values import FP32Values
 from .half_model import ForwardCasts, WeightCasts
+from .out_of_range import warn_of_infinite
 
 
 class ModelHooks(NamedTuple):
@@ -281,6 +282,7 @@ class PreparedModels:
                 continue
             if original.grad is not None:
                 param.grad = original.grad.to(param.dtype)
+        warn_of_infinite(model, rounded)
         return [*params, *rounded]
 
     def _attach(self, model: nn.Module, level: OptLevel, precisions: Mapping[str, str]) -> None:
