@@ -25,7 +25,7 @@ from .library_casts import Rule, wrap
 Pairs = dict[int, tuple[Any, Any]]
 
 #: Which do nothing before a model is stored in half; "logits" has its like among O1's casts.
-_FOR_HALF = ("stored", "frames", "wide", "rounded", "logits")
+_FOR_HALF = ("stored", "frames", "wide", "rounded", "lengths", "logits")
 
 
 class LibraryFunctions:

@@ -26,6 +26,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
+- "lengths": as "rounded", where the first argument is half and no dtype is told.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
@@ -40,6 +41,7 @@ REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "complex": "torch has few kernels for complex numbers of float16 parts, none for bfloat16",
+    "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "counts": "more neighbours than 65504 are infinitely many in float16, and divide to zero",
@@ -191,12 +193,16 @@ RULES = {
         "det": ("wide", "always", "no kernel anywhere"),
         "slogdet": ("wide", "always", "no kernel anywhere"),
         "matrix_exp": ("promote", "always", "not finite"),
+        # torch.norm and Tensor.norm call vector_norm
+        "norm": ("lengths", "always", "curved"),
+        "vector_norm": ("lengths", "always", "curved"),
     },
     "torch.nn.functional": {
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "cosine_embedding_loss": ("rounded", "always", "tiny"),
+        "pairwise_distance": ("lengths", "always", "curved"),
         "pdist": ("wide", "always", "no kernel anywhere"),
         # those that torch's autocast computes in float32, and ctc_loss, which has no half kernel
         "binary_cross_entropy": ("wide", "always", "loss"),
