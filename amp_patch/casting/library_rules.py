@@ -22,7 +22,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "told": to float32 where half, of what counts: it may be told a half dtype. The results have the
   dtype that they would have had.
 - "loss": to float32 at every level but O0, with all that is computed inside, and not cast back. For
-  methods of models, which scripts call beside the model's call.
+  methods of models, which scripts call beside the model's call, and what calls a model for them.
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
@@ -57,6 +57,7 @@ REASONS = {
     "no kernel anywhere": "torch has no half kernel for it; losses and choices are made of it",
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
+    "outside": "it hands on what layers inside of a model return, to layers that are no part of it",
     "parts": "a function that is made of others in this table",
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
@@ -336,6 +337,10 @@ RULES = {
     },
     "torch_geometric.utils._spmm": {
         "spmm": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.utils.embedding": {
+        "get_embeddings": ("loss", "always", "outside"),
+        "get_embeddings_hetero": ("loss", "always", "outside"),
     },
     "torch_geometric.utils.laplacian": {
         "get_laplacian": ("told", "always", "counts"),
