@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "sums", "told", "loss", "wide", "rounded", "logits")
+OWN_CASTS = ("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits")
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
 
@@ -190,6 +190,18 @@ def _run_rounded(
     return _to(_widened(function, args, kwargs), dtype)
 
 
+def _run_lengths(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it so where the first is half, unless it is told the dtype of its results."""
+    dtype = mode.stored
+    if dtype is None or mode.region is not None or kwargs.get("dtype") is not None:
+        return function(*args, **kwargs)
+    if not args or getattr(args[0], "dtype", None) not in HALVES:
+        return function(*args, **kwargs)  # a script that writes x.float().norm() means it
+    return _to(_widened(function, args, kwargs), dtype)
+
+
 def _widened(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     args, kwargs = _map_call(to_float, args, kwargs)
     return function(*args, **kwargs)
@@ -315,6 +327,7 @@ _RUN = {
     "loss": _run_loss,
     "wide": _run_wide,
     "rounded": _run_rounded,
+    "lengths": _run_lengths,
     "logits": _run_logits,
     "result": _run_result,
     "frames": _run_frames,

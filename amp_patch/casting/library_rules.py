@@ -22,10 +22,11 @@ stands for that method of every class that the module, or one inside of it, defi
 - "told": to float32 where half, of what counts: it may be told a half dtype. The results have the
   dtype that they would have had.
 - "loss": to float32 at every level but O0, with all that is computed inside, and not cast back. For
-  methods of models, which scripts call beside the model's call.
+  methods of models, which scripts call beside the model's call, and what calls a model for them.
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
+- "lengths": as "rounded", where the first argument is half and no dtype is told.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
@@ -40,6 +41,7 @@ REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
     "complex": "torch has few kernels for complex numbers of float16 parts, none for bfloat16",
+    "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "counts": "more neighbours than 65504 are infinitely many in float16, and divide to zero",
@@ -55,6 +57,7 @@ REASONS = {
     "no kernel anywhere": "torch has no half kernel for it; losses and choices are made of it",
     "messages": "messages of the user's own functions may be float32",
     "own": "it makes float32 tensors of its own, which meet half features",
+    "outside": "it hands on what layers inside of a model return, to layers that are no part of it",
     "parts": "a function that is made of others in this table",
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
@@ -191,12 +194,16 @@ RULES = {
         "det": ("wide", "always", "no kernel anywhere"),
         "slogdet": ("wide", "always", "no kernel anywhere"),
         "matrix_exp": ("promote", "always", "not finite"),
+        # torch.norm and Tensor.norm call vector_norm
+        "norm": ("lengths", "always", "curved"),
+        "vector_norm": ("lengths", "always", "curved"),
     },
     "torch.nn.functional": {
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "cosine_embedding_loss": ("rounded", "always", "tiny"),
+        "pairwise_distance": ("lengths", "always", "curved"),
         "pdist": ("wide", "always", "no kernel anywhere"),
         # those that torch's autocast computes in float32, and ctc_loss, which has no half kernel
         "binary_cross_entropy": ("wide", "always", "loss"),
@@ -330,6 +337,10 @@ RULES = {
     },
     "torch_geometric.utils._spmm": {
         "spmm": ("half", "cpu", "matrix"),
+    },
+    "torch_geometric.utils.embedding": {
+        "get_embeddings": ("loss", "always", "outside"),
+        "get_embeddings_hetero": ("loss", "always", "outside"),
     },
     "torch_geometric.utils.laplacian": {
         "get_laplacian": ("told", "always", "counts"),

@@ -124,6 +124,16 @@ def _find_builtin(original: Callable[[Any], str | None]) -> Callable[[Any], str 
     return find_builtin
 
 
+def _get_overloads(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let TorchScript find the overloads of a patched function, as ``torch.norm`` has."""
+
+    @functools.wraps(original)
+    def get_overloads(obj: Any) -> Any:
+        return original(obj.__prepare_scriptable__() if is_patched(obj) else obj)
+
+    return get_overloads
+
+
 def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let TorchScript compile a model without our hooks, which are Python's, and their casts."""
 
@@ -164,6 +174,7 @@ _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.jit._builtins._find_builtin": _find_builtin,
     "torch.jit._recursive._find_builtin": _find_builtin,
     "torch.jit._recursive.create_script_module": _create_script_module,
+    "torch.jit._script._get_overloads": _get_overloads,
     **autocast_blocks.REPLACEMENTS,
     **torchscript.REPLACEMENTS,
 }

@@ -352,6 +352,56 @@ def test_a_row_of_zeros_can_be_normalized(amp: ModuleType, level: str, compiled:
     assert model.layer.weight.grad.isfinite().all()
 
 
+LENGTHS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.norm(dim=-1),
+    lambda x: torch.norm(x, dim=-1),
+    lambda x: torch.linalg.norm(x, dim=-1),
+    lambda x: torch.linalg.vector_norm(x, dim=-1),
+    lambda x: F.pairwise_distance(x, torch.zeros_like(x), eps=0.0),
+]
+
+
+class LengthOfLayer(nn.Module):
+    def __init__(self, length: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.length = nn.Linear(4, 4, bias=False), length
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.length(self.layer(x))
+
+
+def gradient_of_forces(model: LengthOfLayer, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (forces,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = (forces * torch.arange(1.0, 5)).sum() * 0.001
+    return torch.autograd.grad(loss, model.layer.weight)[0].float()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_forces_that_come_of_a_short_length_can_be_trained(
+    amp: ModuleType, length: Callable[[Tensor], Tensor], level: str
+) -> None:
+    """One over it leaves float16's range in between, and what comes of that does not."""
+    torch.manual_seed(0)
+    x = 5e-6 * torch.randn(8, 4)
+    model = LengthOfLayer(length)
+    nn.init.orthogonal_(model.layer.weight)
+    expected = gradient_of_forces(model, x)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert (gradient_of_forces(model, x) - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_length_of_float32_numbers_stays_so(amp: ModuleType) -> None:
+    class Lengths(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            lengths = [x.norm(), x.float().norm(), x.norm(dim=-1, dtype=F32)]
+            return [length.dtype for length in lengths]
+
+    model = amp.initialize(Lengths(4, 4), opt_level="O2", verbosity=0)
+    assert model(torch.randn(3, 4)) == [F16, F32, F32]
+
+
 @pytest.mark.parametrize(
     ("module", "name", "count"),
     [(F, "normalize", 1), (F, "cosine_similarity", 2), (torch.fft, "rfft", 1), (F, "mse_loss", 2)],
@@ -507,7 +557,8 @@ WAITING = [
     f"{module}.{name}"
     for module, rows in library_rules.RULES.items()
     for name, (casts, *_) in rows.items()
-    if module.partition(".")[0] == "torch" and casts in ("stored", "wide", "rounded", "logits")
+    if module.partition(".")[0] == "torch"
+    and casts in ("stored", "wide", "rounded", "lengths", "logits")
 ]
 
 

@@ -584,6 +584,22 @@ def test_torchscript_compiles_the_originals(amp, opt_level):
     del model
 
 
+def scripted_overloads(x: torch.Tensor) -> torch.Tensor:
+    return torch.norm(x, dim=-1) + torch.tensordot(x, x, dims=1)
+
+
+@TORCHSCRIPT_IS_DEPRECATED
+@pytest.mark.parametrize("opt_level", HALF)
+def test_torchscript_compiles_what_has_overloads(amp, opt_level):
+    model = start(amp, opt_level)
+    x = torch.rand(3, 3)
+    with amp.disable_casts():
+        expected = scripted_overloads(x)
+    compiled = torch.jit.script(scripted_overloads)
+    torch.testing.assert_close(compiled(x), expected, rtol=0, atol=0)
+    del model
+
+
 class Block(nn.Module):
     """Layers of several kinds, by a forward that TorchScript understands."""
 

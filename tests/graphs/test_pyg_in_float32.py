@@ -47,6 +47,13 @@ class First(nn.Module):
         return self.layer(x, edges)
 
 
+class FeaturesFirst(First):
+    """The order in which explainers pass what a model takes."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Any:
+        return self.layer(x, edges)
+
+
 def check(amp: ModuleType, then: Any, level: str, *inputs: Tensor) -> None:
     torch.manual_seed(0)
     graph_training.check_step(amp, After(then), inputs, level)
@@ -221,3 +228,34 @@ def test_nothing_is_counted_in_half(amp: ModuleType, name: str) -> None:
     assert found[0].unique().item() == 4
     assert sums.dtypes == {F32}
     assert F.relu(found).dtype is BF16
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_is_explained_by_a_network_of_its_embeddings(amp: ModuleType, level: str) -> None:
+    """The explainer's network is no part of the model, and trains in float32."""
+    torch.manual_seed(0)
+    edges, x, labels = torch.randint(20, (2, 60)), torch.randn(20, WIDTH), torch.arange(20) % 4
+
+    def explained(model: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        algorithm = torch_geometric.explain.PGExplainer(epochs=4, lr=0.01)
+        config = {"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"}
+        torch_geometric.explain.Explainer(
+            model,
+            algorithm,
+            explanation_type="phenomenon",
+            edge_mask_type="object",
+            model_config=config,
+        )
+        return torch.tensor(
+            [
+                algorithm.train(epoch, model, x, edges, target=labels, index=epoch)
+                for epoch in range(4)
+            ]
+        )
+
+    model = FeaturesFirst(pyg.GCNConv(WIDTH, 4)).eval()
+    expected = explained(model)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert explained(model).allclose(expected, rtol=0.02)
