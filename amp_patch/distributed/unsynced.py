@@ -20,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import flat_parameters, fully_sharded
 
+#: The module whose stages of a pipeline call a `DistributedDataParallel`, if one is imported.
+STAGES = "torch.distributed.pipelining.stage"
+
 
 class Unsynced:
     """The models of which that may be so; false where there never were any.
@@ -61,6 +64,24 @@ class Unsynced:
                 alive._watch(wrapper)
 
         return noting_init
+
+    def noting_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a backward of a pipeline's stage that notes whether it has shared gradients.
+
+        Each forward of a `DistributedDataParallel` is under ``no_sync()`` there. The backward of
+        the last micro-batch shares the sum of all of them nevertheless.
+        """
+        weak = weakref.ref(self)
+
+        @functools.wraps(original)
+        def noting(stage: Any, *args: Any, last_backward: bool = False, **kwargs: Any) -> Any:
+            result = original(stage, *args, last_backward=last_backward, **kwargs)
+            alive = weak()
+            if alive is not None and stage.submod in alive._wrapped:
+                alive._wrapped[stage.submod] = not last_backward
+            return result
+
+        return noting
 
     def _watch(self, wrapper: nn.Module) -> None:
         if wrapper not in self._wrapped:
