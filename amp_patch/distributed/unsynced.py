@@ -110,11 +110,14 @@ class Unsynced:
         self.has_new = bool(self._new)
         return found
 
-    def is_wrapped(self, params: Iterable[Tensor]) -> bool:
-        """Return whether a `DistributedDataParallel` has some of these parameters."""
-        own = set(map(id, params))
-        wrappers = list(self._wrapped)
-        return any(id(param) in own for wrapper in wrappers for param in wrapper.parameters())
+    def averaged_among(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of some parameters whose gradients a `DistributedDataParallel` averages.
+
+        Not among them are what it was told to leave out, as the experts of a rank.
+        """
+        wrappers: list[Any] = list(self._wrapped)
+        averaged = {id(param) for wrapper in wrappers for param in wrapper._module_parameters}
+        return [param for param in params if id(param) in averaged]
 
     def left(self, params: Iterable[Tensor]) -> bool:
         """Return whether the last backward has left gradients of some parameters here."""

@@ -86,7 +86,7 @@ class Guard:
         self._copies = ExactCopies(store, models.in_half)
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced()
-        self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
+        self.scale_users = ScaleUsers(self.unsynced.averaged_among)
         self._late_modules = LateModules()
         self._follows_halves = self._explains = False
         self._wrappers: list[nn.Module] = []
