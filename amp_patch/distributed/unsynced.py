@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -115,8 +115,7 @@ class Unsynced:
 
         Not among them are what it was told to leave out, as the experts of a rank.
         """
-        wrappers: list[Any] = list(self._wrapped)
-        averaged = {id(param) for wrapper in wrappers for param in wrapper._module_parameters}
+        averaged = {id(param) for wrapper in list(self._wrapped) for param in _averaged_by(wrapper)}
         return [param for param in params if id(param) in averaged]
 
     def left(self, params: Iterable[Tensor]) -> bool:
@@ -133,6 +132,13 @@ class Unsynced:
     def note(self, wrapper: Any) -> None:
         """A wrapper's forward begins: it decides whether the backward that follows shares."""
         self._wrapped[wrapper] = not wrapper.require_backward_grad_sync
+
+
+def _averaged_by(wrapper: Any) -> Iterator[Tensor]:
+    left_out = getattr(wrapper, "parameters_to_ignore", ())  # apex's has none
+    for name, param in wrapper.module.named_parameters():
+        if name not in left_out:
+            yield param
 
 
 class _Note:
