@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import flat_parameters, fully_sharded
+
+#: The module whose stages of a pipeline call a `DistributedDataParallel`, if one is imported.
+STAGES = "torch.distributed.pipelining.stage"
 
 
 class Unsynced:
@@ -62,6 +65,24 @@ class Unsynced:
 
         return noting_init
 
+    def noting_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a backward of a pipeline's stage that notes whether it has shared gradients.
+
+        Each forward of a `DistributedDataParallel` is under ``no_sync()`` there. The backward of
+        the last micro-batch shares the sum of all of them nevertheless.
+        """
+        weak = weakref.ref(self)
+
+        @functools.wraps(original)
+        def noting(stage: Any, *args: Any, last_backward: bool = False, **kwargs: Any) -> Any:
+            result = original(stage, *args, last_backward=last_backward, **kwargs)
+            alive = weak()
+            if alive is not None and stage.submod in alive._wrapped:
+                alive._wrapped[stage.submod] = not last_backward
+            return result
+
+        return noting
+
     def _watch(self, wrapper: nn.Module) -> None:
         if wrapper not in self._wrapped:
             self._wrapped[wrapper], self._has_any = None, True
@@ -89,11 +110,13 @@ class Unsynced:
         self.has_new = bool(self._new)
         return found
 
-    def is_wrapped(self, params: Iterable[Tensor]) -> bool:
-        """Return whether a `DistributedDataParallel` has some of these parameters."""
-        own = set(map(id, params))
-        wrappers = list(self._wrapped)
-        return any(id(param) in own for wrapper in wrappers for param in wrapper.parameters())
+    def averaged_among(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of some parameters whose gradients a `DistributedDataParallel` averages.
+
+        Not among them are what it was told to leave out, as the experts of a rank.
+        """
+        averaged = {id(param) for wrapper in list(self._wrapped) for param in _averaged_by(wrapper)}
+        return [param for param in params if id(param) in averaged]
 
     def left(self, params: Iterable[Tensor]) -> bool:
         """Return whether the last backward has left gradients of some parameters here."""
@@ -109,6 +132,13 @@ class Unsynced:
     def note(self, wrapper: Any) -> None:
         """A wrapper's forward begins: it decides whether the backward that follows shares."""
         self._wrapped[wrapper] = not wrapper.require_backward_grad_sync
+
+
+def _averaged_by(wrapper: Any) -> Iterator[Tensor]:
+    left_out = getattr(wrapper, "parameters_to_ignore", ())  # apex's has none
+    for name, param in wrapper.module.named_parameters():
+        if name not in left_out:
+            yield param
 
 
 class _Note:

@@ -23,7 +23,7 @@ from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from .late_sharding import FSDP
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-_READ = ("get_state_dict", "get_optimizer_state_dict")
+_READ = ("get_state_dict", "get_model_state_dict", "get_optimizer_state_dict")
 _WRITE = ("set_state_dict", "set_optimizer_state_dict", "set_model_state_dict")
 _FSDP1 = f"{FSDP}.FullyShardedDataParallel"
 _OF_FSDP1 = ("optim_state_dict", "optim_state_dict_to_load")

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from amp_patch.casting import torch_sites
 from amp_patch.casting.mode import HALVES
+from amp_patch.distributed import unsynced
 from amp_patch.distributed.unsynced import Unsynced
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches
@@ -85,7 +86,7 @@ class Guard:
         self._copies = ExactCopies(store, models.in_half)
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced()
-        self.scale_users = ScaleUsers(self.unsynced.is_wrapped)
+        self.scale_users = ScaleUsers(self.unsynced.averaged_among)
         self._late_modules = LateModules()
         self._follows_halves = self._explains = False
         self._wrappers: list[nn.Module] = []
@@ -130,6 +131,8 @@ class Guard:
         made = checkpoints.replacements(self._optimizers)
         made[late_sharding.FSDP] |= late_sharding.replacements(self._optimizers, self._store)
         made[grad_scaler.SHARDED] = grad_scaler.sharded_replacements(self._served)
+        backward = f"{unsynced.STAGES}._PipelineStageBase.backward_maybe_with_nosync"
+        made[unsynced.STAGES] = {backward: self.unsynced.noting_backward}
         return self._late_modules.imported(made)
 
     def _noting_init(self, original: Callable[..., None]) -> Callable[..., None]:

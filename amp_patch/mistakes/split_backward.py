@@ -1,6 +1,6 @@
-"""Pipelines that split the backward (zero bubble), of stages that FSDP2 shards.
+"""Pipelines that split the backward (zero bubble), of stages that FSDP2 shards or that DDP has.
 
-torch's second half of such a backward writes gradients past the hooks by which FSDP2 shares them
+torch's second half of such a backward writes gradients past the hooks by which both share them
 between ranks, so that replicas train apart without a word, with and without amp_patch (torch 2.13).
 Knows modules and schedules of torch.
 """
@@ -12,6 +12,8 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch.distributed.fully_sharded import sharded_modules
 
@@ -47,11 +49,14 @@ def _refuse(schedule: Any) -> None:
     actions = [one for row in schedule.pipeline_order.values() for one in row if one is not None]
     if not any(one.computation_type.name == "BACKWARD_INPUT" for one in actions):
         return
-    count = sum(bool(sharded_modules(stage.submod)) for stage in schedule._stages)
+    count = sum(
+        isinstance(stage.submod, DistributedDataParallel) or bool(sharded_modules(stage.submod))
+        for stage in schedule._stages
+    )
     if count:
         raise RuntimeError(
             "a schedule that splits the backward must have stages whose gradients no other rank "
             f"shares, for torch leaves them unshared; got a {type(schedule).__name__} of {count} "
-            "stages sharded by fully_shard(). Take ScheduleInterleaved1F1B(stages, ...), or leave "
-            "fully_shard() out."
+            "stages in DistributedDataParallel or sharded by fully_shard(). Take "
+            "ScheduleInterleaved1F1B(stages, ...), or leave the wrapper or fully_shard() out."
         )

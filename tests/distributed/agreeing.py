@@ -305,6 +305,46 @@ def beside_a_model_of_its_own(losses: int) -> tuple[list[str], list[float], Tens
     return said, scales, shared.weight.detach()
 
 
+def beside_parameters_of_its_own(kind: str, level: str, together: bool) -> tuple[list[str], Tensor]:
+    """Return what is warned of, and the weight that ranks share.
+
+    One optimizer steps a layer that they share and one of each rank. That of rank 0 overflows.
+
+    Args:
+        kind: "ignored" by the wrapper, or "outside" of it.
+        level: "O1" ...
+        together: whether ranks are told to skip together.
+    """
+    model = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales = training.SCALES if level in training.SCALED else {}
+    group = distributed.group.WORLD if together else None
+    options = {"opt_level": level, "verbosity": 0, "process_group": group, **scales}
+    amp.initialize(model, optimizer, **options)
+    wrapped: nn.Module
+    if kind == "ignored":
+        names = ["1.weight", "1.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        wrapped = DistributedDataParallel(model)
+    else:
+        wrapped = nn.Sequential(DistributedDataParallel(model[0]), model[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            optimizer.zero_grad()
+            inputs, targets = training.rows(number, distributed.get_rank(), 2)
+            dtype = model[0].weight.dtype if kind == "outside" else torch.float32
+            loss = (wrapped(inputs.to(dtype)).float() - targets).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                if distributed.get_rank() == 0 and number == 1 and level in training.SCALED:
+                    model[1].weight.grad.fill_(float("inf"))
+            optimizer.step()
+    amp.deactivate()
+    said = [str(one.message) for one in caught if "amp.initialize" in str(one.message)]
+    return said, model[0].weight.detach()
+
+
 def two_optimizers_of_one_loss() -> tuple[list[str], list[float], list[Tensor]]:
     """Return what is warned of, the scales and the weights that each rank has whole.
 

@@ -1,6 +1,7 @@
 """The small training in a pipeline: each rank has one stage of the model, or several.
 
-With more than one replica each stage is sharded by FSDP2 over as many ranks.
+With more than one replica each stage is sharded by FSDP2 over as many ranks, or they have it whole
+in a `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import rank_training as training
 import torch
 from rank_training import Trained
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -22,6 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_patch import amp
 
@@ -73,18 +75,38 @@ def make_schedule(
     return SINGLE[schedule](made[0], micro_batches, loss_fn=loss_fn)
 
 
+def in_replicas(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return a stage in a wrapper of the ranks that have it, if it has parameters.
+
+    Without ``find_unused_parameters`` torch's own assertion fails in the schedules of which a
+    forward follows on another.
+    """
+    if not list(stage.parameters()):
+        return stage
+    group = mesh["data"].get_group()
+    return DistributedDataParallel(stage, process_group=group, find_unused_parameters=True)
+
+
 def scaling_of(level: str) -> dict[str, Any]:
     """Return the options of the loss scale, of levels that have one."""
     return {**training.SCALES, **OPTIONS} if level in training.SCALED else {}
 
 
 def planted(step: int, level: str, share: int) -> int | None:
-    """Return where a replica has an inf in a step: the first one alone, where there is a scale."""
+    """Return where a replica has an inf in a step: the first one alone, where there is a scale.
+
+    Of replicas that have the gradients whole, each is the first.
+    """
     return PLANTS.get(step) if level in training.SCALED and share == 0 else None
 
 
 def train(
-    schedule: str, level: str, steps: int, max_norm: float | None, replicas: int = 1
+    schedule: str,
+    level: str,
+    steps: int,
+    max_norm: float | None,
+    replicas: int = 1,
+    shards: bool = True,
 ) -> Trained:
     """Train by a pipeline on pairs of ranks; its result has the parameters of this rank's stages.
 
@@ -94,15 +116,15 @@ def train(
         steps: how many.
         max_norm: gradients are clipped to it, over all stages.
         replicas: how many pairs.
+        shards: whether they share each stage by FSDP2; else they have it in DDP.
     """
     mesh = init_device_mesh("cpu", (2, replicas), mesh_dim_names=("stage", "data"))
     rank, share = mesh["stage"].get_local_rank(), mesh["data"].get_local_rank()
     group, micro_batches = mesh["stage"].get_group(), MICRO_BATCHES // replicas
     last = LAST.get(schedule, 1)
     stages = stages_of(schedule, rank)
-    if replicas > 1:
-        for stage in stages.values():
-            training.sharded(stage, mesh=mesh["data"])
+    if shards and replicas > 1:
+        stages = {number: training.sharded(one, mesh["data"]) for number, one in stages.items()}
     params = [param for stage in stages.values() for param in stage.parameters()]
     _, optimizer = amp.initialize(
         list(stages.values()),
@@ -112,6 +134,8 @@ def train(
         process_group=distributed.group.WORLD,
         **scaling_of(level),
     )
+    if not shards:
+        stages = {number: in_replicas(one, mesh) for number, one in stages.items()}
 
     def scaled_loss(output: Tensor, target: Tensor) -> Tensor:
         return (output.float() - target).square().mean() * scale
@@ -121,7 +145,7 @@ def train(
     for step in range(steps):
         optimizer.zero_grad()
         inputs, targets = training.rows(step, share, replicas)
-        plant, of_each = planted(step, level, share), []
+        plant, of_each = planted(step, level, share if shards else 0), []
         if plant == -1:
             targets[training.BATCH // MICRO_BATCHES] = float("inf")  # the first of a micro-batch
         with amp.scale_loss(torch.ones(()), optimizer) as scale:
@@ -141,7 +165,12 @@ def train(
 
 
 def train_and_compare(
-    schedule: str, levels: tuple[str, ...], steps: int, max_norm: float | None, replicas: int = 1
+    schedule: str,
+    levels: tuple[str, ...],
+    steps: int,
+    max_norm: float | None,
+    replicas: int = 1,
+    shards: bool = True,
 ) -> dict[str, tuple[Trained, Trained | None]]:
     """Return for each level what the pipeline trains here, and on rank 0 what that trains alone."""
     found = {}
@@ -152,7 +181,8 @@ def train_and_compare(
         alone = (
             training.train("none", level, steps, infs, max_norm, **options) if is_first else None
         )
-        found[level] = train(schedule, level, steps, max_norm, replicas), alone
+        trained = train(schedule, level, steps, max_norm, replicas, shards)
+        found[level] = trained, alone
     return found
 
 
@@ -175,11 +205,16 @@ def warnings_with_and_without_a_group() -> tuple[list[str], list[str]]:
     return warnings_of_a_factor(), warnings_of_a_factor(process_group=distributed.group.WORLD)
 
 
-def said_of_shards(schedule: str) -> str:
-    """Return what is said of a pipeline, all on this rank, whose stages FSDP2 shards."""
-    stages = dict(enumerate([training.sharded(nn.Linear(7, 7)) for _ in range(2)]))
-    params = [param for stage in stages.values() for param in stage.parameters()]
-    amp.initialize(list(stages.values()), training.adamw(params), opt_level="O1", verbosity=0)
+def said_of_replicas(schedule: str, shards: bool) -> str:
+    """Return what is said of a pipeline, all on this rank, of stages in FSDP2 or in DDP."""
+    layers: list[nn.Module] = [nn.Linear(7, 7) for _ in range(2)]
+    if shards:
+        layers = [training.sharded(layer) for layer in layers]
+    params = [param for layer in layers for param in layer.parameters()]
+    amp.initialize(layers, training.adamw(params), opt_level="O1", verbosity=0)
+    if not shards:
+        layers = [DistributedDataParallel(layer, find_unused_parameters=True) for layer in layers]
+    stages = dict(enumerate(layers))
     before = [param.detach().clone() for param in params]
     pipeline = make_schedule(schedule, stages, distributed.group.WORLD, 2, nn.functional.mse_loss)
     try:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -145,6 +146,19 @@ def sent_by_rank_0(level: str) -> bool:
     set_model_state_dict(model, given, options=options)
     came = training.whole_params(model)
     return all(torch.equal(came[name], value) for name, value in whole.items())
+
+
+def model_state_alone(engine: str) -> bool:
+    """Return whether `get_model_state_dict` has the values that `get_state_dict` has."""
+    model, optimizer = prepare(engine, "O2")
+    run(model, optimizer, 0, 4)
+    options = StateDictOptions(full_state_dict=True)
+    both, _ = get_state_dict(model, optimizer, options=options)
+    both = {name: value.clone() for name, value in both.items()}
+    alone = get_model_state_dict(model, options=options)
+    rounded = (value.half().float() for value in both.values())
+    assert not all(map(torch.equal, both.values(), rounded))  # they are masters
+    return list(alone) == list(both) and all(map(torch.equal, alone.values(), both.values()))
 
 
 def resume_from_states(engine: str, level: str) -> bool:

@@ -113,6 +113,31 @@ def test_a_scale_of_its_own_beside_a_model_of_one_rank_is_that_of_all() -> None:
     assert torch.equal(found[1], others[1])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", ["ignored", "outside"])
+def test_parameters_of_one_rank_that_are_stepped_with_shared_ones_are_told_of(
+    kind: str, level: str
+) -> None:
+    (said, weight), (_, other) = ranks.run(
+        agreeing.beside_parameters_of_its_own, kind, level, False
+    )
+    assert len(said) == 1
+    assert "of 2 that it does not" in said[0]
+    assert "process_group=torch.distributed.group.WORLD" in said[0]
+    assert not torch.equal(weight, other)  # which nothing else tells of
+    (said, weight), (_, other) = ranks.run(agreeing.beside_parameters_of_its_own, kind, level, True)
+    assert said == []
+    assert torch.equal(weight, other)
+
+
+def test_parameters_of_one_rank_need_no_others_where_no_step_is_skipped() -> None:
+    (said, weight), (_, other) = ranks.run(
+        agreeing.beside_parameters_of_its_own, "ignored", "O4", False
+    )
+    assert said == []
+    assert torch.equal(weight, other)
+
+
 def test_whole_parameters_beside_those_that_ranks_split_skip_with_them() -> None:
     (said, scales, whole), (_, others_scales, others) = ranks.run(
         agreeing.two_optimizers_of_one_loss

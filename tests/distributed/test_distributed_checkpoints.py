@@ -48,6 +48,11 @@ def test_weights_that_rank_0_sends_are_not_rounded() -> None:
     assert ranks.run(resuming.sent_by_rank_0, "O2") == [True, True]
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
+def test_the_state_of_a_model_alone_has_its_masters(engine: str) -> None:
+    assert ranks.run(resuming.model_state_alone, engine, size=3) == [True] * 3
+
+
 SAVED = [(engine, level) for engine in ("zero", "fsdp1") for level in ("O1", "O2", "O3", "O5")]
 
 

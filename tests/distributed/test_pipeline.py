@@ -36,7 +36,16 @@ def test_levels_without_masters(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "interleaved"])
 def test_stages_that_fsdp2_shards(schedule: str) -> None:
-    found = ranks.run(piping.train_and_compare, schedule, LEVELS, 8, 0.5, 2, size=4)
+    assert_replicas_train_as_one_process(schedule, shards=True)
+
+
+@pytest.mark.parametrize("schedule", nightly_but(["1F1B"], ["GPipe", "1F1B", "interleaved"]))
+def test_stages_that_replicas_have_whole(schedule: str) -> None:
+    assert_replicas_train_as_one_process(schedule, shards=False)
+
+
+def assert_replicas_train_as_one_process(schedule: str, shards: bool) -> None:
+    found = ranks.run(piping.train_and_compare, schedule, LEVELS, 8, 0.5, 2, shards, size=4)
     for level in LEVELS:
         alone = found[0][level][1]
         # each replica of the last stage knows the losses of its half of the rows
@@ -71,11 +80,12 @@ def test_stages_that_decide_alone_are_warned() -> None:
     assert alone == []
 
 
+@pytest.mark.parametrize("shards", [True, False])
 @pytest.mark.parametrize("schedule", nightly_but(["zero-bubble"], piping.LOOPED))
-def test_a_split_backward_of_shards_is_refused(schedule: str) -> None:
-    (said,) = ranks.run(piping.said_of_shards, schedule, size=1)
+def test_a_split_backward_of_replicas_is_refused(schedule: str, shards: bool) -> None:
+    (said,) = ranks.run(piping.said_of_replicas, schedule, shards, size=1)
     if schedule == "interleaved":
         assert said == "nothing"
     else:
-        assert "of 2 stages sharded by fully_shard()" in said
+        assert "of 2 stages in DistributedDataParallel or sharded by fully_shard()" in said
         assert "ScheduleInterleaved1F1B(stages, ...)" in said
