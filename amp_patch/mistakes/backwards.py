@@ -7,6 +7,7 @@ parameters a block is for; no scale.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -162,6 +163,7 @@ class Backwards:
         delayed = set(map(id, self._delayed()))
         if nodes or delayed:
             _refuse(blocks, nodes, delayed, _Graph(tensors, nodes), inputs)
+            _refuse_divided(getattr(tensors, "grad_fn", None), nodes)
         elif grad_tensors is not None and self._looks_left:
             self._looks_left -= 1
             _warn_of_scaled(blocks, grad_tensors)
@@ -280,6 +282,47 @@ def _refuse_curved(nodes: Iterable[Any]) -> None:
             "loss times the scale. Compute the loss before: `with amp.scale_loss(criterion("
             "model(inputs), targets), optimizer) as scaled_loss: scaled_loss.backward()`."
         )
+
+
+#: The smallest loss scale by which a script divides for no other reason: as many micro-batches, by
+#: whose number a loss is divided as well, are no step's.
+_NO_COUNT = 1024.0
+
+
+def _refuse_divided(node: Any, nodes: Collection[Any]) -> None:
+    """Raise for a scaled loss that the script divides by the scale, as the end of the block does.
+
+    Args:
+        node: of what goes backward.
+        nodes: of the scaled losses.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    callees = [] if node is None else [one for one, _ in node.next_functions]
+    scaled = next((one for one in callees if one in nodes), None)
+    if scaled is None:
+        return
+    scale = _number(scaled, "_saved_other")
+    if node.name().startswith("DivBackward"):
+        divisor = _number(node, "_saved_other")
+    elif node.name().startswith("MulBackward"):
+        factor = _number(node, "_saved_other" if callees[0] is scaled else "_saved_self")
+        divisor = 1.0 / factor if factor else 0.0
+    else:
+        return
+    if scale >= _NO_COUNT and math.isclose(divisor, scale, rel_tol=1e-3):
+        raise RuntimeError(
+            "the loss that a scale_loss() block yields must not be divided by the loss scale, for "
+            f"the end of the block divides its gradients; got a backward of it divided by "
+            f"{scale:g}, which would train next to nothing. Call scaled_loss.backward()."
+        )
+
+
+def _number(node: Any, name: str) -> float:
+    """Return a number that a node has saved; 0 where it has none."""
+    saved = getattr(node, name, None)
+    return float(saved) if isinstance(saved, Tensor) and saved.numel() == 1 else 0.0
 
 
 def leaves_of(loss: Any) -> list[Tensor]:

@@ -131,6 +131,16 @@ def of_a_scaled_loss(amp: Any, model: Any, optimizer: Any) -> None:
         scaled_loss.backward()
 
 
+def divided_by_the_scale(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+        (scaled_loss / core.loss_scale()).backward()
+
+
+def times_its_inverse(amp: Any, model: Any, optimizer: Any) -> None:
+    with amp.scale_loss(loss_of(model, INPUTS), optimizer) as scaled_loss:
+        (torch.tensor(1.0 / core.loss_scale()) * scaled_loss).backward()
+
+
 ANOTHER, LATE = "must be that of the loss it yields", "must run inside of its scale_loss"
 REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "clip before backward": (with_scaled(clip_before_backward), "Move it behind", LEVELS),
@@ -148,6 +158,8 @@ REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "loss.backward()": (plain_backward, ANOTHER, ("O1", "O2")),
     "backward outside": (late_backward, LATE, ("O1", "O2")),
     "a scaled loss scaled again": (of_a_scaled_loss, "a loss must be scaled once", ("O1", "O2")),
+    "divided by the scale": (divided_by_the_scale, "next to nothing", ("O1", "O2")),
+    "times its inverse": (times_its_inverse, "next to nothing", ("O1", "O2")),
     "a loss of scaled outputs": (around_forward, "of what LogSoftmax made of it", ("O1", "O2")),
 }
 
@@ -377,7 +389,9 @@ def test_backwards_of_other_things_in_a_block_are_not_refused(amp: ModuleType, l
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         other(INPUTS).sum().backward()
         loss.backward(inputs=[inputs], retain_graph=True)
-        (scaled_loss / 2 + other(INPUTS).sum()).backward()
+        (scaled_loss / 2 + other(INPUTS).sum()).backward(retain_graph=True)
+        for part in (scaled_loss / 64, scaled_loss * 3, scaled_loss * scaled_loss.detach()):
+            part.backward(retain_graph=True)
     assert all(param.grad is not None for param in model.parameters())
 
 
