@@ -227,9 +227,12 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def is_large(param: Tensor) -> bool:
-    """Return whether the cast of a parameter has memory only from its forward to its backward."""
-    return param.numel() >= (LARGE if param.is_cpu else LARGE_ON_GPU)
+def is_large(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor's cast is worth what it takes the host to save it.
+
+    That of a parameter has memory only from its forward to its backward then.
+    """
+    return tensor.numel() >= (LARGE if tensor.is_cpu else LARGE_ON_GPU)
 
 
 class Bulk:

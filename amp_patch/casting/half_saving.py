@@ -11,15 +11,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-#: Elements of an argument from which on a call's memory is worth its hooks, which take the host
-#: some 60 us: as long as the CPU takes to compute so many.
-_LARGE, _LARGE_ON_GPU = 1 << 14, 1 << 18
-
-
-def is_large(tensor: Tensor) -> bool:
-    """Return whether a call of a function with such an argument keeps much for its backward."""
-    return tensor.numel() >= (_LARGE if tensor.is_cpu else _LARGE_ON_GPU)
-
 
 class HalfSaving:
     """What autograd saves of one call, in the half dtype of the call's result.

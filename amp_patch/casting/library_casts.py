@@ -19,8 +19,9 @@ from torch.compiler import is_compiling
 
 from . import fused_loss
 from .argument_casts import is_on_cast_device, tensors_in, to_dtype, to_float
+from .cached_casts import is_large
 from .foreign_objects import cast_frame, has_more_neighbours, promote_column
-from .half_saving import HalfSaving, is_large
+from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -96,7 +97,7 @@ def _run_stored(
         return function(*args, **kwargs)
     never = rule.in_float in ("never", "hubs")
     if never or not _in_float(rule, _floats_in(args, kwargs)):
-        args, kwargs = _cast_call(args, kwargs, dtype)
+        args, kwargs = _map_call(functools.partial(_cast, dtype=dtype), args, kwargs)
         return _cast(function(*args, **kwargs), dtype)
     return _cast(_in_float_region(function, args, kwargs), dtype)
 
@@ -113,7 +114,7 @@ def _run_float(
 
 
 def _in_float_region(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    args, kwargs = _cast_call(args, kwargs, torch.float32)
+    args, kwargs = _map_call(functools.partial(_cast, dtype=torch.float32), args, kwargs)
     with FloatRegion():  # layers inside may have half weights
         return function(*args, **kwargs)
 
@@ -267,7 +268,7 @@ def _run(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[
         return function(*args, **kwargs)
     runs_in, result = _dtypes(rule, tensors)
     if runs_in is result or not _saves_in_half(result, tensors):
-        args, kwargs = _cast_call(args, kwargs, runs_in)
+        args, kwargs = _map_call(functools.partial(_cast, dtype=runs_in), args, kwargs)
         with _NothingElseCasts():
             return _cast(function(*args, **kwargs), result)
     saving = HalfSaving(result)
@@ -400,16 +401,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, nn.Module):  # whose method it is
         return value
     return map_tensors(lambda tensor: _to(tensor, dtype), value)
-
-
-def _cast_call(
-    args: Iterable[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments, cast one by one, as `_map_call` does it."""
-    return (
-        tuple([_cast(one, dtype) for one in args]),
-        {name: _cast(one, dtype) for name, one in kwargs.items()},
-    )
 
 
 def _map_call(

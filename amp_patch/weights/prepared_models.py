@@ -267,6 +267,7 @@ class PreparedModels:
         params, came_in_half, rounded = half_storage.convert(
             model, dtype, bool(level.keep_batchnorm_fp32), self.stored_in_half(), in_float
         )
+        warn_of_infinite(model, rounded)  # first: a script may make an error of a warning
         if dtype in HALVES or params or came_in_half:
             self._converted[model] = came_in_half
         if dtype in HALVES:
@@ -282,7 +283,6 @@ class PreparedModels:
                 continue
             if original.grad is not None:
                 param.grad = original.grad.to(param.dtype)
-        warn_of_infinite(model, rounded)
         return [*params, *rounded]
 
     def _attach(self, model: nn.Module, level: OptLevel, precisions: Mapping[str, str]) -> None:

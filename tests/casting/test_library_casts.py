@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amp_patch.casting import half_saving
+from amp_patch.casting import cached_casts
 from amp_patch.casting.library_casts import CASTS, IN_FLOAT, Rule, _dtypes, wrap
 from amp_patch.casting.mode import mode, process
 
@@ -262,7 +262,7 @@ def test_what_is_recorded_or_transformed_keeps_nothing_in_half(
     transform: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors have no memory there."""
-    monkeypatch.setattr(half_saving, "_LARGE", 1)
+    monkeypatch.setattr(cached_casts, "LARGE", 1)
     wrapped = wrap(lambda x: torch.tanh(x * x), Rule("promote", "always"))
     given = torch.rand(5, 3).half()
 
@@ -289,7 +289,7 @@ def test_gradients_are_those_of_float32(
     mode.in_checkpoint = recomputed
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(half_saving, "_LARGE", large)  # what is kept is in half from there on
+            patch.setattr(cached_casts, "LARGE", large)  # what is kept is in half from there on
             found = wrap(lambda x, y: torch.tanh(x * y), Rule("promote", "always"))(*ours)
     finally:
         mode.in_checkpoint = False
