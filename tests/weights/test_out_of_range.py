@@ -74,3 +74,14 @@ def test_other_large_numbers_are_no_mask(amp: ModuleType, numbers: list[float]) 
 def test_a_buffer_of_the_model_itself_has_no_rule(amp: ModuleType) -> None:
     with pytest.warns(UserWarning, match=r"shift of Shifted\. .*range of float32\.$"):
         amp.initialize(Shifted(LARGE), opt_level="O3", verbosity=0)
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(amp: ModuleType) -> None:
+    model = model_with(LARGE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UserWarning, match="65504"):
+        initialized(amp, model, "O2")
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    initialized(amp, model, "O5")
