@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 #: How often properties are drawn, see `conftest`.
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ordinary")
 
@@ -55,24 +57,32 @@ def nightly_but(ordinary: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def nightly_levels(tests: Iterable[pytest.Function]) -> list[pytest.Function]:
-    """Return the tests at O0, O3 and O4 that the ordinary run makes at O1, O2 or O5.
+    """Return the tests at levels that the ordinary run leaves out, for it makes the like of them.
 
-    Nearly all that these levels do, others do: O0 casts nothing, O3 is O2 without masters, O4 is
-    O1 in bfloat16. A file of which the global ``EVERY_LEVEL`` is true keeps all of its tests.
+    Those at O0, O3 and O4 that it makes at O1, O2 or O5: nearly all that these levels do, others
+    do. O0 casts nothing, O3 is O2 without masters, O4 is O1 in bfloat16. And where a test has
+    several cases at both O2 and O5, which is O2 in bfloat16, each case at one of the two, in turn.
+    A file of which the global ``EVERY_LEVEL`` is true keeps all of its tests.
     """
-    found, kept = [], set()
+    by_case: dict[Any, dict[str, pytest.Function]] = {}
     for test in tests:
         params = getattr(test, "callspec", None) and test.callspec.params or {}
         for name, value in params.items():
-            if not isinstance(value, str):
-                continue
-            rest = [(key, id(other)) for key, other in sorted(params.items()) if key != name]
-            case = test.path, test.originalname, name, *rest
-            if value in ("O1", "O2", "O5"):
-                kept.add(case)
-            elif value in ("O0", "O3", "O4") and not getattr(test.module, "EVERY_LEVEL", False):
-                found.append((case, test))
-    return [test for case, test in found if case in kept]
+            if isinstance(value, str) and value in LEVELS:
+                rest = [(key, id(other)) for key, other in sorted(params.items()) if key != name]
+                by_case.setdefault((test.path, test.originalname, name, *rest), {})[value] = test
+    left_out, pairs = [], {}
+    for case, at in by_case.items():
+        if getattr(next(iter(at.values())).module, "EVERY_LEVEL", False):
+            continue
+        if not at.keys().isdisjoint(("O1", "O2", "O5")):
+            left_out += [at[level] for level in ("O0", "O3", "O4") if level in at]
+        if "O2" in at and "O5" in at:
+            pairs.setdefault(case[:3], []).append(at)
+    for several in pairs.values():
+        if len(several) > 1:
+            left_out += [at[level] for at, level in zip(several, cycle(("O5", "O2")))]
+    return left_out
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:

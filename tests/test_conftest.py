@@ -118,11 +118,23 @@ def test_levels_that_do_what_others_do_are_left_to_the_nightly_run(run_tests) ->
         @pytest.mark.parametrize("level", ["O3", "O4"])
         def test_at_these_alone(level):
             print(f"alone {level}.")
+
+        @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+        @pytest.mark.parametrize("other", [object(), object(), object()])
+        def test_in_turn(level, other):
+            print(f"in turn {level}.")
+
+        @pytest.mark.parametrize("level", ["O2", "O5"])
+        def test_of_one_case(level):
+            print(f"one case {level}.")
     """
     result = run_tests(test_few=tests, test_all="EVERY_LEVEL = True\n" + textwrap.dedent(tests))
-    printed = Counter(re.findall(r"(at|alone) (O\d)\.", "\n".join(result.outlines)))
+    printed = Counter(re.findall(r"(at|alone|in turn|one case) (O\d)\.", "\n".join(result.outlines)))
     each = {("at", "O0"): 2, ("at", "O1"): 4, ("at", "O4"): 2}
-    assert printed == {**each, ("alone", "O3"): 2, ("alone", "O4"): 2}
+    # of three cases two at O2 and one at O5; in the other file each of them at both
+    in_turn = {("in turn", "O1"): 6, ("in turn", "O2"): 2 + 3, ("in turn", "O5"): 1 + 3}
+    one_case = {("one case", "O2"): 2, ("one case", "O5"): 2}
+    assert printed == {**each, ("alone", "O3"): 2, ("alone", "O4"): 2, **in_turn, **one_case}
 
 
 def test_the_files_are_in_order_before_pytest_randomly_draws_one(
