@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wrapt import register_post_import_hook, resolve_path
@@ -166,6 +166,12 @@ class Patches:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+def set_class(objects: Iterable[Any], new: type[Any]) -> None:
+    """Make objects instances of another class, which has the same slots, until it is set again."""
+    for one in objects:
+        one.__class__ = new
 
 
 def remove(owner: Any, name: str, value: Any) -> None:

@@ -64,25 +64,33 @@ def nightly_levels(tests: Iterable[pytest.Function]) -> list[pytest.Function]:
     several cases at both O2 and O5, which is O2 in bfloat16, each case at one of the two, in turn.
     A file of which the global ``EVERY_LEVEL`` is true keeps all of its tests.
     """
-    by_case: dict[Any, dict[str, pytest.Function]] = {}
-    for test in tests:
-        params = getattr(test, "callspec", None) and test.callspec.params or {}
-        for name, value in params.items():
-            if isinstance(value, str) and value in LEVELS:
-                rest = [(key, id(other)) for key, other in sorted(params.items()) if key != name]
-                by_case.setdefault((test.path, test.originalname, name, *rest), {})[value] = test
-    left_out, pairs = [], {}
-    for case, at in by_case.items():
-        if getattr(next(iter(at.values())).module, "EVERY_LEVEL", False):
-            continue
+    left_out: list[pytest.Function] = []
+    pairs: dict[Any, list[dict[str, pytest.Function]]] = {}
+    for case, at in _by_case(tests).items():
         if not at.keys().isdisjoint(("O1", "O2", "O5")):
             left_out += [at[level] for level in ("O0", "O3", "O4") if level in at]
         if "O2" in at and "O5" in at:
             pairs.setdefault(case[:3], []).append(at)
     for several in pairs.values():
         if len(several) > 1:
-            left_out += [at[level] for at, level in zip(several, cycle(("O5", "O2")))]
+            left_out += [at[level] for at, level in zip(several, cycle(("O5", "O2")), strict=False)]
     return left_out
+
+
+def _by_case(tests: Iterable[pytest.Function]) -> dict[Any, dict[str, pytest.Function]]:
+    """Return, for each case of a test that is made at levels, the tests by level.
+
+    A case is known by the file, the test, the parameter that is the level, and the other ones.
+    """
+    found: dict[Any, dict[str, pytest.Function]] = {}
+    for test in tests:
+        params = getattr(test, "callspec", None) and test.callspec.params or {}
+        for name, value in params.items():
+            every = getattr(test.module, "EVERY_LEVEL", False)
+            if isinstance(value, str) and value in LEVELS and not every:
+                rest = [(key, id(other)) for key, other in sorted(params.items()) if key != name]
+                found.setdefault((test.path, test.originalname, name, *rest), {})[value] = test
+    return found
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:

@@ -129,7 +129,9 @@ def test_levels_that_do_what_others_do_are_left_to_the_nightly_run(run_tests) ->
             print(f"one case {level}.")
     """
     result = run_tests(test_few=tests, test_all="EVERY_LEVEL = True\n" + textwrap.dedent(tests))
-    printed = Counter(re.findall(r"(at|alone|in turn|one case) (O\d)\.", "\n".join(result.outlines)))
+    printed = Counter(
+        re.findall(r"(at|alone|in turn|one case) (O\d)\.", "\n".join(result.outlines))
+    )
     each = {("at", "O0"): 2, ("at", "O1"): 4, ("at", "O4"): 2}
     # of three cases two at O2 and one at O5; in the other file each of them at both
     in_turn = {("in turn", "O1"): 6, ("in turn", "O2"): 2 + 3, ("in turn", "O5"): 1 + 3}

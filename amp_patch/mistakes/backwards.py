@@ -70,6 +70,7 @@ class Backwards:
         running: the steps of optimizers that run.
         after_lone: called behind each backward while no optimizer is prepared, whose step would
             tell that weights change: a script may write to them by hand, through ``.data`` say.
+        after_plain: called behind each backward of no scaled loss.
         prepared: the prepared optimizers; false without any.
 
     Attributes:
@@ -87,10 +88,12 @@ class Backwards:
         delayed: Callable[[], Iterable[Tensor]],
         running: Sequence[OptimizerStep],
         after_lone: Callable[[], None],
+        after_plain: Callable[[], None],
         prepared: Collection[Optimizer],
     ) -> None:
         self._delayed, self._running = delayed, running
-        self._after_lone, self._prepared = after_lone, prepared
+        self._after_lone, self._after_plain = after_lone, after_plain
+        self._prepared = prepared
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
         self.plain = 0
@@ -127,36 +130,47 @@ class Backwards:
         @never_trace
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            is_plain = not blocks
             # A checkpoint calls backward in a backward, of which the outer one was looked at.
             if blocks and torch._C._current_graph_task_id() == -1:
                 given = kwargs.get("grad_tensors", args[0] if args else None)
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
-                self._look(tensors, given, kwargs.get("inputs"), creates_graph)
-            if prepared and not running:
-                return run(tensors, *args, **kwargs)
+                is_plain = self._look(tensors, given, kwargs.get("inputs"), creates_graph)
             result = run(tensors, *args, **kwargs)
-            if not prepared and torch._C._current_graph_task_id() == -1:
-                self._after_lone()
-            for step in [*running]:
-                step.receive_in_step()
+            if is_plain or running or not prepared:
+                self._follow(is_plain)
             return result
 
         return backward
 
-    def _look(self, tensors: Any, grad_tensors: Any, inputs: Any, creates_graph: bool) -> None:
-        """Raise for a backward that is in the wrong place, warn of one whose graph is scaled."""
+    def _follow(self, is_plain: bool) -> None:
+        """A backward has ended that is of no scaled loss, in a step, or beside no optimizer."""
+        if torch._C._current_graph_task_id() == -1:
+            if not self._prepared:
+                self._after_lone()
+            elif is_plain and not self._running:
+                self._after_plain()
+        for step in [*self._running]:
+            step.receive_in_step()
+
+    def _look(self, tensors: Any, grad_tensors: Any, inputs: Any, creates_graph: bool) -> bool:
+        """Raise for a backward that is in the wrong place, warn of one whose graph is scaled.
+
+        Returns:
+            Whether it is of no scaled loss.
+        """
         blocks = self._blocks.get(threading.get_ident())
         if blocks is None:
             self.plain += 1
-            return
+            return True
         if _is_of_one(blocks, tensors):
             self.last_was_plain = False
             if creates_graph:
                 _warn_of_graph()
-            return
+            return False
         if grad_tensors is not None and _goes_on(blocks, tensors, grad_tensors):
             self.last_was_plain = False
-            return
+            return False
         self.last_was_plain = True
         self.plain += 1
         nodes = {block.node for block in blocks} - {None}
@@ -167,6 +181,7 @@ class Backwards:
         elif grad_tensors is not None and self._looks_left:
             self._looks_left -= 1
             _warn_of_scaled(blocks, grad_tensors)
+        return True
 
 
 def _refuse(

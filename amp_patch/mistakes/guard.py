@@ -76,7 +76,11 @@ class Guard:
     ) -> None:
         self._models, self._optimizers, self._store = models, optimizers, store
         self.backwards = Backwards(
-            optimizers.scaled_params, optimizers.running, after_lone, optimizers.steps
+            optimizers.scaled_params,
+            optimizers.running,
+            after_lone,
+            optimizers.offer_gradients,
+            optimizers.steps,
         )
         self.unprepared = UnpreparedParams(lambda: self.backwards.plain)
         self._served = ServedScalers(

@@ -22,7 +22,8 @@ from amp_patch.kernels.graph_capture import captures
 from amp_patch.optimizers.device_flag import skips_by_flag
 from amp_patch.optimizers.fused_step import FusedStep
 from amp_patch.warn_once import warn
-from amp_patch.weights.parameter_lists import Tensors, have_none, stored_grad
+from amp_patch.weights.gradient_offer import GradientOffer
+from amp_patch.weights.parameter_lists import Tensors, are_same, have_none, stored_grad
 
 from .clipped_gradients import ClippedGradients
 from .foreign_gradients import ForeignGradients, Watch
@@ -92,6 +93,7 @@ class OptimizerBackward:
         self.gradients = Gradients(lazy, own)
         self.clipped = ClippedGradients(optimizer, held, self.gradients, fused)
         self._foreign = ForeignGradients()
+        self._offer = GradientOffer(self)
         self.is_open = False
         self.zeroing = Zeroing(self.gradients, skip, drops_used=self.masters is not None)
         self.unshared_scale: float | Tensor | None = None
@@ -142,6 +144,7 @@ class OptimizerBackward:
         Call it where ``gradients.may_be_cleared`` is True, and behind an overflow: one that is not
         stepped would stay with the masters for good.
         """
+        self._offer.withdraw()
         self.gradients.drop_cleared(self.pairs(), by_value=self.skip.is_certain)
 
     def begin(
@@ -161,6 +164,7 @@ class OptimizerBackward:
             is_scaled: False where the scale is 1, and hooks of the backward may step.
             is_alone: whether the backward is for this optimizer alone.
         """
+        self._offer.withdraw()
         if self._foreign.found:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
@@ -301,6 +305,15 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
+    def offer_gradients(self) -> None:
+        """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
+        if self.masters is not None and not self.is_open and self.gradients.take_unscaled:
+            pairs = self.pairs()
+            if not are_same(*pairs) and not have_none(pairs.model):
+                self._offer.make(
+                    master for param, master in zip(*pairs, strict=True) if param is not master
+                )
+
     def show_gradients(self) -> None:
         """The masters' gradients may be read before the next step, and a backward may follow."""
         self.receive_unscaled()
@@ -328,6 +341,7 @@ class OptimizerBackward:
         Raises:
             RuntimeError: as said.
         """
+        self._offer.withdraw()
         if self.is_open:
             self._end_early(steps)
         if self.is_open:
@@ -376,12 +390,14 @@ class OptimizerBackward:
 
         Not where that of another optimizer's block has left some: they are scaled.
         """
+        self._offer.withdraw()
         expects = self.masters is not None and not self.is_open and self.gradients.take_unscaled
         if expects and not self._foreign.are_left():
             self.gradients.receive_unscaled(self.pairs())
 
     def note_cleared(self) -> None:
         """The user is about to clear the gradients."""
+        self._offer.withdraw()
         self.zeroing.note_cleared(not self.is_open or self.gradients.wrote(self.pairs()))
 
     def note_cleared_by_model(self, cleared: set[int]) -> None:
@@ -401,6 +417,7 @@ class OptimizerBackward:
         Args:
             cleared: ids of the model's parameters.
         """
+        self._offer.withdraw()
         if self.is_open or not self.gradients.may_be_cleared:
             return
         pairs = self.pairs()
@@ -425,6 +442,7 @@ class OptimizerBackward:
 
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
+        self._offer.withdraw()
         if self.is_open:  # deactivated in a block, behind its backward
             self._end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too

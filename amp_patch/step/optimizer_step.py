@@ -34,7 +34,7 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .replaced_methods import ReplacedMethods, own_methods
+from .replaced_methods import ReplacedMethods
 from .skip import Skip
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
@@ -128,10 +128,6 @@ class OptimizerStep:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
         replace(optimizer, "add_param_group", self.groups.add)
-        if self.masters is not None:
-            for one in (optimizer, *wrapped):
-                for name in own_methods(one):
-                    replace(one, name, self._call_own, is_wrapped=one is not optimizer)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -212,15 +208,6 @@ class OptimizerStep:
         """A backward in the step itself, and in no closure, has ended, as GSAM makes two."""
         if self.masters is not None and self._thread == threading.get_ident():
             self.backward.receive_unscaled()
-
-    def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method that torch's optimizers do not have, which finds gradients at the masters.
-
-        Sophia's ``update_hessian`` reads those of a plain backward.
-        """
-        if not self._is_stepping:
-            self.backward.show_gradients()
-        return original(*args, **kwargs)
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that the initialized one wraps, in the place of its own step or in it.

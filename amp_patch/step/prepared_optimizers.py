@@ -225,6 +225,12 @@ class PreparedOptimizers:
         every = [reference() for reference in self._steps]
         return [step.backward for step in every if step is not None and step not in steps]
 
+    def offer_gradients(self) -> None:
+        """See `OptimizerBackward.offer_gradients`."""
+        if self._masters:
+            for step in list(self.steps.values()):
+                step.backward.offer_gradients()
+
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""
         for step in list(self.steps.values()):

@@ -88,7 +88,7 @@ def refuse_given(pairs: ParamPairs) -> None:
 def tell_of_zeros(masters: Iterable[Tensor]) -> None:
     """Warn where nothing but 0 is to be stepped, while a backward has written other gradients.
 
-    A script that read None at a master took it for 0, as PCGrad does, or made it 0 to clear it.
+    A script made them 0 before the backward, to clear them.
     """
     grads = [grad for master in masters if (grad := stored_grad(master)) is not None]
     if not any(bool(kernels.values(local(grad)).any()) for grad in grads):

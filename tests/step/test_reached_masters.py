@@ -113,11 +113,11 @@ def test_gradients_that_a_script_gives_to_masters_in_a_block_are_refused(amp: Mo
     assert all(map(torch.equal, stepped(optimizer), before))
 
 
-def test_masters_whose_gradients_a_script_took_for_zeros_are_told_of(amp: ModuleType) -> None:
+def test_masters_whose_gradients_a_script_has_set_to_zeros_are_told_of(amp: ModuleType) -> None:
     model, optimizer = prepared(amp, opt_level="O5", loss_scale=1.0)
-    model(X).sum().backward()
     for param in stepped(optimizer):
         param.grad = torch.zeros_like(param)
+    model(X).sum().backward()
     with pytest.warns(
         UserWarning, match="a script has set to 0, by which the step changes"
     ) as told:

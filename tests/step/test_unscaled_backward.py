@@ -307,8 +307,12 @@ def backward_of(kind, model, optimizer, masters, scaled=None):
             scaled_loss.backward()
 
 
-PLAIN = st.lists(st.sampled_from(["data", "penalty", "both", "of groups", "read"]), max_size=8)
-BLOCKS = st.lists(st.sampled_from(["block", "block of both", "read"]), max_size=3)
+READS = {
+    "read": lambda amp, one: amp.master_params(one),
+    "read groups": lambda _, one: stepped_by(one),
+}
+PLAIN = st.lists(st.sampled_from(["data", "penalty", "both", "of groups", *READS]), max_size=8)
+BLOCKS = st.lists(st.sampled_from(["block", "block of both", *READS]), max_size=3)
 
 
 @pytest.mark.parametrize("fused_step", [False, True])
@@ -327,8 +331,8 @@ def test_any_backwards_of_halves_and_masters_add_up(amp, opt_level, fused_step):
         for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
             twin.data.copy_(mine.data)
         for kind in (*kinds, *blocks):
-            if kind == "read":
-                grads = [param.grad for param in amp.master_params(optimizer)]
+            if kind in READS:
+                grads = [param.grad for param in READS[kind](amp, optimizer)]
                 expected = [param.grad for param in plain.parameters()]
                 torch.testing.assert_close(grads, expected, rtol=2e-2, atol=5e-3)
             else:
@@ -341,6 +345,62 @@ def test_any_backwards_of_halves_and_masters_add_up(amp, opt_level, fused_step):
         torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
 
     run()
+
+
+def halve(params):
+    for param in params:
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+
+
+def replace_by_halves(params):
+    for param in params:
+        param.grad = param.grad / 2
+
+
+def clear(params):
+    for param in params:
+        param.grad = None
+
+
+def set_to_ones(params):
+    for param in params:
+        param.grad = torch.ones_like(param)
+
+
+def drop_first(params):
+    del params[0].grad
+
+
+def take_norm(params):
+    total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(params, 0.1, total)
+
+
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize(
+    "write", [halve, replace_by_halves, clear, set_to_ones, drop_first, take_norm]
+)
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_what_a_script_writes_to_gradients_of_the_groups_is_stepped(
+    amp, opt_level, write, fused_step
+):
+    """Behind a plain backward, as in plain PyTorch: a script clips by hand, merges, or freezes."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    plain = copy.deepcopy(model).float()
+    twins = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        twin.data.copy_(mine.data)
+    for _ in range(3):
+        for network, one in ((model, optimizer), (plain, twins)):
+            one.zero_grad()
+            backward(network)
+            write(stepped_by(one))
+            one.step()
+        torch.testing.assert_close(
+            values(stepped_by(optimizer)), values(plain.parameters()), rtol=2e-2, atol=5e-3
+        )
 
 
 @pytest.mark.parametrize("fused_step", [False, True])

@@ -1,0 +1,99 @@
+"""Masters whose gradients come when a script asks for one; knows no optimizer and no backward.
+
+Between a backward outside of ``scale_loss`` and the step, gradients are at the half parameters
+alone, for a further backward may add to them. A script that clips, logs or merges those of
+``optimizer.param_groups`` by hand finds them all the same: for so long, masters are of a class that
+asks for them first.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from amp_patch.patching import set_class
+
+
+class Giver(Protocol):
+    """Whose masters they are."""
+
+    def show_gradients(self) -> None:
+        """Give masters their gradients; `GradientOffer.withdraw` comes first."""
+
+
+class GradientOffer:
+    """Lets masters ask for their gradients, for a while.
+
+    Args:
+        giver: is asked; held weakly.
+    """
+
+    def __init__(self, giver: Giver) -> None:
+        self._giver = weakref.ref(giver)
+        self._asking: dict[type[Any], type[Any]] = {}
+        self._offered: dict[type[Any], list[Tensor]] = {}
+
+    def make(self, masters: Iterable[Tensor]) -> None:
+        """From now on until `withdraw`, whoever reads or sets a gradient of one asks first.
+
+        Args:
+            masters: of any classes. They are of a subclass until then.
+        """
+        self.withdraw()
+        for master in masters:
+            self._offered.setdefault(type(master), []).append(master)
+        for own, of_class in self._offered.items():
+            set_class(of_class, self._asking.get(own) or self._derive(own))
+
+    def withdraw(self) -> None:
+        """Give the masters back their classes: optimizers choose their kernels by these."""
+        if self._offered:
+            offered, self._offered = self._offered, {}
+            for own, masters in offered.items():
+                set_class(masters, own)
+
+    def _derive(self, own: type[Any]) -> type[Any]:
+        asking = type(own.__name__, (own,), {**_ASKING, "_giver": self._giver})
+        self._asking[own] = asking
+        return asking
+
+
+def _ask(master: Any) -> None:
+    asking, giver = type(master), master._giver()
+    if giver is not None:
+        giver.show_gradients()
+    if type(master) is asking:  # the optimizer is gone
+        set_class([master], asking.__mro__[1])
+
+
+def _read_grad(master: Tensor) -> Tensor | None:
+    _ask(master)
+    return master.grad
+
+
+def _set_grad(master: Tensor, grad: Tensor | None) -> None:
+    _ask(master)
+    master.grad = grad
+
+
+def _copied(master: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a copy of the master as it is otherwise."""
+    _ask(master)
+    return copy.deepcopy(master, memo)
+
+
+def _reduced(master: Tensor, protocol: Any) -> Any:
+    _ask(master)
+    return master.__reduce_ex__(protocol)
+
+
+_ASKING = {
+    "__module__": __name__,
+    "grad": property(_read_grad, _set_grad, lambda master: _set_grad(master, None)),
+    "__deepcopy__": _copied,
+    "__reduce_ex__": _reduced,
+}

@@ -1,0 +1,107 @@
+"""Gradients that come when a script reads or sets one of a few parameters."""
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_patch.weights.gradient_offer import GradientOffer
+
+
+class Own(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+class Giver:
+    """Gives each of its parameters ones."""
+
+    def __init__(self, kinds: tuple[type[nn.Parameter], ...] = (nn.Parameter, nn.Parameter)):
+        self.params: list[Tensor] = [kind(torch.zeros(2)) for kind in kinds]
+        self.kinds = list(kinds)
+        self.offer = GradientOffer(self)
+        self.given = 0
+
+    def show_gradients(self) -> None:
+        self.offer.withdraw()
+        self.given += 1
+        for param in self.params:
+            param.grad = torch.ones(2)
+
+    def has_own_classes(self) -> bool:
+        return list(map(type, self.params)) == self.kinds
+
+
+@pytest.fixture(params=[(nn.Parameter,) * 2, (Own, nn.Parameter)], ids=["torch's", "own"])
+def giver(request: pytest.FixtureRequest) -> Giver:
+    return Giver(request.param)
+
+
+def test_the_first_that_is_read_brings_all(giver: Giver) -> None:
+    giver.offer.make(giver.params)
+    assert isinstance(giver.params[0], giver.kinds[0])
+    assert not giver.given
+    assert [param.grad.tolist() for param in giver.params] == [[1.0, 1.0]] * 2
+    assert giver.given == 1
+    assert giver.has_own_classes()
+
+
+def test_one_that_is_set_is_set_behind_the_others(giver: Giver) -> None:
+    giver.offer.make(giver.params)
+    giver.params[0].grad = torch.zeros(2)
+    assert [param.grad.tolist() for param in giver.params] == [[0.0, 0.0], [1.0, 1.0]]
+    giver.offer.make(giver.params)
+    del giver.params[1].grad
+    assert giver.params[1].grad is None
+    assert giver.given == 2
+
+
+def test_what_is_withdrawn_asks_no_more(giver: Giver) -> None:
+    giver.offer.make(giver.params)
+    giver.offer.make(giver.params)  # behind a second backward
+    giver.offer.withdraw()
+    assert giver.has_own_classes()
+    assert [param.grad for param in giver.params] == [None, None]
+    assert not giver.given
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda param: pickle.loads(pickle.dumps(param))], ids=["copy", "pickle"]
+)
+def test_a_copy_is_as_of_a_parameter_that_never_asked(giver: Giver, make: Any) -> None:
+    expected = type(make(giver.params[0]))
+    giver.offer.make(giver.params)
+    copied = make(giver.params[0])
+    assert type(copied) is expected
+    assert copied.tolist() == [0.0, 0.0]
+    assert giver.has_own_classes()
+
+
+def test_parameters_outlive_who_gives() -> None:
+    giver = Giver()
+    params, reference = giver.params, weakref.ref(giver)
+    giver.offer.make(params)
+    gc.disable()
+    try:
+        del giver
+        assert reference() is None
+    finally:
+        gc.enable()
+    assert params[0].grad is None
+    params[1].grad = torch.ones(2)
+    assert list(map(type, params)) == [nn.Parameter] * 2
+
+
+def test_torch_takes_them_for_what_they_are() -> None:
+    giver = Giver()
+    giver.offer.make(giver.params)
+    param = giver.params[0]
+    assert isinstance(param, nn.Parameter)
+    assert type(param).__name__ == "Parameter"
+    assert (param + 1).tolist() == [1.0, 1.0]
+    assert type(param + 1) is Tensor
+    assert giver.given == 0
