@@ -310,9 +310,7 @@ class OptimizerBackward:
         if self.masters is not None and not self.is_open and self.gradients.take_unscaled:
             pairs = self.pairs()
             if not are_same(*pairs) and not have_none(pairs.model):
-                self._offer.make(
-                    master for param, master in zip(*pairs, strict=True) if param is not master
-                )
+                self._offer.make(*pairs)
 
     def show_gradients(self) -> None:
         """The masters' gradients may be read before the next step, and a backward may follow."""

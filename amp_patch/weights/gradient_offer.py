@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -35,25 +35,32 @@ class GradientOffer:
     def __init__(self, giver: Giver) -> None:
         self._giver = weakref.ref(giver)
         self._asking: dict[type[Any], type[Any]] = {}
-        self._offered: dict[type[Any], list[Tensor]] = {}
+        self._stepped: Sequence[Tensor] = ()
+        self._masters: dict[type[Any], list[Tensor]] = {}  # of these, by their own class
+        self._is_made = False
 
-    def make(self, masters: Iterable[Tensor]) -> None:
-        """From now on until `withdraw`, whoever reads or sets a gradient of one asks first.
+    def make(self, params: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
+        """From now on until `withdraw`, whoever reads or sets a master's gradient asks first.
 
         Args:
-            masters: of any classes. They are of a subclass until then.
+            params: of a model.
+            stepped: their masters, of any classes, or themselves. It is not changed in place.
         """
         self.withdraw()
-        for master in masters:
-            self._offered.setdefault(type(master), []).append(master)
-        for own, of_class in self._offered.items():
-            set_class(of_class, self._asking.get(own) or self._derive(own))
+        if stepped is not self._stepped:
+            self._stepped, self._masters = stepped, {}
+            for param, master in zip(params, stepped, strict=True):
+                if param is not master:
+                    self._masters.setdefault(type(master), []).append(master)
+        self._is_made = True
+        for own, masters in self._masters.items():
+            set_class(masters, self._asking.get(own) or self._derive(own))
 
     def withdraw(self) -> None:
         """Give the masters back their classes: optimizers choose their kernels by these."""
-        if self._offered:
-            offered, self._offered = self._offered, {}
-            for own, masters in offered.items():
+        if self._is_made:
+            self._is_made = False
+            for own, masters in self._masters.items():
                 set_class(masters, own)
 
     def _derive(self, own: type[Any]) -> type[Any]:

@@ -32,6 +32,9 @@ class Giver:
         for param in self.params:
             param.grad = torch.ones(2)
 
+    def offer_gradients(self) -> None:
+        self.offer.make([nn.Parameter(torch.zeros(2).half()) for _ in self.params], self.params)
+
     def has_own_classes(self) -> bool:
         return list(map(type, self.params)) == self.kinds
 
@@ -42,7 +45,7 @@ def giver(request: pytest.FixtureRequest) -> Giver:
 
 
 def test_the_first_that_is_read_brings_all(giver: Giver) -> None:
-    giver.offer.make(giver.params)
+    giver.offer_gradients()
     assert isinstance(giver.params[0], giver.kinds[0])
     assert not giver.given
     assert [param.grad.tolist() for param in giver.params] == [[1.0, 1.0]] * 2
@@ -51,22 +54,38 @@ def test_the_first_that_is_read_brings_all(giver: Giver) -> None:
 
 
 def test_one_that_is_set_is_set_behind_the_others(giver: Giver) -> None:
-    giver.offer.make(giver.params)
+    giver.offer_gradients()
     giver.params[0].grad = torch.zeros(2)
     assert [param.grad.tolist() for param in giver.params] == [[0.0, 0.0], [1.0, 1.0]]
-    giver.offer.make(giver.params)
+    giver.offer_gradients()
     del giver.params[1].grad
     assert giver.params[1].grad is None
     assert giver.given == 2
 
 
 def test_what_is_withdrawn_asks_no_more(giver: Giver) -> None:
-    giver.offer.make(giver.params)
-    giver.offer.make(giver.params)  # behind a second backward
+    giver.offer_gradients()
+    giver.offer_gradients()  # behind a second backward
     giver.offer.withdraw()
     assert giver.has_own_classes()
     assert [param.grad for param in giver.params] == [None, None]
     assert not giver.given
+
+
+def test_a_parameter_that_is_its_own_master_never_asks(giver: Giver) -> None:
+    giver.offer.make([giver.params[0], nn.Parameter(torch.zeros(2).half())], giver.params)
+    assert type(giver.params[0]) is giver.kinds[0]
+    assert giver.params[0].grad is None
+    assert not giver.given
+    assert giver.params[1].grad.tolist() == [1.0, 1.0]
+
+
+def test_others_are_offered_where_the_list_is_another(giver: Giver) -> None:
+    giver.offer_gradients()
+    others = Giver((Own,))
+    giver.offer.make([nn.Parameter(torch.zeros(2).half())], others.params)
+    assert giver.has_own_classes()
+    assert not others.has_own_classes()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +93,7 @@ def test_what_is_withdrawn_asks_no_more(giver: Giver) -> None:
 )
 def test_a_copy_is_as_of_a_parameter_that_never_asked(giver: Giver, make: Any) -> None:
     expected = type(make(giver.params[0]))
-    giver.offer.make(giver.params)
+    giver.offer_gradients()
     copied = make(giver.params[0])
     assert type(copied) is expected
     assert copied.tolist() == [0.0, 0.0]
@@ -84,7 +103,7 @@ def test_a_copy_is_as_of_a_parameter_that_never_asked(giver: Giver, make: Any) -
 def test_parameters_outlive_who_gives() -> None:
     giver = Giver()
     params, reference = giver.params, weakref.ref(giver)
-    giver.offer.make(params)
+    giver.offer_gradients()
     gc.disable()
     try:
         del giver
@@ -98,7 +117,7 @@ def test_parameters_outlive_who_gives() -> None:
 
 def test_torch_takes_them_for_what_they_are() -> None:
     giver = Giver()
-    giver.offer.make(giver.params)
+    giver.offer_gradients()
     param = giver.params[0]
     assert isinstance(param, nn.Parameter)
     assert type(param).__name__ == "Parameter"
