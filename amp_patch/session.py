@@ -47,6 +47,7 @@ from .step.optimizer_step import OptimizerStep
 from .step.prepared_optimizers import PreparedOptimizers
 from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
+from .weights.forward_methods import ForwardMethods
 from .weights.fp32_values import FP32Values
 from .weights.prepared_models import ModelHooks, PreparedModels
 from .weights.rollback import Snapshot
@@ -92,6 +93,7 @@ class Session:
     Attributes:
         models, optimizers, functions: what was done to each.
         libraries: the functions of other libraries; their rules outlive the session.
+        methods: those of models that cast as their calls do; which they are outlives it, too.
         scalers: one list per process; a loss_id of an optimizer points into it.
         verbosity: above 0, apex's messages are printed; "skips": those of skipped steps only.
         passes: makes what stands around each backward.
@@ -109,6 +111,7 @@ class Session:
         self.was_used = False
         self._registered: dict[tuple[int, str], tuple[Any, str, str]] = {}
         self.libraries = LibraryFunctions(lambda *args: self.functions.beneath(*args))
+        self.methods = ForwardMethods(lambda: list(self.models.levels))
         self._reset()
 
     def _reset(self) -> None:
@@ -255,6 +258,7 @@ class Session:
         self.guard.follow_imports(self._torch_patches)
         torch_compile.call_before(self._torch_patches, self.show_writes)
         self.libraries.install()
+        self.methods.install()
         self._step_hooks = [
             register_optimizer_step_pre_hook(_before_any_step),
             register_optimizer_step_post_hook(_after_any_step),
@@ -274,6 +278,7 @@ class Session:
             self.optimizers.match_state()
         self.functions.undo()
         self.libraries.undo()
+        self.methods.undo()
         self._torch_patches.undo()
         for hook in self._step_hooks:
             hook.remove()

@@ -6,6 +6,7 @@ Users call these as members of `amp`; how arguments are cast is known to `castin
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -128,6 +129,46 @@ def register_library_function(
                 f"{what} must be one of {', '.join(map(repr, words))}; got {given!r}; call {call}."
             )
     session.libraries.register(module, name, Rule(casts, in_float))
+
+
+def register_forward_method(cls: type[nn.Module], name: str) -> None:
+    """Have a method of a model cast what goes in and comes out as the call of the model does.
+
+    At O0, O2, O3 and O5 a call of the model casts its inputs to the dtype that it is stored in, and
+    outputs to float32. ``model.encode(x)`` does so as well with ``(Autoencoder, "encode")``; and so
+    does a part that is called by itself, ``model.backbone(x)``, with ``(Backbone, "forward")``.
+    Within a call of the model nothing is different. It lasts as long as the process, and may come
+    before or after `initialize`.
+
+    Args:
+        cls: class of the model, or of a part of it.
+        name: of a method that it has or inherits.
+
+    Raises:
+        TypeError: ``cls`` is no class of modules, ``name`` no string, or no method.
+        ValueError: the class has no such attribute.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module) and isinstance(name, str)):
+        kind = cls if isinstance(cls, type) else type(cls)
+        method = name if isinstance(name, str) else getattr(name, "__name__", "encode")
+        raise TypeError(
+            "a forward method is given by a class of modules and the method's name; got "
+            f"({cls if isinstance(cls, type) else kind.__name__ + ' object'!r}, {name!r}); call "
+            f"amp.register_forward_method({kind.__name__}, {method!r})."
+        )
+    found = inspect.getattr_static(cls, name, None)
+    if found is None:
+        raise ValueError(
+            f"a forward method must exist; got {name!r}, which {cls.__name__} does not have; call "
+            f"amp.register_forward_method({cls.__name__}, name) with the name it has."
+        )
+    if not isinstance(found, types.FunctionType):
+        raise TypeError(
+            f"a forward method takes the module as self; got {name!r}, a "
+            f"{type(found).__name__} of {cls.__name__}; call amp.register_forward_method(cls, "
+            "name) with a method of the class."
+        )
+    session.methods.register(cls, name)
 
 
 def _register(module: Any, name: str, rule: str) -> None:

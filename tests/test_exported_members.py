@@ -42,6 +42,7 @@ OWN_CALLS = {
     "summary": "",
     "clip_grad_norm_": "optimizer, max_norm",
     "register_library_function": "module, name",
+    "register_forward_method": "cls, name",
     "half_region": "",
     "float_region": "",
 }

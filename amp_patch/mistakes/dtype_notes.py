@@ -18,6 +18,7 @@ from torch.nn.utils import stateless
 
 from amp_patch.casting.mode import FLOATS, HALVES
 from amp_patch.casting.running_modules import running_modules
+from amp_patch.imported_modules import is_left_alone
 from amp_patch.levels import OptLevel
 from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
 
@@ -305,16 +306,7 @@ def _mend_of_inputs(place: _Place, error: BaseException) -> str:
     if any(torch.is_autocast_enabled(value.device.type) for _, value in _operands(place)):
         return _MEND_OF_AUTOCAST
     if id(place.model) not in running_modules():
-        if place.module is place.model:
-            return (
-                "model.forward(x) was called, which passes by the casts of the inputs: call "
-                "model(x)."
-            )
-        return (
-            f"This module was called by itself, and only the model casts its inputs: call "
-            f"model(x), or pass x.to({dtype}) to the module; with opt_level 'O1' every module "
-            "takes float32."
-        )
+        return _mend_of_a_call(place, error)
     others = {v.dtype for _, v in _operands(place)} & set(HALVES) - {dtype}
     if others or _is_in_a_decorated_forward(error):
         return (
@@ -330,6 +322,34 @@ def _mend_of_inputs(place: _Place, error: BaseException) -> str:
         f"amp.initialize(); or compute this part in `with amp.float_region():`{by_a_rule}; or take "
         "opt_level 'O1', which casts in each function."
     )
+
+
+def _mend_of_a_call(place: _Place, error: BaseException) -> str:
+    """Return what mends a call past the model's own: of another method of it, or of a part."""
+    within = (frame for frame in _frames(error) if _is_within(place.model, frame))
+    frame = next(within, place.frame)
+    module, name = _owner_of(frame), frame.f_code.co_name
+    if module is place.model and name == "forward":
+        return (
+            "model.forward(x) was called, which passes by the casts of the inputs: call model(x)."
+        )
+    kind = type(module)
+    what, to = f"{kind.__name__}.{name}()", "it"
+    if name == "forward":
+        what, to = "This module", "the module"
+    register = ""  # else each layer of torch's of this class would cast, in any model
+    if not is_left_alone(kind.__module__):
+        register = f"once amp.register_forward_method({kind.__name__}, {name!r}), or "
+    return (
+        f"{what} was called by itself, and only the model casts its inputs: call model(x), or "
+        f"{register}pass x.to({place.level.half_dtype}) to {to}; with opt_level 'O1' every module takes float32."
+    )
+
+
+def _is_within(model: nn.Module, frame: types.FrameType) -> bool:
+    """Tell whether a frame is of a method of the model, or of a part of it."""
+    owner = None if _is_calling(frame) else _owner_of(frame)
+    return isinstance(owner, nn.Module) and any(owner is module for module in model.modules())
 
 
 def _is_in_a_decorated_forward(error: BaseException) -> bool:

@@ -472,7 +472,51 @@ def test_a_layer_whose_parameters_are_those_of_a_model(amp: ModuleType, level: s
     assert "this came from module 'params' (Linear)" in note
     assert "called by itself, and only the model casts its inputs" in note
     assert f"pass x.to({DTYPES[level]}) to the module" in note
+    assert "register_forward_method" not in note  # every Linear of the process would cast
     del model
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Methods(nn.Module):
+    """Has a method beside `forward`, and a part of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.backbone(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_method_or_a_part_is_told_of_with_the_call_that_mends_it(
+    amp: ModuleType, level: str
+) -> None:
+    model = amp.initialize(Methods(), opt_level=level, verbosity=0)
+    note = fail(lambda: model.features(X), ends_script=True)
+    assert "Methods.features() was called by itself, and only the model casts its inputs" in note
+    assert "once amp.register_forward_method(Methods, 'features'), or pass x.to(" in note
+    note = fail(lambda: model.backbone(X), ends_script=True)
+    assert "This module was called by itself" in note
+    assert "once amp.register_forward_method(Backbone, 'forward'), or pass x.to(" in note
+    amp.register_forward_method(Methods, "features")
+    amp.register_forward_method(Backbone, "forward")
+    try:
+        assert model.features(X).dtype is torch.float32
+        assert model.backbone(X).dtype is torch.float32
+    finally:
+        session.methods._registered.clear()
 
 
 class Shell:

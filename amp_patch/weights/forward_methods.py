@@ -1,0 +1,116 @@
+"""Methods of models that a script calls in the place of the model, with casts as of its call.
+
+``model.encode(x)`` of an autoencoder, ``policy.act(state)``: torch's hooks stand around the call of
+a model alone. Knows no optimizer, and not how a model came to be in half.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from amp_patch.casting.mode import mode
+from amp_patch.casting.running_modules import called
+from amp_patch.patching import Patches
+
+from .half_model import ForwardCasts
+
+
+class ForwardMethods:
+    """The methods that cast between `install` and `undo`.
+
+    Args:
+        models: returns the prepared models.
+    """
+
+    def __init__(self, models: Callable[[], Iterable[nn.Module]]) -> None:
+        self._models = models
+        self._registered: dict[tuple[type[nn.Module], str], None] = {}
+        self._patches = Patches()
+        self._active = False
+        self._owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def register(self, kind: type[nn.Module], name: str) -> None:
+        """Have a method of a class cast, for as long as this process runs."""
+        if (kind, name) not in self._registered:
+            self._registered[kind, name] = None
+            if self._active:
+                self._patch(kind, name)
+
+    def install(self) -> None:
+        """Patch the methods."""
+        self._active = True
+        for kind, name in self._registered:
+            self._patch(kind, name)
+
+    def undo(self) -> None:
+        """Restore them; what is registered stays so."""
+        self._active = False
+        self._patches.undo()
+        self._owners.clear()
+
+    def _patch(self, kind: type[nn.Module], name: str) -> None:
+        method = getattr(kind, name)
+
+        @functools.wraps(method)
+        def casting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            owner = self._owner_of(module)
+            casts = None if owner is None else _casts_of(owner)
+            if owner is None or casts is None or _is_running(owner):
+                return method(module, *args, **kwargs)
+            return called(owner, lambda: _run(casts, owner, method, module, args, kwargs))
+
+        self._patches.replace(kind, name, casting)
+
+    def _owner_of(self, module: nn.Module) -> nn.Module | None:
+        """Return the model, or copy of one, that a module is, or is a part of."""
+        if _casts_of(module) is not None:
+            return module
+        known = self._owners.get(module)
+        owner = None if known is None else known()
+        if owner is None:
+            owner = next((one for one in self._models() if _has(one, module)), None)
+            if owner is not None:
+                self._owners[module] = weakref.ref(owner)
+        return owner
+
+
+def _has(model: nn.Module, part: nn.Module) -> bool:
+    return any(module is part for module in model.modules())
+
+
+def _casts_of(model: nn.Module) -> ForwardCasts | None:
+    for hook in model._forward_pre_hooks.values():
+        casts = getattr(hook, "__self__", None)
+        if isinstance(casts, ForwardCasts):
+            return casts
+    return None
+
+
+def _is_running(model: nn.Module) -> bool:
+    """Tell whether a call of the model, or one of these methods, has called this one."""
+    key = id(model)
+    return any(running[0] == key for running in mode.models)
+
+
+def _run(
+    casts: ForwardCasts,
+    model: nn.Module,
+    method: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    try:
+        args, kwargs = casts.enter(model, args, kwargs) or (args, kwargs)
+        outputs = method(module, *args, **kwargs)
+    except BaseException:
+        casts.leave(model, args, kwargs, None)
+        raise
+    return casts.leave(model, args, kwargs, outputs)

@@ -1,0 +1,222 @@
+"""Methods that a script calls in the place of a model cast as the model's call does."""
+
+import copy
+import gc
+import pickle
+import weakref
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_patch.casting.mode import mode
+from amp_patch.session import session
+
+X = torch.linspace(-1.0, 1.0, 32).view(8, 4)
+STORED = {"O0": torch.float32, "O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.got = x.dtype
+        return self.linear(x)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.decoder = Part(), nn.Linear(4, 4)
+
+    def encode(self, x: Tensor, *, factor: Tensor | None = None) -> Tensor:
+        """Return codes."""
+        codes = self.part(x)
+        return codes if factor is None else codes * factor
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return self.decoder(codes)
+
+    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        codes = self.encode(x)
+        return codes, self(x)
+
+    def fail(self, x: Tensor) -> None:
+        raise KeyError(str(x.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner = self.encode(x)
+        return self.decode(self.inner)
+
+    size = property(lambda self: 4)
+
+
+class Derived(Autoencoder):
+    def encode(self, x: Tensor, *, factor: Tensor | None = None) -> Tensor:
+        return super().encode(x, factor=factor) + 1
+
+
+@pytest.fixture(autouse=True)
+def unregistered() -> Any:
+    """Forget what a test has registered, which nothing but the end of a process does."""
+    yield
+    session.methods._registered.clear()
+
+
+def start(amp: ModuleType, level: str, kind: type = Autoencoder) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("level", STORED)
+def test_a_method_computes_in_half_and_returns_float32(
+    amp: ModuleType, level: str, is_late: bool
+) -> None:
+    if not is_late:
+        amp.register_forward_method(Autoencoder, "encode")
+    model, _ = start(amp, level)
+    if is_late:
+        amp.register_forward_method(Autoencoder, "encode")
+    codes = model.encode(X, factor=torch.full((4,), 2.0))
+    assert model.part.got is STORED[level]
+    assert codes.dtype is torch.float32
+    expected = model.part.linear(X.to(STORED[level])) * 2
+    torch.testing.assert_close(codes, expected, check_dtype=False, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_methods_train_as_the_call_of_the_model(amp: ModuleType, level: str) -> None:
+    for name in ("encode", "decode"):
+        amp.register_forward_method(Autoencoder, name)
+
+    def train(output: Any) -> list[Tensor]:
+        model, optimizer = start(amp, level)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss((output(model) - X).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        stepped = [master.detach().clone() for master in amp.master_params(optimizer)]
+        amp.deactivate()
+        return stepped
+
+    by_call = train(lambda model: model(X))
+    by_methods = train(lambda model: model.decode(model.encode(X)))
+    assert all(map(torch.equal, by_call, by_methods))
+
+
+def test_within_a_call_nothing_is_different(amp: ModuleType) -> None:
+    for name in ("encode", "decode", "both"):
+        amp.register_forward_method(Autoencoder, name)
+    model, _ = start(amp, "O2")
+    assert model(X).dtype is torch.float32
+    assert model.inner.dtype is torch.float16
+    codes, outputs = model.both(X)
+    assert (codes.dtype, outputs.dtype) == (torch.float32, torch.float32)
+    assert mode.models == ()
+
+
+def test_a_part_is_cast_as_its_model(amp: ModuleType) -> None:
+    amp.register_forward_method(Part, "forward")
+    model, _ = start(amp, "O5")
+    other, _ = start(amp, "O2")
+    for _ in range(2):
+        assert model.part(X).dtype is torch.float32
+        assert model.part.got is torch.bfloat16
+        other.part(X)
+        assert other.part.got is torch.float16
+    assert Part()(X).dtype is torch.float32  # one of no model
+    model(X)
+    assert model.inner.dtype is torch.bfloat16
+
+
+def test_a_class_that_inherits_or_extends_a_method(amp: ModuleType) -> None:
+    amp.register_forward_method(Derived, "encode")
+    amp.register_forward_method(Derived, "decode")
+    amp.register_forward_method(Autoencoder, "encode")
+    model, _ = start(amp, "O2", Derived)
+    codes = model.encode(X)
+    assert codes.dtype is torch.float32
+    assert torch.equal(codes, (model.part.linear(X.half()) + 1).float())
+    assert model.decode(X).dtype is torch.float32
+    amp.deactivate()
+    assert "decode" not in vars(Derived)
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_cast_to_the_dtype_of_their_weights(amp: ModuleType, make: Any) -> None:
+    amp.register_forward_method(Autoencoder, "encode")
+    model, _ = start(amp, "O2")
+    copied = make(model)
+    copied.encode(X)
+    assert copied.part.got is copied.part.linear.weight.dtype
+
+
+def test_a_method_that_raises_leaves_nothing(amp: ModuleType) -> None:
+    amp.register_forward_method(Autoencoder, "fail")
+    model, _ = start(amp, "O2")
+    with pytest.raises(KeyError, match=r"torch\.float16"):
+        model.fail(X)
+    assert mode.models == ()
+    assert model(X).dtype is torch.float32
+
+
+def test_the_class_is_as_it_was_after_deactivate(amp: ModuleType) -> None:
+    original = Autoencoder.encode
+    amp.register_forward_method(Autoencoder, "encode")
+    amp.register_forward_method(Autoencoder, "encode")
+    model, _ = start(amp, "O2")
+    assert model.encode.__doc__ == "Return codes."
+    amp.deactivate()
+    assert Autoencoder.encode is original
+    model, _ = start(amp, "O2")  # it is still registered
+    assert model.encode(X).dtype is torch.float32
+
+
+def test_a_dropped_model_is_not_kept(amp: ModuleType) -> None:
+    amp.register_forward_method(Part, "forward")
+    model, optimizer = start(amp, "O2")
+    model.part(X)
+    reference = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_it_compiles_whole(amp: ModuleType, level: str) -> None:
+    amp.register_forward_method(Autoencoder, "decode")
+    model, _ = start(amp, level)
+    compiled = torch.compile(lambda x: model.decode(x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), model.decode(X))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ((Autoencoder(), "encode"), TypeError, r"got \('Autoencoder object', 'encode'\); call"),
+        (
+            (Autoencoder, Autoencoder.encode),
+            TypeError,
+            r"call amp.register_forward_method\(Autoencoder, 'encode'\)",
+        ),
+        ((dict, "get"), TypeError, "a class of modules"),
+        ((Autoencoder, "encod"), ValueError, "got 'encod', which Autoencoder does not have"),
+        ((Autoencoder, "size"), TypeError, "got 'size', a property of Autoencoder"),
+    ],
+)
+def test_what_is_no_method_is_refused(
+    amp: ModuleType, given: tuple[Any, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        amp.register_forward_method(*given)
+    assert not session.methods._registered
