@@ -342,7 +342,8 @@ def _mend_of_a_call(place: _Place, error: BaseException) -> str:
         register = f"once amp.register_forward_method({kind.__name__}, {name!r}), or "
     return (
         f"{what} was called by itself, and only the model casts its inputs: call model(x), or "
-        f"{register}pass x.to({place.level.half_dtype}) to {to}; with opt_level 'O1' every module takes float32."
+        f"{register}pass x.to({place.level.half_dtype}) to {to}; with opt_level 'O1' every module "
+        "takes float32."
     )
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import traceback
 import weakref
 from types import ModuleType
 from typing import Any
@@ -48,8 +49,15 @@ class Autoencoder(nn.Module):
     def fail(self, x: Tensor) -> None:
         raise KeyError(str(x.dtype))
 
+    def masked(self, x: Tensor) -> Tensor:
+        return self.part(x) @ torch.ones(4, 4)
+
+    def look(self, x: Tensor) -> None:
+        self.seen = x.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         self.inner = self.encode(x)
+        self.look(x.float())
         return self.decode(self.inner)
 
     size = property(lambda self: 4)
@@ -113,11 +121,14 @@ def test_methods_train_as_the_call_of_the_model(amp: ModuleType, level: str) -> 
 
 
 def test_within_a_call_nothing_is_different(amp: ModuleType) -> None:
-    for name in ("encode", "decode", "both"):
+    for name in ("encode", "decode", "both", "look"):
         amp.register_forward_method(Autoencoder, name)
     model, _ = start(amp, "O2")
     assert model(X).dtype is torch.float32
     assert model.inner.dtype is torch.float16
+    assert model.seen is torch.float32
+    model.look(X)
+    assert model.seen is torch.float16
     codes, outputs = model.both(X)
     assert (codes.dtype, outputs.dtype) == (torch.float32, torch.float32)
     assert mode.models == ()
@@ -168,6 +179,15 @@ def test_a_method_that_raises_leaves_nothing(amp: ModuleType) -> None:
         model.fail(X)
     assert mode.models == ()
     assert model(X).dtype is torch.float32
+
+
+def test_what_a_method_raises_is_explained_as_what_the_call_raises(amp: ModuleType) -> None:
+    amp.register_forward_method(Autoencoder, "masked")
+    model, _ = start(amp, "O2")
+    with pytest.raises(RuntimeError) as error:
+        model.masked(X)
+    told = "".join(traceback.format_exception(error.value))
+    assert "a tensor made inside of forward is not: write mask.to(x.dtype)" in told
 
 
 def test_the_class_is_as_it_was_after_deactivate(amp: ModuleType) -> None:
