@@ -98,9 +98,16 @@ def _reduced(master: Tensor, protocol: Any) -> Any:
     return master.__reduce_ex__(protocol)
 
 
+def _shown(master: Tensor) -> str:
+    """Return what torch prints: it names another class than its own."""
+    _ask(master)
+    return repr(master)
+
+
 _ASKING = {
     "__module__": __name__,
     "grad": property(_read_grad, _set_grad, lambda master: _set_grad(master, None)),
     "__deepcopy__": _copied,
     "__reduce_ex__": _reduced,
+    "__repr__": _shown,
 }
