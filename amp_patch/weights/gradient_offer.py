@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from amp_patch.casting.torch_compile import never_trace
 from amp_patch.patching import set_class
 
 
@@ -77,11 +78,13 @@ def _ask(master: Any) -> None:
         set_class([master], asking.__mro__[1])
 
 
+@never_trace
 def _read_grad(master: Tensor) -> Tensor | None:
     _ask(master)
     return master.grad
 
 
+@never_trace
 def _set_grad(master: Tensor, grad: Tensor | None) -> None:
     _ask(master)
     master.grad = grad
