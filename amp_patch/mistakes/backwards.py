@@ -177,7 +177,7 @@ class Backwards:
         delayed = set(map(id, self._delayed()))
         if nodes or delayed:
             _refuse(blocks, nodes, delayed, _Graph(tensors, nodes), inputs)
-            _refuse_divided(getattr(tensors, "grad_fn", None), nodes)
+            _warn_of_divided(getattr(tensors, "grad_fn", None), nodes)
         elif grad_tensors is not None and self._looks_left:
             self._looks_left -= 1
             _warn_of_scaled(blocks, grad_tensors)
@@ -299,20 +299,19 @@ def _refuse_curved(nodes: Iterable[Any]) -> None:
         )
 
 
-#: The smallest loss scale by which a script divides for no other reason: as many micro-batches, by
-#: whose number a loss is divided as well, are no step's.
+#: The smallest loss scale that is looked for: a loss is divided by the number of micro-batches as
+#: well, and no step has as many.
 _NO_COUNT = 1024.0
 
 
-def _refuse_divided(node: Any, nodes: Collection[Any]) -> None:
-    """Raise for a scaled loss that the script divides by the scale, as the end of the block does.
+def _warn_of_divided(node: Any, nodes: Collection[Any]) -> None:
+    """Warn of a scaled loss that the script divides by the scale, as the end of the block does.
+
+    No error: a sum over tokens is divided by their number, at which a dynamic scale may arrive.
 
     Args:
         node: of what goes backward.
         nodes: of the scaled losses.
-
-    Raises:
-        RuntimeError: as said.
     """
     callees = [] if node is None else [one for one, _ in node.next_functions]
     scaled = next((one for one in callees if one in nodes), None)
@@ -326,11 +325,14 @@ def _refuse_divided(node: Any, nodes: Collection[Any]) -> None:
         divisor = 1.0 / factor if factor else 0.0
     else:
         return
-    if scale >= _NO_COUNT and math.isclose(divisor, scale, rel_tol=1e-3):
-        raise RuntimeError(
+    if scale >= _NO_COUNT and math.isclose(divisor, scale, rel_tol=1e-6):
+        warn_once(
             "the loss that a scale_loss() block yields must not be divided by the loss scale, for "
             f"the end of the block divides its gradients; got a backward of it divided by "
-            f"{scale:g}, which would train next to nothing. Call scaled_loss.backward()."
+            f"{scale:g}, as much as the loss scale, which would train next to nothing. Call "
+            "scaled_loss.backward(). If it is a number of tokens, say, which the scale equals by "
+            "chance, divide the loss by it before the block: amp.scale_loss(loss / count, "
+            "optimizer)."
         )
 
 

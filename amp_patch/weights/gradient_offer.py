@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from amp_patch.casting.torch_compile import never_trace
 from amp_patch.patching import set_class
 
 
@@ -77,11 +78,13 @@ def _ask(master: Any) -> None:
         set_class([master], asking.__mro__[1])
 
 
+@never_trace
 def _read_grad(master: Tensor) -> Tensor | None:
     _ask(master)
     return master.grad
 
 
+@never_trace
 def _set_grad(master: Tensor, grad: Tensor | None) -> None:
     _ask(master)
     master.grad = grad
@@ -98,9 +101,16 @@ def _reduced(master: Tensor, protocol: Any) -> Any:
     return master.__reduce_ex__(protocol)
 
 
+def _shown(master: Tensor) -> str:
+    """Return what torch prints: it names another class than its own."""
+    _ask(master)
+    return repr(master)
+
+
 _ASKING = {
     "__module__": __name__,
     "grad": property(_read_grad, _set_grad, lambda master: _set_grad(master, None)),
     "__deepcopy__": _copied,
     "__reduce_ex__": _reduced,
+    "__repr__": _shown,
 }

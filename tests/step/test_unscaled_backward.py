@@ -403,6 +403,17 @@ def test_what_a_script_writes_to_gradients_of_the_groups_is_stepped(
         )
 
 
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_compiled_code_finds_the_gradients_of_the_groups(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    backward(model)
+    torch.compile(halve, backend="eager")(stepped_by(optimizer))
+    halved = [param.grad / 2 for param in model.parameters()]
+    grads = [param.grad for param in stepped_by(optimizer)]
+    torch.testing.assert_close(grads, halved, check_dtype=False)
+
+
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_what_a_script_does_to_shown_gradients_is_stepped(amp, opt_level, fused_step):

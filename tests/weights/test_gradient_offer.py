@@ -124,3 +124,9 @@ def test_torch_takes_them_for_what_they_are() -> None:
     assert (param + 1).tolist() == [1.0, 1.0]
     assert type(param + 1) is Tensor
     assert giver.given == 0
+
+
+def test_it_is_printed_as_any_parameter(giver: Giver) -> None:
+    expected = repr(giver.params[0])
+    giver.offer_gradients()
+    assert repr(giver.params[0]) == expected
