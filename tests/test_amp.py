@@ -66,6 +66,7 @@ APEX = {
     "register_bfloat16_function": {"module": ..., "name": ...},
     # not apex's
     "register_library_function": {"module": ..., "name": ...},
+    "register_forward_method": {"cls": ..., "name": ...},
     "deactivate": {},
     "overflow_report": {},
     "summary": {},

@@ -36,6 +36,7 @@ ONLY_HERE = (
     "half_region",
     "loss_scale",
     "overflow_report",
+    "register_forward_method",
     "register_library_function",
     "step_was_skipped",
     "summary",

@@ -11,10 +11,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_patch.casting.mode import mode
 from amp_patch.casting.running_modules import called
+from amp_patch.casting.torch_compile import never_trace
 from amp_patch.patching import Patches
 
 from .half_model import ForwardCasts
@@ -66,7 +68,7 @@ class ForwardMethods:
                 return method(module, *args, **kwargs)
             return called(owner, lambda: _run(casts, owner, method, module, args, kwargs))
 
-        self._patches.replace(kind, name, casting)
+        self._patches.replace(kind, name, casting if _SEES_HOOKS else never_trace(casting))
 
     def _owner_of(self, module: nn.Module) -> nn.Module | None:
         """Return the model, or copy of one, that a module is, or is a part of."""
@@ -79,6 +81,10 @@ class ForwardMethods:
             if owner is not None:
                 self._owners[module] = weakref.ref(owner)
         return owner
+
+
+#: Before torch 2.7, which brought this, torch.compile does not trace how hooks are found.
+_SEES_HOOKS = hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
 
 
 def _has(model: nn.Module, part: nn.Module) -> bool:

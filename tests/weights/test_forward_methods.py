@@ -216,7 +216,7 @@ def test_a_dropped_model_is_not_kept(amp: ModuleType) -> None:
 def test_it_compiles_whole(amp: ModuleType, level: str) -> None:
     amp.register_forward_method(Autoencoder, "decode")
     model, _ = start(amp, level)
-    whole = torch.__version__ >= (2, 7)  # before, torch breaks the graph at a weak dict
+    whole = torch.__version__ >= (2, 7)  # before, the graph ends at the method
     compiled = torch.compile(lambda x: model.decode(x), backend="eager", fullgraph=whole)
     assert torch.equal(compiled(X), model.decode(X))
 
