@@ -118,7 +118,8 @@ def initialize(
     May be called again: for further models and optimizers, or at another level.
 
     Args:
-        models: a `torch.nn.Module` in fp32, but for what is frozen, or a list or tuple of them.
+        models: a `torch.nn.Module` in fp32, but for what is frozen, or a list or tuple of them. An
+            empty list where no model has the weights: O1 and O4 cast in every function then.
         optimizers: None, a `torch.optim.Optimizer`, or a list or tuple of them. AdamW and Adam of
             torch on a GPU, given neither ``fused`` nor ``foreach``, get ``fused=True`` until
             `deactivate`, at all levels but O0: no step waits then to hear of an overflow.

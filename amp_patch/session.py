@@ -190,7 +190,7 @@ class Session:
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
             on_error.callback(Snapshot(models, stepping).restore)
-            self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
+            self._patch_functions(models, level, rules, on_error)
             on_error.callback(self.store.end_conversion)
             self.models.set_up(models, level, stepped, precisions, on_error)
             self.optimizers.set_up(
@@ -214,6 +214,26 @@ class Session:
         self.history.add(level.name, [self._prepared(one, level) for one in stepping])
         if self.observers:
             self.observers.prepared(models)
+
+    def _patch_functions(
+        self,
+        models: Sequence[nn.Module],
+        level: OptLevel,
+        rules: Mapping[str, str],
+        on_error: contextlib.ExitStack,
+    ) -> None:
+        """Patch for these models; where there is none, for tensors that no model has.
+
+        Functions cast for any caller then, until `deactivate`.
+        """
+        without_model = level.casts_functions and not models and not self.models.levels
+        if without_model:
+            on_error.callback(setattr, self, "_without_model", self._without_model)
+            self._without_model = {level.half_dtype}
+        reached = instances(nn.Module) if without_model else models
+        self.functions.set_up(reached, level, rules, self._casting_dtypes(), on_error)
+        if without_model:
+            process.devices = ALL_DEVICES
 
     @_one_at_a_time
     def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:

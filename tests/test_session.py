@@ -342,6 +342,57 @@ def test_the_casts_follow_the_models_that_live(amp: ModuleType) -> None:
     assert torch.mm(ones, ones).dtype is torch.float16
 
 
+@pytest.mark.parametrize("level", CASTING)
+def test_functions_cast_for_tensors_that_no_model_has(amp: ModuleType, level: str) -> None:
+    """Weights in a list, or of an ensemble that `torch.func` has stacked."""
+    unpatched = torch_snapshot.take()
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(2, 8))
+    inputs = torch.randn(16, 8)
+    models, optimizer = amp.initialize([], SGD([weight], lr=0.5), opt_level=level, verbosity=0)
+    assert models == []
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        outputs = nn.functional.linear(inputs, weight)
+        loss = outputs.float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert outputs.dtype is (torch.float16 if level == "O1" else torch.bfloat16)
+    assert losses[-1] < 0.5 * losses[0]
+    amp.initialize(*make(), opt_level="O0", verbosity=0)  # models that come leave it as it is
+    assert nn.functional.linear(inputs, weight).dtype is outputs.dtype
+    amp.deactivate()
+    assert torch_snapshot.differences(unpatched) == []
+    assert process.dtype is OFF
+
+
+def test_tensors_that_no_model_has_beside_models_cast_as_these(amp: ModuleType) -> None:
+    model, optimizer = amp.initialize(*make(), opt_level="O2", verbosity=0)
+    other = SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    amp.initialize([], other, opt_level="O1", verbosity=0)
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
+    train(amp, model, optimizer)
+
+
+def test_an_error_without_a_model_leaves_no_casts(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, optimizer = (SGD([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    amp.initialize([], first, opt_level="O0", verbosity=0)
+    before = torch_snapshot.take()
+    with monkeypatch.context() as patch:
+        owner = prepared_optimizers.PreparedOptimizers
+        patch.setattr(owner, "set_up", failing_at(1, owner.set_up))
+        with pytest.raises(Broken):
+            amp.initialize([], optimizer, opt_level="O1", verbosity=0)
+    assert torch_snapshot.differences(before) == []
+    amp.initialize(*make(), opt_level="O0", verbosity=0)
+    assert process.dtype is OFF
+
+
 def test_rules_last_as_long_as_a_model_at_o1_or_o4(amp: ModuleType) -> None:
     def softmax_dtype() -> torch.dtype:
         return torch.softmax(torch.ones(2, dtype=torch.float16), 0).dtype

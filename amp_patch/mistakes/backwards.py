@@ -278,7 +278,7 @@ def _warn_of_graph() -> None:
         "gradients that are to be differentiated again must not be multiplied by the loss scale, "
         "for the end of a scale_loss() block divides them, and not what comes of their graph; got "
         "scaled_loss.backward(create_graph=True). Call torch.autograd.grad(loss, params, "
-        "create_graph=True) with the loss itself, or amp.initialize(..., loss_scale=1.0)."
+        "create_graph=True) with the loss itself, or amp.initialize(..., opt_level='O4')."
     )
 
 

@@ -46,6 +46,13 @@ _PROBABILITIES = re.compile(
 )
 # A tensor that a message shows has a dtype of which it does not complain.
 _SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
+# What the code of a script raises where functions cast, beside any module of a model.
+_HOOK = re.compile(r"^hook .* has changed the type of value .*(Half|BFloat16)Tensor")
+_WRITES = re.compile(
+    r"source and destination dtypes match.*\b(Half|BFloat16)\b"
+    r"|self \((Half|BFloat16|Float)\) and source \(\w+\) must have the same scalar type"
+    r"|Expected self\.dtype to be equal to src\.dtype"
+)
 # Of two dtypes of which one is half, or those of a scatter, which torch does not name.
 _HALF_AND_ANOTHER = re.compile(r"\b(c10::)?(B?Float16|Half)\b|self\.dtype", re.IGNORECASE)
 _BEGIN = "amp_patch: "
@@ -71,7 +78,8 @@ class _Place(NamedTuple):
 def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     """Add a note to an exception about dtypes that a module of a model raises; once.
 
-    Where functions cast (O1, O4) only what names a half dtype gets one.
+    Where functions cast (O1, O4) only what names a half dtype gets one, and a hook or a write in
+    place of the script gets one, too.
 
     Args:
         error: as it is on its way to the user.
@@ -95,6 +103,8 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     )
     if place is not None:
         _add_note(error, _BEGIN + _describe(place, error))
+    elif beside := _beside_models(message, levels):
+        _add_note(error, _BEGIN + beside)
     elif _NO_NUMPY.search(message) and (names := _names_of_bfloat16(levels)):
         _add_note(
             error,
@@ -102,6 +112,16 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
             "have: write y.float().numpy(), or amp.initialize(..., "
             "cast_model_outputs=torch.float32).",
         )
+
+
+def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | None:
+    """Return what is said of a hook, or of a write in place, that no module of a model makes."""
+    mends = ((_HOOK, _MEND_OF_A_HOOK), (_WRITES, _MEND_WHERE_FUNCTIONS_CAST))
+    mend = next((mend for complaint, mend in mends if complaint.search(message)), None)
+    names = " and ".join(sorted({one.name for one in levels.values() if one.casts_functions}))
+    if mend is None or not names:
+        return None
+    return f"at opt_level {names} functions cast to half precision, outside of models too. {mend}"
 
 
 def _names_of_bfloat16(levels: Mapping[nn.Module, OptLevel]) -> str:
@@ -238,6 +258,11 @@ _MEND_WHERE_FUNCTIONS_CAST = (
     "Some functions return half numbers and others float32, and what writes in place (out[mask] = "
     "y, index_add_, scatter_add_) takes one dtype: write y.to(out.dtype), or compute this part in "
     "`with amp.float_region():`."
+)
+
+_MEND_OF_A_HOOK = (
+    "What a hook computes by products of matrices and convolutions is in half precision, too, and "
+    "it must return its gradient's own dtype: decorate the hook by `@amp.disable_casts()`."
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -513,3 +514,44 @@ def test_a_graph_of_scaled_gradients_is_told_of_once(
     told = [one for one in caught if "differentiated again" in str(one.message)]
     assert len(told) == (level != "O5")
     assert {one.filename for one in told} <= {__file__}
+
+
+class Hutchinson(torch.optim.Optimizer):
+    """Steps by the gradient and an estimate of the Hessian's diagonal, as AdaHessian and Sophia."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        grads = [param.grad for param in params]
+        signs = [torch.ones_like(param) for param in params]
+        curved = torch.autograd.grad(grads, params, grad_outputs=signs, retain_graph=True)
+        with torch.no_grad():
+            for param, grad, hessian in zip(params, grads, curved, strict=True):
+                param.sub_(0.1 * grad / (1 + hessian.abs()))
+
+
+def test_what_a_graph_of_scaled_gradients_is_told_mends_it(amp: ModuleType) -> None:
+    """The level that the warning names steps by the Hessian that float32 has."""
+
+    def trained(level: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = Hutchinson(model.parameters())
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for inputs in batches():
+            optimizer.zero_grad()
+            with amp.scale_loss(loss_of(model, inputs), optimizer) as scaled_loss:
+                scaled_loss.backward(create_graph=True)
+            optimizer.step()
+        optimizer.zero_grad()  # gradients hold the graph, which holds the parameters
+        core.deactivate()
+        return weights(model)
+
+    with pytest.warns(UserWarning, match="opt_level='O4'"):
+        scaled = trained("O1")
+    plain, named = trained("O0"), trained("O4")
+    for one, other in zip(named, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=2e-3)
+    assert not all(map(functools.partial(torch.allclose, atol=2e-3), scaled, plain))

@@ -12,6 +12,7 @@ import torch
 from test_dtypes import DTYPES, HALF, X, fail, told
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD
 from training import prepared
 
 from amp_patch import amp as core
@@ -100,6 +101,41 @@ def test_a_write_in_place_of_another_dtype_where_functions_cast(
     assert "write y.to(out.dtype), or compute this part in `with amp.float_region():`" in note
     model.function = lambda half: write(half, mend=True)
     assert model(X).isfinite().all()
+
+
+@pytest.mark.parametrize("words", WRITES)
+@pytest.mark.parametrize("level", CASTING)
+def test_a_write_in_place_beside_the_model(amp: ModuleType, level: str, words: str) -> None:
+    """As into a memory bank of the script's: a note comes where the script ends."""
+    model = amp.initialize(nn.Linear(4, 4), opt_level=level, verbosity=0)
+    bank, at = torch.zeros(4, 4), torch.arange(4)
+    note = fail(lambda: WRITES[words](bank, at, model(X).detach()), ends_script=True)
+    assert f"at opt_level {level} functions cast to half precision" in note
+    assert "write y.to(out.dtype), or compute this part in `with amp.float_region():`" in note
+    WRITES[words](bank, at, model(X).detach().to(bank.dtype))
+
+
+@pytest.mark.parametrize("level", CASTING)
+def test_a_hook_of_a_gradient_that_multiplies_matrices(amp: ModuleType, level: str) -> None:
+    """As of gradients that are projected; the note's mend trains as without amp."""
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    kept = torch.tensor([1.0, 0.5, 0.0, 1.0])
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+
+    def step() -> None:
+        with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    handle = model.weight.register_hook(lambda grad: grad @ kept.diag())
+    note = fail(step, ends_script=True)
+    assert f"at opt_level {level} functions cast to half precision" in note
+    assert "decorate the hook by `@amp.disable_casts()`" in note
+    handle.remove()
+    optimizer.zero_grad()
+    model.weight.register_hook(core.disable_casts()(lambda grad: grad @ kept.diag()))
+    step()
+    torch.testing.assert_close(model.weight.grad, 4 * kept.expand(4, 4))
 
 
 def test_a_result_that_numpy_cannot_take(amp: ModuleType) -> None:
