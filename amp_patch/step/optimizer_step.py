@@ -102,6 +102,7 @@ class OptimizerStep:
         self._lock = threading.RLock() if self.masters is None else self.masters.lock
         self.skip = Skip(announce)
         held = HeldParams(optimizer, self.masters, ranks, steps_halves)
+        self._held = held
         self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
@@ -114,7 +115,7 @@ class OptimizerStep:
         self._writes = (
             None
             if self.masters is None
-            else WritesInStep(optimizer, self.masters, self._is_foreign)
+            else WritesInStep(optimizer, wrapped, self.masters, self._is_foreign)
         )
         self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
         self.groups = AddedGroups(optimizer, held, self.methods, fused)
@@ -290,7 +291,8 @@ class OptimizerStep:
                 before.restore()
                 self._publish()
             if isinstance(error, SkippedInClosure):
-                return self._skip()
+                self._skip()
+                return error.loss
             raise
 
     def _run(
@@ -321,7 +323,8 @@ class OptimizerStep:
             self._writes.begin(optimizer)
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
-        direct = None if args or kwargs else self._direct
+        # Functions for many tensors would step one that is repeated from where it was, each time.
+        direct = None if args or kwargs or self._held.are_repeated else self._direct
         if direct is not None and optimizer is not None and direct.is_right(optimizer):
             return direct.run(optimizer, flag)
         if flag is None or optimizer is None:
