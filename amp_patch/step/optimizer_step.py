@@ -26,7 +26,7 @@ from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.parameter_lists import clear_grads, stored_grad
+from amp_patch.weights.parameter_lists import clear_grads, store_grads, stored_grad, stored_grads
 
 from .added_groups import AddedGroups
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
@@ -34,7 +34,7 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .replaced_methods import ReplacedMethods, own_methods
+from .replaced_methods import ReplacedMethods, have_hooks_called, own_methods
 from .skip import Skip
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
@@ -108,6 +108,8 @@ class OptimizerStep:
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
         self._thread: int | None = None
+        self._is_past_own = False
+        self._set_aside: list[Tensor | None] | None = None
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -129,10 +131,12 @@ class OptimizerStep:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
         replace(optimizer, "add_param_group", self.groups.add)
-        if self.masters is not None:
-            for one in (optimizer, *wrapped):
-                for name in own_methods(one):
-                    replace(one, name, self._call_own, is_wrapped=one is not optimizer)
+        for one in (optimizer, *wrapped):
+            own = own_methods(one)
+            if own:
+                have_hooks_called(type(one))
+            for name in own if self.masters is not None else ():
+                replace(one, name, self._call_own, is_wrapped=one is not optimizer)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -184,20 +188,12 @@ class OptimizerStep:
         self._undo.append(patches.undo)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_published:
-            self._publish()
-        if self.skip.pending:
-            self.skip.settle()
         closure = args[0] if args else kwargs.get("closure")
-        evaluates = closure is not None
-        self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=evaluates)
+        self._look_before(goes_on=closure is not None)
         if closure is not None:
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
-        if self.was_scaled is not None:
-            self._look_for_scale(self.was_scaled)
-        self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
-        self.backward.look_at_given()
+        self._look_at_gradients()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
@@ -208,6 +204,53 @@ class OptimizerStep:
             return self._run(self.skip.flag, original, *args, **kwargs)
         finally:
             self._running.remove(self)
+
+    def _look_before(self, *, goes_on: bool) -> None:
+        if not self._is_published:
+            self._publish()
+        if self.skip.pending:
+            self.skip.settle()
+        self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
+
+    def _look_at_gradients(self) -> None:
+        if self.was_scaled is not None:
+            self._look_for_scale(self.was_scaled)
+        self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
+        self.backward.look_at_given()
+
+    def begin_past_own(self, closure: Any) -> None:
+        """torch steps the optimizer, called past what stands in the place of ``step``.
+
+        A method of the optimizer's own does so by ``super().step()``, as ``second_step`` of a SAM
+        that is derived from SGD. What is to be skipped then finds no gradients.
+
+        Args:
+            closure: that torch's step is given, which brings gradients of its own; or None.
+        """
+        if self._is_stepping or closure is not None:
+            return
+        self._look_before(goes_on=False)
+        self._look_at_gradients()
+        self._is_past_own = True
+        if self.skip.is_possible and self.skip.found():
+            params = self.backward.pairs().master
+            self._set_aside = stored_grads(params)
+            clear_grads(params)
+        elif self.masters is not None:
+            self.masters.reconcile()
+
+    def end_past_own(self) -> None:
+        """What `begin_past_own` was told of is over."""
+        if not self._is_past_own or self._is_stepping:
+            return
+        self._is_past_own = False
+        if self._set_aside is not None:
+            store_grads(self.backward.pairs().master, self._set_aside)
+            self._set_aside = None
+            self._skip()
+        else:
+            self.skip.note_made(None)
+            self._end()
 
     def receive_in_step(self) -> None:
         """A backward in the step itself, and in no closure, has ended, as GSAM makes two."""

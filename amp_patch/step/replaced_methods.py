@@ -38,6 +38,16 @@ def own_methods(optimizer: Optimizer) -> list[str]:
     ]
 
 
+def have_hooks_called(kind: type[Optimizer]) -> None:
+    """Have torch call hooks in ``super().step()``, too.
+
+    So it does from when an optimizer of the class above was made, and not before.
+    """
+    for base in kind.__mro__[1:]:
+        if "step" in vars(base) and base is not Optimizer and issubclass(base, Optimizer):
+            base._patch_step_function(base.__new__(base))
+
+
 def _is_torchs(kind: type) -> bool:
     return kind is object or is_left_alone(kind.__module__)
 

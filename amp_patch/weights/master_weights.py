@@ -334,6 +334,8 @@ class MasterWeights:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.agreements += 1
         self.catch_up()
+        if self._known is None:  # a step that nobody has seen begin, as SGD.step(optimizer)
+            self._compare()
         versions = self._versions_of(self._masters)
         if not are_written:
             # Of a master that was not stepped the half weight stays as it is, bit for bit. A graph
