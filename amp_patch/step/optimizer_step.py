@@ -263,6 +263,8 @@ class OptimizerStep:
         Sophia's ``update_hessian`` reads those of a plain backward.
         """
         if not self._is_stepping:
+            if self.masters is not None:
+                self.masters.reconcile()  # it may write to masters, which then win
             self.backward.show_gradients()
         return original(*args, **kwargs)
 

@@ -438,3 +438,17 @@ def stepped_past_own(
         optimizer.zero_grad()
         weights.append([value.clone() for value in model.state_dict().values()])
     return weights
+
+
+@LEVELS
+def test_a_write_through_data_before_an_own_method_is_kept(amp: ModuleType, level: str) -> None:
+    """Of which no version tells, while the method writes to the masters."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = DerivedSharpnessAware(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.weight.data.fill_(0.5)
+    for act in (optimizer.first_step, optimizer.second_step):
+        scaled_backward(amp, model(torch.ones(1, 4)).float().square().mean(), optimizer)
+        act()
+    assert model.state_dict()["weight"].eq(0.5).all()
