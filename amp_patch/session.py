@@ -461,10 +461,17 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if session.store.handed_out.are_held:
         session.store.handed_out.take_over()
     session.guard.before_step(optimizer)
+    step = session.optimizers.of_stepped(optimizer)
+    if step is not None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        step.begin_past_own(closure)
 
 
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     session.cache.mark_stale()
+    step = session.optimizers.of_stepped(optimizer)
+    if step is not None:
+        step.end_past_own()
 
 
 _HOOKS = ModelHooks(_observe_model, _observe_cast_model, _explain, _write_state, _read_state)

@@ -26,6 +26,7 @@ from .late_sharding import FSDP
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
 _BY_NORM = ("torch.nn.utils.clip_grad_norm_()", "torch.nn.utils.clip_grad_norm()")
+_BY_VALUE = "torch.nn.utils.clip_grad_value_()"
 
 
 def replacements(
@@ -67,6 +68,9 @@ def _clipping(
             refuse(stepped, call)
         if call in _BY_NORM and owners and _are_parts(stepped, owners):
             result = _clip_parts(stepped, owners, *args, **kwargs)
+        elif call == _BY_VALUE and owners and all(one.grad is None for one in stepped):
+            # Those of masters go with the step; torch's function raises where it finds none.
+            result = None
         else:
             result = original(stepped, *args, **kwargs)
         for owner in owners:  # there are some only where this is a list

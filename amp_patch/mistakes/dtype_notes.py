@@ -27,6 +27,8 @@ _COMPLAINT = re.compile(
     r"dtype|scalar type|\bHalf\b|\bBFloat16\b|HalfTensor(?!\{)|BFloat16T(ensor|ype)"
     r"|desired output type"
     r"|must have the type|autocast::prioritize"
+    # An LSTM or GRU on a CPU, whose states are in another dtype than its weights.
+    r"|could not create a primitive descriptor"
 )
 # Of autocast alone, which may be over by the time that the note is written.
 _AUTOCAST = re.compile("autocast::prioritize")

@@ -22,7 +22,15 @@ from .optimizer_backward import OptimizerBackward
 
 
 class SkippedInClosure(Exception):
-    """Ends a step from inside of its closure, for the step is to be skipped."""
+    """Ends a step from inside of its closure, for the step is to be skipped.
+
+    Args:
+        loss: what the closure returned, which is what the step returns, skipped or not.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 class CheckedClosure:
@@ -65,7 +73,7 @@ class CheckedClosure:
         self._backward.refuse_scaled("optimizer.step(closure)")
         self._backward.look_at_given()
         if skip.found():
-            raise SkippedInClosure
+            raise SkippedInClosure(loss)
         skip.forget()
         groups = self._backward.ranks.groups
         if has_others() and not groups:
@@ -75,7 +83,7 @@ class CheckedClosure:
             skip.ask(
                 "Gradient overflow.  Skipping step, the closure returned a loss that is not finite"
             )
-            raise SkippedInClosure
+            raise SkippedInClosure(loss)
 
 
 class StateBeforeStep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +30,8 @@ class HeldParams:
 
     Attributes:
         masters, steps_halves: as given.
+        are_repeated: whether a parameter is in the groups more than once, of which torch only
+            warns. As of the last call of `pairs`.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
     """
 
@@ -41,14 +44,16 @@ class HeldParams:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.masters = masters
+        self._stepped = listed(())
         self._pairs = ParamPairs(listed(()), listed(()))
+        self.are_repeated = False
         self.steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
 
     def pairs(self) -> ParamPairs:
-        """Return the parameters that the optimizer holds now, with their masters.
+        """Return the parameters that the optimizer holds now, each once, with their masters.
 
         Raises:
             RuntimeError: a frozen half parameter was unfrozen at a level without masters.
@@ -61,20 +66,17 @@ class HeldParams:
             stepped = groups[0]["params"]
         else:
             stepped = list(chain.from_iterable(group["params"] for group in groups))
-        if not are_still(self._pairs.master, stepped):
-            stepped = listed(stepped)
+        if not are_still(self._stepped, stepped):
             masters = self.masters
             if masters is not None and masters.has_master_of_any(stepped):
-                # The script has put the model's own parameters into the groups: in the place of
-                # masters, or beside them, where it looked for what is no parameter there.
-                held = set(map(id, stepped))
-                for group in groups:
-                    given = group["params"]
-                    replaced = zip(given, masters.replace(given), strict=True)
-                    group["params"] = [
-                        new for old, new in replaced if new is old or id(new) not in held
-                    ]
-                stepped = listed(chain.from_iterable(group["params"] for group in groups))
+                self._replace_own(groups, masters)
+                stepped = chain.from_iterable(group["params"] for group in groups)
+            stepped = listed(stepped)
+            self._stepped = stepped
+            once = {id(one): one for one in stepped}  # its gradient is to be divided once
+            self.are_repeated = len(once) < len(stepped)
+            if self.are_repeated:
+                stepped = listed(once.values())
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
             self._pairs = ParamPairs(params, stepped)
             if masters is not None or not self.steps_halves:
@@ -82,6 +84,18 @@ class HeldParams:
             if self._ranks_follow:
                 self.ranks = StepRanks(groups_of(params))
         return self._pairs
+
+    def _replace_own(self, groups: list[dict[str, Any]], masters: MasterWeights) -> None:
+        """Put masters into the groups where the script has put the model's own parameters.
+
+        It has done so in the place of masters, or beside them, where it looked for what is no
+        parameter there.
+        """
+        held = set(map(id, chain.from_iterable(group["params"] for group in groups)))
+        for group in groups:
+            given = group["params"]
+            replaced = zip(given, masters.replace(given), strict=True)
+            group["params"] = [new for old, new in replaced if new is old or id(new) not in held]
 
     def _follow_unfrozen(self, optimizer: Optimizer) -> None:
         """Half parameters that the optimizer has held, frozen, are to be trained from now on."""

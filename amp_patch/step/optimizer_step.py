@@ -26,7 +26,7 @@ from amp_patch.patching import Patches
 from amp_patch.warn_once import warn
 from amp_patch.weights.fp32_values import FP32Values
 from amp_patch.weights.master_weights import MasterWeights
-from amp_patch.weights.parameter_lists import clear_grads, stored_grad
+from amp_patch.weights.parameter_lists import clear_grads, store_grads, stored_grad, stored_grads
 
 from .added_groups import AddedGroups
 from .closure import CheckedClosure, SkippedInClosure, StateBeforeStep, evaluates_first
@@ -34,7 +34,7 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .replaced_methods import ReplacedMethods
+from .replaced_methods import ReplacedMethods, have_hooks_called, own_methods
 from .skip import Skip
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
@@ -102,11 +102,14 @@ class OptimizerStep:
         self._lock = threading.RLock() if self.masters is None else self.masters.lock
         self.skip = Skip(announce)
         held = HeldParams(optimizer, self.masters, ranks, steps_halves)
+        self._held = held
         self.backward = OptimizerBackward(optimizer, held, self._fused, self.skip)
         self.ended = 0
         self.was_scaled: Callable[[OptimizerStep], bool] | None = None
         self._is_published, self._is_stepping = True, False
         self._thread: int | None = None
+        self._is_past_own = False
+        self._set_aside: list[Tensor | None] | None = None
         # torch's own zero_grad() sets None, at a cost of 0.4 us per parameter.
         inherits = type(optimizer).zero_grad is Optimizer.zero_grad
         self._clears_plainly = inherits and "zero_grad" not in vars(optimizer)
@@ -114,7 +117,7 @@ class OptimizerStep:
         self._writes = (
             None
             if self.masters is None
-            else WritesInStep(optimizer, self.masters, self._is_foreign)
+            else WritesInStep(optimizer, wrapped, self.masters, self._is_foreign)
         )
         self.state = OptimizerState(optimizer, wrapped, held, self._direct or self._fused)
         self.groups = AddedGroups(optimizer, held, self.methods, fused)
@@ -128,6 +131,12 @@ class OptimizerStep:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
         replace(optimizer, "add_param_group", self.groups.add)
+        for one in (optimizer, *wrapped):
+            own = own_methods(one)
+            if own:
+                have_hooks_called(type(one))
+            for name in own if self.masters is not None else ():
+                replace(one, name, self._call_own, is_wrapped=one is not optimizer)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -179,20 +188,12 @@ class OptimizerStep:
         self._undo.append(patches.undo)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_published:
-            self._publish()
-        if self.skip.pending:
-            self.skip.settle()
         closure = args[0] if args else kwargs.get("closure")
-        evaluates = closure is not None
-        self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=evaluates)
+        self._look_before(goes_on=closure is not None)
         if closure is not None:
             kwargs.pop("closure", None)
             return self._step_with_closure(original, closure, *args[1:], **kwargs)
-        if self.was_scaled is not None:
-            self._look_for_scale(self.was_scaled)
-        self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
-        self.backward.look_at_given()
+        self._look_at_gradients()
         if self.skip.is_possible and self._has_to_know() and self.skip.found():
             return self._skip()
         if self.masters is not None:
@@ -204,10 +205,66 @@ class OptimizerStep:
         finally:
             self._running.remove(self)
 
+    def _look_before(self, *, goes_on: bool) -> None:
+        if not self._is_published:
+            self._publish()
+        if self.skip.pending:
+            self.skip.settle()
+        self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
+
+    def _look_at_gradients(self) -> None:
+        if self.was_scaled is not None:
+            self._look_for_scale(self.was_scaled)
+        self.backward.zeroing.tell_of_no_gradients(self.backward.pairs)
+        self.backward.look_at_given()
+
+    def begin_past_own(self, closure: Any) -> None:
+        """torch steps the optimizer, called past what stands in the place of ``step``.
+
+        A method of the optimizer's own does so by ``super().step()``, as ``second_step`` of a SAM
+        that is derived from SGD. What is to be skipped then finds no gradients.
+
+        Args:
+            closure: that torch's step is given, which brings gradients of its own; or None.
+        """
+        if self._is_stepping or closure is not None:
+            return
+        self._look_before(goes_on=False)
+        self._look_at_gradients()
+        self._is_past_own = True
+        if self.skip.is_possible and self.skip.found():
+            params = self.backward.pairs().master
+            self._set_aside = stored_grads(params)
+            clear_grads(params)
+        elif self.masters is not None:
+            self.masters.reconcile()
+
+    def end_past_own(self) -> None:
+        """What `begin_past_own` was told of is over."""
+        if not self._is_past_own or self._is_stepping:
+            return
+        self._is_past_own = False
+        if self._set_aside is not None:
+            store_grads(self.backward.pairs().master, self._set_aside)
+            self._set_aside = None
+            self._skip()
+        else:
+            self.skip.note_made(None)
+            self._end()
+
     def receive_in_step(self) -> None:
         """A backward in the step itself, and in no closure, has ended, as GSAM makes two."""
         if self.masters is not None and self._thread == threading.get_ident():
             self.backward.receive_unscaled()
+
+    def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
+
+        It may write to masters, which then win over what a script wrote to half weights before.
+        """
+        if not self._is_stepping and self.masters is not None:
+            self.masters.reconcile()
+        return original(*args, **kwargs)
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that the initialized one wraps, in the place of its own step or in it.
@@ -277,7 +334,8 @@ class OptimizerStep:
                 before.restore()
                 self._publish()
             if isinstance(error, SkippedInClosure):
-                return self._skip()
+                self._skip()
+                return error.loss
             raise
 
     def _run(
@@ -308,7 +366,8 @@ class OptimizerStep:
             self._writes.begin(optimizer)
         if optimizer is not None and self._fused is not None:
             return self._fused.run(optimizer, flag, *args, **kwargs)
-        direct = None if args or kwargs else self._direct
+        # Functions for many tensors would step one that is repeated from where it was, each time.
+        direct = None if args or kwargs or self._held.are_repeated else self._direct
         if direct is not None and optimizer is not None and direct.is_right(optimizer):
             return direct.run(optimizer, flag)
         if flag is None or optimizer is None:

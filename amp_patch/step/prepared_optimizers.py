@@ -150,6 +150,13 @@ class PreparedOptimizers:
                 found.append(step)
         return found
 
+    def of_stepped(self, optimizer: Optimizer) -> OptimizerStep | None:
+        """Return what was set up for the optimizer that a hook of torch's steps gets.
+
+        A proxy, as checkpoints step one, is not what was prepared.
+        """
+        return None if type(optimizer) in weakref.ProxyTypes else self.steps.get(optimizer)
+
     def show_writes(self) -> None:
         """A forward comes next; see `MasterWeights.show_writes`."""
         for reference in [*self._masters]:

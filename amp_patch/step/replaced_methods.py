@@ -7,16 +7,49 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, cast
 
 from torch.optim import Optimizer
 
 from amp_patch.casting.torch_compile import never_trace
+from amp_patch.imported_modules import is_left_alone
 from amp_patch.patching import Patches, bind
+
+
+def own_methods(optimizer: Optimizer) -> list[str]:
+    """Return the names of public methods that an optimizer's class has and torch's have not.
+
+    Such as ``first_step`` of SAM, ``update_hessian`` of Sophia, ``train`` of a schedule-free one.
+    """
+    classes = type(optimizer).__mro__
+    of_torch = set(chain.from_iterable(vars(one) for one in classes if _is_torchs(one)))
+    return [
+        name
+        for name in dict.fromkeys(chain.from_iterable(vars(one) for one in classes))
+        if name not in of_torch
+        and not name.startswith("_")
+        and isinstance(inspect.getattr_static(optimizer, name), types.FunctionType)
+    ]
+
+
+def have_hooks_called(kind: type[Optimizer]) -> None:
+    """Have torch call hooks in ``super().step()``, too.
+
+    So it does from when an optimizer of the class above was made, and not before.
+    """
+    for base in kind.__mro__[1:]:
+        if "step" in vars(base) and base is not Optimizer and issubclass(base, Optimizer):
+            base._patch_step_function(base.__new__(base))
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind is object or is_left_alone(kind.__module__)
 
 
 class ReplacedMethods:

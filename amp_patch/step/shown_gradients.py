@@ -5,7 +5,6 @@ Knows pairs of parameters and masters; no optimizer and no loss scale.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from itertools import compress
@@ -18,7 +17,7 @@ from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.tensor_lists import alike
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.parameter_lists import look_up, stored_grads
+from amp_patch.weights.parameter_lists import keeping_versions, look_up, stored_grads
 
 from .param_pairs import ParamPairs
 
@@ -73,16 +72,13 @@ def write(halves: list[Tensor], values: list[Tensor]) -> None:
     if not views:  # as most often
         torch._foreach_copy_(halves, values)
         return
-    with contextlib.ExitStack() as stack:
-        for view in views:  # torch 2.6 takes one at a time
-            stack.enter_context(_preserving_version(view))
+    with keeping_versions(views):
         torch._foreach_copy_(halves, values)
 
 
 _GRAD = operator.attrgetter("grad")
 _IS_CPU = operator.attrgetter("is_cpu")
 _IS_VIEW = Tensor._is_view
-_preserving_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # torch's own
 
 
 def _is_dense(grad: Tensor | None) -> bool:

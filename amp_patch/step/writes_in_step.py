@@ -5,6 +5,7 @@ The end of the step rounds the masters into the half weights, over what was writ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,18 +21,24 @@ class WritesInStep:
 
     Args:
         optimizer: gets a hook.
+        wrapped: that it steps itself, or that are stepped in its place, as SAM's; get one, too.
         masters: of its half weights.
         is_foreign: whether its step is not torch's, and may write to whatever it holds.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights, is_foreign: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        wrapped: Sequence[Optimizer],
+        masters: MasterWeights,
+        is_foreign: bool,
+    ) -> None:
         self._masters, self._is_foreign = masters, is_foreign
         self._name = type(optimizer).__name__
         self._before: list[int] | None = None
         self._agreements = 0
-        self._hook: RemovableHandle | None = None
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper may call no hooks
-            self._hook = optimizer.register_step_pre_hook(self._follow_hooks)
+        self._hook = self._follow_hooks_of(optimizer)
+        self._hooks = [self._hook, *map(self._follow_hooks_of, wrapped)]
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins, for which masters and half weights agree."""
@@ -72,9 +79,10 @@ class WritesInStep:
             self._note()
 
     def remove(self) -> None:
-        """Take the hook off again."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Take the hooks off again."""
+        for hook in self._hooks:
+            if hook is not None:
+                hook.remove()
 
     def _were_made(self) -> bool:
         # A forward in the step, as of a closure, shows in the half weights what the masters are.
@@ -84,6 +92,11 @@ class WritesInStep:
     def _note(self) -> None:
         self._before = self._masters.weight_versions()
         self._agreements = self._masters.agreements
+
+    def _follow_hooks_of(self, optimizer: Optimizer) -> RemovableHandle | None:
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return None  # a wrapper may call no hooks
+        return optimizer.register_step_pre_hook(self._follow_hooks)
 
     def _follow_hooks(self, *_: object) -> None:
         """All other hooks were called: what they wrote to the half weights is stepped."""

@@ -33,6 +33,7 @@ from .parameter_lists import (
     are_same,
     as_plain_tensors,
     clear_grads,
+    keeping_versions,
     listed,
     look_up,
     store_grad,
@@ -333,17 +334,42 @@ class MasterWeights:
         """Round the masters into the half parameters, unless the step has written these, too."""
         self.agreements += 1
         self.catch_up()
+        if self._known is None:  # a step that nobody has seen begin, as SGD.step(optimizer)
+            self._compare()
+        versions = self._versions_of(self._masters)
         if not are_written:
-            # Masters whose gradients never wait are of torch's own class, at which it asks nothing.
-            if self._lazy is None:
-                self._cast.run()
-            else:
-                with as_plain_tensors(chain(self._params, self._masters)):
-                    self._cast.run()
+            # Of a master that was not stepped the half weight stays as it is, bit for bit. A graph
+            # may have saved it for a backward that is still to come.
+            left_out = self._left_out(versions)
+            with keeping_versions(left_out) if left_out else contextlib.nullcontext():
+                self._write_halves()
         self._comparison.note_equal()
-        self._note_equal()
+        self._versions.equal[:] = versions
         if self._exposed is not None:
             self._end_exposure()
+
+    def _write_halves(self) -> None:
+        # Masters whose gradients never wait are of torch's own class, at which it asks nothing.
+        if self._lazy is None:
+            self._cast.run()
+        else:
+            with as_plain_tensors(chain(self._params, self._masters)):
+                self._cast.run()
+
+    def _left_out(self, versions: list[int]) -> list[Tensor]:
+        """Return the half parameters whose masters a step had no gradient for, and did not write.
+
+        Args:
+            versions: of the masters, behind the step.
+        """
+        if self._are_spread or not any(map(operator.eq, versions, self._versions.equal)):
+            return []
+        rows = zip(self._params, self._masters, versions, self._versions.equal, strict=True)
+        return [
+            param
+            for param, master, now, before in rows
+            if now == before and stored_grad(master) is None
+        ]
 
     @contextlib.contextmanager
     def given_back(self) -> Iterator[None]:

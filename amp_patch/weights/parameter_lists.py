@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ stored_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 _STORED: Callable[[Tensor], Tensor | None] = operator.attrgetter("_grad")  # the same, of many
 store_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
+_keeping_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]  # torch's own
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
 _switched_off = torch._C.DisableTorchFunctionSubclass
 
@@ -131,6 +132,15 @@ def all_are(what: Callable[[Tensor], bool], params: Iterable[Tensor]) -> bool:
         return all(map(what, params))
     with _switched_off():
         return all(map(what, params))
+
+
+@contextmanager
+def keeping_versions(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Return a block whose writes to these tensors move no version of theirs."""
+    with ExitStack() as stack:
+        for tensor in tensors:  # torch 2.6 takes one at a time
+            stack.enter_context(_keeping_version(tensor))
+        yield
 
 
 @without_default_device

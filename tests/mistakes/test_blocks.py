@@ -444,6 +444,18 @@ def test_clipping_of_other_parameters_is_torchs(amp: ModuleType, level: str) -> 
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("of", ["model", "masters"])
+def test_clipping_values_behind_the_step_does_nothing(amp: ModuleType, level: str, of: str) -> None:
+    model, optimizer = prepared(amp, level)
+    one_pass(amp, model, optimizer)
+    optimizer.step()
+    before = weights(model)
+    given = model.parameters() if of == "model" else core.master_params(optimizer)
+    nn.utils.clip_grad_value_(given, 0.1)
+    assert_equal(weights(model), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_an_old_checkpoint_loaded_afterwards(amp: ModuleType, level: str) -> None:
     other, _ = make()
     state = {name: value * 1.0001 for name, value in other.state_dict().items()}

@@ -283,6 +283,32 @@ def test_a_layer_in_a_plain_list(amp: ModuleType, level: str, bias: bool) -> Non
 
 
 @pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_state_in_half_for_a_recurrent_layer_in_float(
+    amp: ModuleType, level: str, kind: Any
+) -> None:
+    """Of which torch says on a CPU that it "could not create a primitive descriptor"."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layer = nn.Embedding(4, 4), kind(4, 4)
+
+        def forward(self, ids: Tensor, state: Any) -> Tensor:
+            return self.layer(self.embed(ids), state)[0]
+
+    model = amp.initialize(Recurrent(), opt_level=level, verbosity=0)
+    state = torch.zeros(1, 3, 4)
+    model.float()
+    note = fail(
+        lambda: model(
+            torch.zeros(2, 3, dtype=torch.long), (state, state) if kind is nn.LSTM else state
+        )
+    )
+    assert "as model.float() leaves them" in note
+
+
+@pytest.mark.parametrize("level", HALF)
 def test_the_model_in_float_again(amp: ModuleType, level: str) -> None:
     model, _ = prepared(amp, level)
     model.float()

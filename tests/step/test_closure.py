@@ -164,7 +164,7 @@ def test_a_closure_that_is_not_finite_leaves_all_as_before(
     optimizer.step(closure_of(amp, model, optimizer, [1.0, 1.0]))
     before = everything(model, optimizer)
     options = [dict(group, params=None) for group in optimizer.param_groups]
-    assert optimizer.step(closure_of(amp, model, optimizer, factors)) is None
+    optimizer.step(closure_of(amp, model, optimizer, factors))
     assert amp.step_was_skipped(optimizer)
     assert_unchanged(model, optimizer, before)
     assert [dict(group, params=None) for group in optimizer.param_groups] == options
@@ -188,6 +188,23 @@ def test_a_closures_loss_is_looked_at_where_gradients_are_finite(
     assert capsys.readouterr().out == (
         "Gradient overflow.  Skipping step, the closure returned a loss that is not finite\n"
     )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("factor", [1.0, INF])
+def test_a_step_returns_what_its_closure_did_also_where_it_is_skipped(
+    amp: ModuleType, level: str, factor: float
+) -> None:
+    model, optimizer = prepared(amp, level)
+    returned: list[Tensor] = []
+    closure = closure_of(amp, model, optimizer, [factor])
+
+    def keep() -> Tensor:
+        returned.append(closure())
+        return returned[-1]
+
+    assert optimizer.step(keep) is returned[0]
+    assert amp.step_was_skipped(optimizer) == (factor == INF)
 
 
 def test_a_closure_may_return_anything(amp: ModuleType) -> None:

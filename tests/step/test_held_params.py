@@ -1,11 +1,13 @@
 """What an optimizer holds, while a script changes its groups."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from amp_patch.session import session
 from amp_patch.step.held_params import HeldParams
@@ -42,6 +44,50 @@ def test_a_parameter_in_the_place_of_an_equal_one_is_seen(size: int) -> None:
     held.pairs()
     other = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(size))
     assert ids(held.pairs().model) == [id(other)]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_repeated_parameter_is_held_once() -> None:
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    optimizer = SGD([one, other, one], lr=1.0)
+    repeating = HeldParams(optimizer, masters=None)
+    pairs = repeating.pairs()
+    assert ids(pairs.model) == ids(pairs.master) == [id(one), id(other)]
+    assert repeating.pairs() is pairs
+    assert repeating.are_repeated
+    del optimizer.param_groups[0]["params"][2]
+    assert repeating.pairs() is not pairs
+    assert not repeating.are_repeated
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_a_repeated_parameter_is_trained_as_in_fp32(
+    amp: ModuleType, level: str, make: Callable[..., Optimizer]
+) -> None:
+    """Which steps it twice; so a gradient that is divided by the scale twice would be seen."""
+
+    def trained(level: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = make([*model.parameters(), *model[0].parameters()], lr=0.05)
+        if level is not None:
+            options = {"opt_level": level, "init_scale": 256.0, "verbosity": 0}
+            model, optimizer = amp.initialize(model, optimizer, **options)
+        inputs = torch.randn(16, 4)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = (model(inputs).float() - 1).square().mean()
+            if level is None:
+                loss.backward()
+            else:
+                scaled_backward(amp, loss, optimizer)
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    for found, expected in zip(trained(level), trained(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
 
 
 def test_there_are_none_without_the_optimizer() -> None:

@@ -153,6 +153,18 @@ def test_step_passes_arguments_and_result_on(amp: ModuleType) -> None:
     assert optimizer.step(note="well") == "stepped well"
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_by_the_class_is_seen_by_the_next_forward(amp: ModuleType, level: str) -> None:
+    model, optimizer = prepared(amp, level, make=lambda params: SGD(params, lr=0.125))
+    for _ in range(2):
+        before, output = model.weight.clone(), model(torch.ones(2, 4))
+        backward(amp, model, optimizer)
+        SGD.step(optimizer)
+        optimizer.zero_grad()
+        assert not torch.equal(model.weight, before)
+        assert not torch.equal(model(torch.ones(2, 4)), output)
+
+
 def test_an_error_in_the_step_leaves_the_model_equal_to_its_masters(amp: ModuleType) -> None:
     class Failing(SGD):
         @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import SGD
 
-from amp_patch.step.replaced_methods import ReplacedMethods
+from amp_patch.step.replaced_methods import ReplacedMethods, own_methods
 
 
 class Owner:
@@ -81,3 +81,29 @@ def test_when_it_is_undone_what_a_scheduler_holds_calls_the_replaced_method() ->
     held()
     assert owner.calls == []
     assert param.grad is None
+
+
+def test_own_methods_are_those_that_torchs_optimizers_have_not() -> None:
+    class Base(SGD):
+        def first_step(self) -> None: ...
+        def step(self, closure: Any = None) -> None: ...
+
+    class Own(Base):
+        def second_step(self) -> None: ...
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def _hidden(self) -> None: ...
+
+        @staticmethod
+        def helper() -> None: ...
+
+        @property
+        def rate(self) -> float:
+            raise AssertionError("is not to be asked for")
+
+        defaults_of = dict
+
+    param = torch.nn.Parameter(torch.ones(1))
+    assert own_methods(SGD([param])) == []
+    assert sorted(own_methods(Own([param]))) == ["first_step", "second_step"]

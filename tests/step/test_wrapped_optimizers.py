@@ -364,3 +364,91 @@ def test_a_step_makes_its_own_backwards(amp: ModuleType, level: str) -> None:
             optimizer.step()
         trained.append(model.state_dict())
     torch.testing.assert_close(*trained, rtol=0.02, atol=0.01)
+
+
+class DerivedSharpnessAware(SGD):
+    """SAM that is derived from what it steps by, and steps in a method of its own."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        self.before = [(param, param.clone()) for param in self.param_groups[0]["params"]]
+        for param, _ in self.before:
+            param.add_(param.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param, before in self.before:
+            param.copy_(before)
+        super().step()
+
+
+class PastOwn(SGD):
+    """Is stepped by its class."""
+
+    def first_step(self) -> None:
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        SGD.step(self)
+
+
+@LEVELS
+@pytest.mark.parametrize("make", [DerivedSharpnessAware, PastOwn])
+def test_a_step_past_the_own_one_trains_as_in_fp32(amp: ModuleType, level: str, make: Any) -> None:
+    found, expected = (stepped_past_own(make, one, amp, [1.0] * 4) for one in (level, None))
+    for one, other in zip(found[-1], expected[-1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.003)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [DerivedSharpnessAware, PastOwn])
+def test_a_step_past_the_own_one_is_skipped_after_an_overflow(
+    amp: ModuleType, level: str, make: Any
+) -> None:
+    first, skipped, last = stepped_past_own(make, level, amp, [1.0, torch.inf, 1.0])
+    assert all(map(torch.equal, first, skipped))
+    assert all(bool(one.isfinite().all()) for one in last)
+    assert not torch.equal(last[0], skipped[0])
+
+
+def stepped_past_own(
+    make: Any, level: str | None, amp: ModuleType, factors: list[float]
+) -> list[list[Tensor]]:
+    """Return the weights behind each step, of which the second loss is multiplied by a factor."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    inputs, targets = torch.randn(32, 6), torch.randint(3, (32,))
+    optimizer = make(model.parameters(), lr=0.1)
+    if level is not None:
+        options = {"opt_level": level, "init_scale": 256.0, "verbosity": 0}
+        model, optimizer = amp.initialize(model, optimizer, **options)
+    weights = []
+    for factor in factors:
+        for act, times in ((optimizer.first_step, 1.0), (optimizer.second_step, factor)):
+            loss = F.cross_entropy(model(inputs), targets) * times
+            if level is None:
+                loss.backward()
+            else:
+                scaled_backward(amp, loss, optimizer)
+            act()
+        if level is not None:
+            assert amp.step_was_skipped(optimizer) == (factor == torch.inf)
+        optimizer.zero_grad()
+        weights.append([value.clone() for value in model.state_dict().values()])
+    return weights
+
+
+@LEVELS
+def test_a_write_through_data_before_an_own_method_is_kept(amp: ModuleType, level: str) -> None:
+    """Of which no version tells, while the method writes to the masters."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = DerivedSharpnessAware(model.parameters(), lr=0.0)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.weight.data.fill_(0.5)
+    for act in (optimizer.first_step, optimizer.second_step):
+        scaled_backward(amp, model(torch.ones(1, 4)).float().square().mean(), optimizer)
+        act()
+    assert model.state_dict()["weight"].eq(0.5).all()

@@ -296,8 +296,52 @@ def test_a_hook_that_comes_later_is_followed_too(amp: ModuleType, level: str) ->
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 if level == "O5" else 0.005)
 
 
+class Ascending(Optimizer):
+    """Goes up before it steps what it wraps, as SAM does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.3})
+        self.base = SGD(self.param_groups, lr=0.3)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def up(self) -> None:
+        self.moved = [(param, param.clone()) for param in self.param_groups[0]["params"]]
+        for param, _ in self.moved:
+            param.add_(param.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def down(self) -> None:
+        for param, before in self.moved:
+            param.copy_(before)
+        self.base.step()
+
+
+@LEVELS
+def test_a_state_dict_in_the_step_of_a_wrapped_optimizer_writes_nothing(
+    amp: ModuleType, level: str
+) -> None:
+    training = Training(lambda model: Ascending(model.parameters()), amp, level)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            for act in (training.optimizer.up, training.optimizer.down):
+                training.optimizer.zero_grad()
+                with amp.scale_loss(training.loss(), training.optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                training.model.state_dict()
+                act()
+
+
 def test_deactivate_takes_the_hook_off(amp: ModuleType) -> None:
     training = Training(lambda model: SGD(model.parameters(), lr=0.3), amp, "O2")
     assert training.optimizer._optimizer_step_pre_hooks
     amp.deactivate()
     assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_deactivate_takes_the_hook_of_a_wrapped_optimizer_off(amp: ModuleType) -> None:
+    training = Training(lambda model: Ascending(model.parameters()), amp, "O2")
+    assert training.optimizer.base._optimizer_step_pre_hooks
+    amp.deactivate()
+    assert not training.optimizer.base._optimizer_step_pre_hooks

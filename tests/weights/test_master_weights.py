@@ -340,6 +340,49 @@ def test_a_parameter_without_a_gradient_gets_none(amp: ModuleType, level: str) -
     assert len(optimizer.state) == 2
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_a_graph_goes_on_behind_a_step_that_left_its_weights_out(
+    amp: ModuleType, level: str, fused_step: bool
+) -> None:
+    """The backward of a second head comes behind the step of the first one."""
+    model = nn.ModuleList([fine_linear(), fine_linear()])
+    optimizer = Adam(model.parameters(), lr=0.125)
+    amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, fused_step=fused_step
+    )
+    inputs = torch.ones(2, 4, dtype=LEVELS[level], requires_grad=True)
+    losses = [head(inputs).sum() for head in model]
+    optimizer.step()  # without any gradients
+    for loss in losses:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        before = copies(model)
+        optimizer.step()
+        changed = [not torch.equal(before[name], now) for name, now in copies(model).items()]
+        assert changed == (
+            [True, True, False, False] if loss is losses[0] else [False] * 2 + [True] * 2
+        )
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_a_graph_whose_weights_were_stepped_is_refused_by_torch(
+    amp: ModuleType, level: str, make: Callable[..., Optimizer]
+) -> None:
+    model, optimizer = prepared(amp, level, make=make)
+    inputs = torch.ones(2, 4, dtype=LEVELS[level], requires_grad=True)
+    loss = model(inputs).sum()
+    backward(amp, model, optimizer)
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        amp.scale_loss(loss, optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+
+
 CLEARINGS: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer.zero_grad(True)": lambda model, optimizer: optimizer.zero_grad(True),
