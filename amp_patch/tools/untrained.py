@@ -23,7 +23,11 @@ REASONS = {
     None: "the script imported neither amp_patch nor apex; write from amp_patch import amp",
     "no": "the script never called amp.initialize",
     "disabled": "the script called amp.initialize(enabled=False)",
-    "yes": "no optimizer that the script gave to amp.initialize was stepped",
+    # The tools start scripts with nothing to read: a loop over standard input makes no step.
+    "yes": (
+        "no optimizer that the script gave to amp.initialize was stepped; standard input is empty "
+        "here: a script that trains on it must read a file"
+    ),
 }
 MEND = (
     "call model, optimizer = amp.initialize(model, optimizer), and before optimizer.step() "

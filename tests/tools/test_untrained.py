@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from amp_patch.tools.command_line import COMMANDS, main
 from amp_patch.tools.errors import BadArguments
-from amp_patch.tools.untrained import refuse_without_amp
+from amp_patch.tools.untrained import reason_in, refuse_without_amp
 
 PLAIN = "import torch, os.path\nfrom torch.cuda import amp\nmodel.eval()\n"
 
@@ -101,3 +101,10 @@ def test_the_usage_shows_where_the_script_stands(command: str) -> None:
     result = CliRunner().invoke(main, [command, "--help"], prog_name="amp-patch")
     usage = result.output.splitlines()[0]
     assert usage == f"Usage: amp-patch {command} [OPTIONS] -- SCRIPT [ARGS]..."
+
+
+def test_a_script_that_stepped_nothing_is_told_that_its_standard_input_was_empty(place) -> None:
+    (place / "amp-0.jsonl").write_text('{"amp": "yes"}\n')
+    assert "standard input is empty here" in reason_in(place)
+    (place / "amp-0.jsonl").write_text('{"amp": "no"}\n')
+    assert "standard input" not in reason_in(place)
