@@ -1,7 +1,9 @@
-"""Forwards of torch's plain layers that read their weights where they are, while casts are on.
+"""Forwards of torch's own layers, while functions cast or models are stored in half.
 
-``self.weight`` of a module takes the host longer than a cached cast. Knows torch's layers and
-where a module keeps its parameters; knows nothing of casts.
+The plain ones read their weights where they are: ``self.weight`` of a module takes the host longer
+than a cached cast. And in a model in half a layer takes float32, which a tensor made inside of
+``forward`` brings along: it computes in the dtype of its weights. Knows torch's layers and where a
+module keeps its parameters.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from amp_patch.patching import Patches
+
+from .mode import casts_are_on, mode
+from .nested import map_tensors
 
 # Calls a layer's function; looked up at each call, for somebody may have patched it.
 _Call = Callable[[Any, Tensor, Any, Any], Tensor]
@@ -30,6 +36,10 @@ def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any) -> Tenso
     return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
+def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    return F.group_norm(x, layer.num_groups, weight, bias, layer.eps)
+
+
 def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
     return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]  # of torch's
 
@@ -37,10 +47,32 @@ def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
 _CALLS: dict[type[nn.Module], _Call] = {
     nn.Linear: _linear,
     nn.LayerNorm: _layer_norm,
+    nn.GroupNorm: _group_norm,
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,
     nn.Conv3d: _convolution,
 }
+
+
+#: Layers that take float32 as well, in forwards of torch's own.
+_OTHERS = (
+    nn.Bilinear,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.GRU,
+    nn.GRUCell,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LSTM,
+    nn.LSTMCell,
+    nn.MultiheadAttention,
+    nn.PReLU,
+    nn.RMSNorm,
+    nn.RNN,
+    nn.RNNCell,
+)
 
 
 def install(patches: Patches) -> None:
@@ -52,6 +84,14 @@ def install(patches: Patches) -> None:
     for kind, call in _CALLS.items():
         if _is_torchs(kind):
             patches.replace(kind, "forward", _reading(kind, call, kind.forward))
+
+
+def install_for_half(patches: Patches) -> None:
+    """Do the same, and let other layers take float32, too, where weights are stored in half."""
+    install(patches)
+    for kind in _OTHERS:
+        if _is_torchs(kind):
+            patches.replace(kind, "forward", _taking(kind.forward))
 
 
 def _is_torchs(kind: type[nn.Module]) -> bool:
@@ -67,7 +107,44 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
         if type(self) is kind and "weight" not in own and "bias" not in own:
             params = own["_parameters"]
             if "weight" in params and not is_dynamo_compiling():
-                return call(self, input, params["weight"], params["bias"])
-        return original(self, input)
+                weight = params["weight"]
+                if input.dtype is _FLOAT and weight is not None and weight.dtype is not _FLOAT:
+                    input = _as_stored(input, weight)
+                return call(self, input, weight, params["bias"])
+        weight = _first(self)  # the bias, where a parametrization computes the weight
+        return original(self, input if weight is None else _as_stored(input, weight))
 
     return forward
+
+
+def _taking(original: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        weight = _first(self)
+        if weight is None or weight.dtype is not mode.stored:
+            return original(self, *args, **kwargs)
+        args, kwargs = map_tensors(lambda tensor: _as_stored(tensor, weight), (args, kwargs))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _first(layer: nn.Module) -> Tensor | None:
+    for param in layer._parameters.values():  # torch 2.6 compiles no `next` with a default
+        if param is not None:
+            return param
+    return None
+
+
+def _as_stored(input: Tensor, weight: Tensor) -> Tensor:
+    """Return a float32 input of a layer in the half dtype that the running model is stored in.
+
+    Not where functions cast: there they decide. And not outside of the model's call, where nobody
+    casts what comes out either.
+    """
+    if input.dtype is _FLOAT and weight.dtype is mode.stored and not casts_are_on():
+        return input.to(weight.dtype)
+    return input
+
+
+_FLOAT = torch.float32

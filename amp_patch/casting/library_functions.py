@@ -18,7 +18,7 @@ from torch import nn
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import library_rules
+from . import layer_forwards, library_rules
 from .held_functions import HeldFunctions
 from .library_casts import Rule, wrap
 
@@ -94,6 +94,7 @@ class LibraryFunctions:
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
         # A module that is imported from now on may bind one by its name.
         self._patches_for_half.expect_bindings(self._of_torch)
+        layer_forwards.install_for_half(self._patches_for_half)
         self._held.install(self._of_torch, (), ())
         self.reach(list(self._models))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 CASES: list[tuple[nn.Module, tuple[int, ...]]] = [
@@ -57,9 +58,9 @@ def test_forwards_look_as_before_and_come_back(amp: ModuleType, kind: type[nn.Mo
     assert kind.forward is original
 
 
-def test_levels_that_cast_no_functions_leave_them_alone(amp: ModuleType) -> None:
+def test_a_level_without_half_precision_leaves_them_alone(amp: ModuleType) -> None:
     original = nn.Linear.forward
-    amp.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
     assert nn.Linear.forward is original
 
 
@@ -149,3 +150,95 @@ def test_a_patch_of_the_function_below_is_reached(
     layer = amp.initialize(nn.Linear(3, 2), opt_level="O1", verbosity=0)
     monkeypatch.setattr(nn.functional, "linear", lambda *args: len(args))
     assert layer(torch.randn(1, 3)) == 3
+
+
+TAKING: list[tuple[nn.Module, tuple[int, ...], int]] = [
+    *((layer, shape, 1) for layer, shape in CASES if layer.weight is not None),
+    (nn.GroupNorm(2, 4), (2, 4, 3), 1),
+    (nn.RMSNorm(4), (2, 4), 1),
+    (nn.InstanceNorm1d(4, affine=True), (2, 4, 3), 1),
+    (nn.ConvTranspose1d(4, 3, 2), (2, 4, 5), 1),
+    (nn.ConvTranspose2d(4, 3, 2), (2, 4, 5, 5), 1),
+    (nn.ConvTranspose3d(1, 2, 2), (1, 1, 3, 3, 3), 1),
+    (nn.PReLU(4), (2, 4), 1),
+    (nn.Bilinear(4, 4, 2), (2, 4), 2),
+    (nn.RNN(4, 3), (2, 5, 4), 1),
+    (nn.GRU(4, 3, batch_first=True), (2, 5, 4), 1),
+    (nn.LSTM(4, 3), (2, 5, 4), 1),
+    (nn.RNNCell(4, 3), (2, 4), 1),
+    (nn.GRUCell(4, 3), (2, 4), 1),
+    (nn.LSTMCell(4, 3), (2, 4), 1),
+    (nn.MultiheadAttention(4, 2), (2, 5, 4), 3),
+    (nn.TransformerEncoderLayer(4, 2, 8, 0.0), (2, 5, 4), 1),
+    (nn.TransformerDecoderLayer(4, 2, 8, 0.0), (2, 5, 4), 2),
+    (parametrizations.weight_norm(nn.Linear(4, 3)), (2, 4), 1),
+]
+
+
+class Given(nn.Module):
+    """Gives a layer what it makes itself, in some dtype."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...], count: int) -> None:
+        super().__init__()
+        self.layer, self.count = layer, count
+        # rounded, so that it is the same in float32
+        self.made = [torch.randn(shape).bfloat16().float() for _ in range(count)]
+
+    def forward(self, dtype: torch.dtype) -> Any:
+        return first(self.layer(*(one.to(dtype) for one in self.made)))
+
+
+def first(outputs: Any) -> Any:
+    """Return a tensor, or the first of a tuple of them."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+@pytest.mark.parametrize(("layer", "shape", "count"), TAKING, ids=lambda case: str(case))
+@pytest.mark.parametrize("level", ["O3", "O5"])
+def test_a_layer_of_a_model_in_half_takes_float32(
+    amp: ModuleType, layer: nn.Module, shape: tuple[int, ...], count: int, level: str
+) -> None:
+    """As a mask, noise or positions that ``forward`` makes bring it along."""
+    model = Given(copy.deepcopy(layer), shape, count)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    half = {"O3": torch.float16, "O5": torch.bfloat16}[level]
+    expected, found = model(half), model(torch.float32)
+    assert torch.equal(found, expected)
+    found.square().mean().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_float32_stays_where_it_is_meant(amp: ModuleType) -> None:
+    """In a region, in a layer that is kept in float32, and outside of the model's call."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> list[torch.dtype]:
+            thirds = torch.ones_like(x, dtype=torch.float32) / 3
+            with amp.float_region():
+                self.in_region = self.layer(thirds)
+            self.expected = F.linear(thirds, self.layer.weight.float(), self.layer.bias.float())
+            self.seen = [
+                self.in_region.dtype,
+                self.norm(x.float()).dtype,
+                self.layer(x.float()).dtype,
+            ]
+            return self.layer(x)
+
+    model = Mixed()
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    model(torch.randn(2, 4))
+    assert torch.equal(model.in_region, model.expected)
+    assert model.seen == [torch.float32, torch.float16]
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.layer(torch.randn(2, 4))
+
+
+def test_a_compiled_model_takes_float32_as_well(amp: ModuleType) -> None:
+    model = Given(nn.Linear(4, 3), (2, 4), 1)
+    amp.initialize(model, opt_level="O2", verbosity=0)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.float32), model(torch.float16))
