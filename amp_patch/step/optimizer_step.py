@@ -259,10 +259,12 @@ class OptimizerStep:
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
 
-        It may write to masters, which then win over what a script wrote to half weights before.
+        It may write to masters, which then win over what a script wrote to half weights before. It
+        finds gradients at them, also those that a script gave to half weights by hand.
         """
         if not self._is_stepping and self.masters is not None:
             self.masters.reconcile()
+            self.backward.offer_gradients()
         return original(*args, **kwargs)
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -532,3 +532,20 @@ def test_gradients_kept_from_a_step_that_raised_are_not_stepped_later(amp: Modul
     assert not amp.step_was_skipped(optimizer)
     assert not torch.equal(model.weight, before)
     assert bool(model.weight.isfinite().all())
+
+
+@LEVELS
+def test_own_methods_find_gradients_that_a_script_gave_to_the_model(
+    amp: ModuleType, level: str
+) -> None:
+    """By ``torch.autograd.grad``, behind which no backward was."""
+    model = nn.Linear(4, 2)
+    optimizer = DerivedSharpnessAware(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    before = model.weight.clone()
+    params = list(model.parameters())
+    grads = torch.autograd.grad(model(torch.ones(1, 4)).float().sum(), params)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.first_step()
+    assert not torch.equal(model.state_dict()["weight"], before)
