@@ -34,7 +34,7 @@ from .held_params import HeldParams
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
-from .replaced_methods import ReplacedMethods, have_hooks_called, own_methods
+from .replaced_methods import ReplacedMethods, own_methods
 from .skip import Skip
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
@@ -131,12 +131,10 @@ class OptimizerStep:
             replace(one, "step", self._step_wrapped, is_wrapped=True)
             replace(one, "zero_grad", self._zero_grad, is_wrapped=True)
         replace(optimizer, "add_param_group", self.groups.add)
-        for one in (optimizer, *wrapped):
-            own = own_methods(one)
-            if own:
-                have_hooks_called(type(one))
-            for name in own if self.masters is not None else ():
-                replace(one, name, self._call_own, is_wrapped=one is not optimizer)
+        if self.masters is not None:
+            for one in (optimizer, *wrapped):
+                for name in own_methods(one):
+                    replace(one, name, self._call_own, is_wrapped=one is not optimizer)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -229,6 +227,7 @@ class OptimizerStep:
         """
         if self._is_stepping or closure is not None:
             return
+        self._set_aside = None  # of a step that raised
         self._look_before(goes_on=False)
         self._look_at_gradients()
         self._is_past_own = True
@@ -260,10 +259,12 @@ class OptimizerStep:
     def _call_own(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that torch's optimizers do not have, as ``first_step`` of SAM.
 
-        It may write to masters, which then win over what a script wrote to half weights before.
+        It may write to masters, which then win over what a script wrote to half weights before. It
+        finds gradients at them, also those that a script gave to half weights by hand.
         """
         if not self._is_stepping and self.masters is not None:
             self.masters.reconcile()
+            self.backward.offer_gradients()
         return original(*args, **kwargs)
 
     def _step_wrapped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -17,6 +18,7 @@ from amp_patch.distributed.process_groups import StepRanks
 from amp_patch.distributed.shards import any_spread
 from amp_patch.levels import OptLevel
 from amp_patch.optimizers.groups import params_of
+from amp_patch.patching import Patches
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
 from amp_patch.warn_once import warn_once
@@ -26,6 +28,7 @@ from amp_patch.weights.master_weights import MasterWeights
 from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_step import OptimizerStep
+from .replaced_methods import bases_without_hooks
 from .shared_scalers import SharedScalers
 from .skip import Pending
 
@@ -56,6 +59,8 @@ class PreparedOptimizers:
         # Each forward asks for them: a list is read in a quarter of the time of a weak dict.
         self._masters: list[weakref.ref[MasterWeights]] = []
         self._steps: list[weakref.ref[OptimizerStep]] = []  # likewise, for each pass
+        self._bases: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()  # whose steps are patched
+        self._patches = Patches()
 
     def set_up(
         self,
@@ -86,6 +91,7 @@ class PreparedOptimizers:
         for given in optimizers:
             optimizer = local_optimizer(given) if level.master_weights else given
             together = ranks(given, optimizer is not given)
+            self._follow_bases(optimizer)
             step = OptimizerStep(
                 optimizer,
                 store if level.master_weights else None,
@@ -120,6 +126,35 @@ class PreparedOptimizers:
         on_error.callback(self._forget_step, reference)
         if step.masters is not None:
             self._masters.append(weakref.ref(step.masters, self._masters.remove))
+
+    def _follow_bases(self, optimizer: Optimizer) -> None:
+        """See steps by ``super().step()`` in methods of its own, where torch calls no hooks.
+
+        Torch's own way to have them called would call those of the script once more, too, in a step
+        that goes on by ``super().step()``.
+        """
+        for base in bases_without_hooks(optimizer):
+            if base not in self._bases:
+                self._bases.add(base)
+                self._patches.replace(base, "step", self._followed(base))
+
+    def _followed(self, base: Any) -> Callable[..., Any]:
+        """Return what stands in the place of the step of a class."""
+        original, reference = base.step, weakref.ref(self)
+
+        @functools.wraps(original)
+        def followed(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # Torch wraps this for good where an optimizer of the class is made, and calls hooks.
+            prepared = reference() if base.step is followed else None
+            step = None if prepared is None else prepared.of_stepped(optimizer)
+            if step is None:
+                return original(optimizer, *args, **kwargs)
+            step.begin_past_own(args[0] if args else kwargs.get("closure"))
+            result = original(optimizer, *args, **kwargs)
+            step.end_past_own()
+            return result
+
+        return followed
 
     @staticmethod
     def _follow_given(
@@ -224,6 +259,7 @@ class PreparedOptimizers:
         """Undo it: every optimizer steps its own parameters again, state kept."""
         for step in list(self.steps.values()):
             step.release()
+        self._patches.undo()
 
     def others(self, steps: Sequence[OptimizerStep]) -> list[OptimizerBackward]:
         """Return what all but these do around a backward."""
@@ -232,10 +268,18 @@ class PreparedOptimizers:
         every = [reference() for reference in self._steps]
         return [step.backward for step in every if step is not None and step not in steps]
 
+    def keep_written(self) -> None:
+        """See `OptimizerBackward.keep_written`."""
+        for reference in self._steps if self._masters else ():
+            step = reference()
+            if step is not None:
+                step.backward.keep_written()
+
     def offer_gradients(self) -> None:
         """See `OptimizerBackward.offer_gradients`."""
-        if self._masters:
-            for step in list(self.steps.values()):
+        for reference in self._steps if self._masters else ():
+            step = reference()
+            if step is not None:
                 step.backward.offer_gradients()
 
     def settle(self) -> None:

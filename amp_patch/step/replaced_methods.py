@@ -38,14 +38,19 @@ def own_methods(optimizer: Optimizer) -> list[str]:
     ]
 
 
-def have_hooks_called(kind: type[Optimizer]) -> None:
-    """Have torch call hooks in ``super().step()``, too.
+def bases_without_hooks(optimizer: Optimizer) -> list[type[Optimizer]]:
+    """Return the classes whose step the optimizer's own methods may call, and torch no hooks then.
 
-    So it does from when an optimizer of the class above was made, and not before.
+    By ``super().step()``: hooks are called from when an optimizer of that very class was made.
     """
-    for base in kind.__mro__[1:]:
-        if "step" in vars(base) and base is not Optimizer and issubclass(base, Optimizer):
-            base._patch_step_function(base.__new__(base))
+    if not own_methods(optimizer):
+        return []
+    return [
+        base
+        for base in type(optimizer).__mro__[1:]
+        if "step" in vars(base) and base is not Optimizer and issubclass(base, Optimizer)
+        if not getattr(base.step, "hooked", False)
+    ]
 
 
 def _is_torchs(kind: type) -> bool:

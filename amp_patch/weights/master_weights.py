@@ -30,6 +30,7 @@ from .lazy_gradients import LazyGradients
 from .lost_writes import tell_of_lost_writes
 from .own_gradients import OwnGradients
 from .parameter_lists import (
+    are_complete,
     are_same,
     as_plain_tensors,
     clear_grads,
@@ -38,6 +39,7 @@ from .parameter_lists import (
     look_up,
     store_grad,
     stored_grad,
+    stored_grads,
 )
 from .stepped_state import SteppedState
 
@@ -362,13 +364,18 @@ class MasterWeights:
         Args:
             versions: of the masters, behind the step.
         """
-        if self._are_spread or not any(map(operator.eq, versions, self._versions.equal)):
+        waiting = () if self._lazy is None else self._lazy.params  # a fused step has used these
+        if self._are_spread or len(waiting) == len(self._masters):
             return []
-        rows = zip(self._params, self._masters, versions, self._versions.equal, strict=True)
+        grads = stored_grads(self._masters)
+        if are_complete(grads):  # as most often
+            return []
+        used = set(map(id, waiting))
+        rows = zip(self._params, self._masters, grads, versions, self._versions.equal, strict=True)
         return [
             param
-            for param, master, now, before in rows
-            if now == before and stored_grad(master) is None
+            for param, master, grad, now, before in rows
+            if now == before and grad is None and id(master) not in used
         ]
 
     @contextlib.contextmanager

@@ -452,3 +452,100 @@ def test_a_write_through_data_before_an_own_method_is_kept(amp: ModuleType, leve
         scaled_backward(amp, model(torch.ones(1, 4)).float().square().mean(), optimizer)
         act()
     assert model.state_dict()["weight"].eq(0.5).all()
+
+
+def descent() -> tuple[type[Optimizer], type[Optimizer]]:
+    """Return a class of which no optimizer was made: torch calls no hooks there; and one of it."""
+
+    class Descent(Optimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+
+    class Derived(Descent):
+        def first_step(self) -> None:
+            self.zero_grad()
+
+        def second_step(self) -> None:
+            super().step()
+
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+
+    return Descent, Derived
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_past_the_own_one_is_skipped_where_torch_calls_no_hooks(
+    amp: ModuleType, level: str
+) -> None:
+    base, derived = descent()
+    own = base.step
+    first, skipped, last = stepped_past_own(derived, level, amp, [1.0, torch.inf, 1.0])
+    assert all(map(torch.equal, first, skipped))
+    assert all(bool(one.isfinite().all()) for one in last)
+    assert not torch.equal(last[0], skipped[0])
+    amp.deactivate()
+    assert base.step is own
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_hooks_of_a_derived_optimizer_are_called_as_often_as_without(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = descent()[1](model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    calls: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    for _ in range(2):
+        scaled_backward(amp, model(torch.ones(1, 4)).float().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert calls == ["post"] * 2
+
+
+def test_gradients_kept_from_a_step_that_raised_are_not_stepped_later(amp: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = DerivedSharpnessAware(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, init_scale=4.0)
+    optimizer.before = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    scaled_backward(amp, model(torch.ones(1, 4)).float().mean() * torch.inf, optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.second_step()
+    handle.remove()
+    optimizer.zero_grad()
+    before = model.weight.clone()
+    scaled_backward(amp, model(torch.ones(1, 4)).float().mean(), optimizer)
+    optimizer.second_step()
+    assert not amp.step_was_skipped(optimizer)
+    assert not torch.equal(model.weight, before)
+    assert bool(model.weight.isfinite().all())
+
+
+@LEVELS
+def test_own_methods_find_gradients_that_a_script_gave_to_the_model(
+    amp: ModuleType, level: str
+) -> None:
+    """By ``torch.autograd.grad``, behind which no backward was."""
+    model = nn.Linear(4, 2)
+    optimizer = DerivedSharpnessAware(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    before = model.weight.clone()
+    params = list(model.parameters())
+    grads = torch.autograd.grad(model(torch.ones(1, 4)).float().sum(), params)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    optimizer.first_step()
+    assert not torch.equal(model.state_dict()["weight"], before)

@@ -1,6 +1,7 @@
 """Masters against fp32 training written by hand, and against a model of who wins when."""
 
 import copy
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -367,11 +368,12 @@ def test_a_graph_goes_on_behind_a_step_that_left_its_weights_out(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("make", [SGD, Adam])
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("make", [SGD, Adam, functools.partial(Adam, fused=True)])
 def test_a_graph_whose_weights_were_stepped_is_refused_by_torch(
-    amp: ModuleType, level: str, make: Callable[..., Optimizer]
+    amp: ModuleType, level: str, make: Callable[..., Optimizer], fused_step: bool
 ) -> None:
-    model, optimizer = prepared(amp, level, make=make)
+    model, optimizer = prepared(amp, level, make=make, fused_step=fused_step)
     inputs = torch.ones(2, 4, dtype=LEVELS[level], requires_grad=True)
     loss = model(inputs).sum()
     backward(amp, model, optimizer)
