@@ -145,7 +145,8 @@ def register_forward_method(cls: type[nn.Module], name: str) -> None:
         name: of a method that it has or inherits.
 
     Raises:
-        TypeError: ``cls`` is no class of modules, ``name`` no string, or no method.
+        TypeError: ``cls`` is no class of modules, ``name`` no string, or no method, or one that
+            yields or awaits.
         ValueError: the class has no such attribute.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and isinstance(name, str)):
@@ -167,6 +168,12 @@ def register_forward_method(cls: type[nn.Module], name: str) -> None:
             f"a forward method takes the module as self; got {name!r}, a "
             f"{type(found).__name__} of {cls.__name__}; call amp.register_forward_method(cls, "
             "name) with a method of the class."
+        )
+    if inspect.isgeneratorfunction(found) or inspect.iscoroutinefunction(found):
+        raise TypeError(
+            f"a forward method has computed its outputs when it returns; got {name!r} of "
+            f"{cls.__name__}, which yields or awaits; call amp.register_forward_method(cls, name) "
+            "with a method that it calls."
         )
     session.methods.register(cls, name)
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import traceback
 import weakref
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +60,12 @@ class Autoencoder(nn.Module):
         self.inner = self.encode(x)
         self.look(x.float())
         return self.decode(self.inner)
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.part(x)
+
+    async def wait(self, x: Tensor) -> Tensor:
+        return self.part(x)
 
     size = property(lambda self: 4)
 
@@ -232,6 +239,8 @@ def test_it_compiles_whole(amp: ModuleType, level: str) -> None:
         ),
         ((dict, "get"), TypeError, "a class of modules"),
         ((Autoencoder, "encod"), ValueError, "got 'encod', which Autoencoder does not have"),
+        ((Autoencoder, "stream"), TypeError, "got 'stream' of Autoencoder, which yields or awaits"),
+        ((Autoencoder, "wait"), TypeError, "got 'wait' of Autoencoder, which yields or awaits"),
         ((Autoencoder, "size"), TypeError, "got 'size', a property of Autoencoder"),
     ],
 )
