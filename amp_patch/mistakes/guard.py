@@ -79,7 +79,6 @@ class Guard:
             optimizers.scaled_params,
             optimizers.running,
             after_lone,
-            optimizers.keep_written,
             optimizers.offer_gradients,
             optimizers.steps,
         )

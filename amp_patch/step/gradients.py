@@ -79,9 +79,6 @@ class Gradients:
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
         self._any_pass = AnyPass(lazy, self._aside)
         self._buffers = GradientBuffers(ParamPairs([], []))
-        # Of parameters at whose masters a script has written: the half ones from before that, while
-        # no backward has reached them.
-        self._kept: dict[Tensor, Tensor | None] = {}
         self._has_warned = False
         self.elsewhere: list[Tensor] = []
 
@@ -127,7 +124,6 @@ class Gradients:
                 self._used.note_versions()
                 self._came_from_outside = False
         self._own.forget()
-        self._kept = {}
 
     def are_used(self, pairs: ParamPairs) -> bool:
         """Return whether only gradients are there that a step has used; waits for the device."""
@@ -372,49 +368,6 @@ class Gradients:
             for master in pairs.master:
                 self._own.note(master)
 
-    def keep_written(self, pairs: ParamPairs) -> None:
-        """A backward outside comes: it adds to what a script has written to shown gradients.
-
-        As in plain PyTorch, where a script clips behind each micro-batch. Half gradients, to which
-        autograd adds, hold what was there before the write: they wait, until `show_kept`.
-        """
-        rows = _with_gradients_of_masters(pairs) if self._came_from_outside else []
-        if self._received and not all(self._own.has(master) for _, master in rows):
-            self._used.drop(look_up(_GRAD, self._received.params()))
-            self._received.clear()
-            for param, master in rows:
-                self._kept[param] = param.grad
-                self._own.take_over(master)
-        for param, old in self._kept.items():
-            if stored_grad(param) is old:
-                store_grad(param, None)
-            else:  # reached since, or a script's
-                self._kept[param] = None
-
-    def show_kept(self) -> None:
-        """The backward is over: parameters that it did not reach have the gradients of before."""
-        for param, old in self._kept.items():
-            if stored_grad(param) is not None:
-                self._kept[param] = None
-            elif old is not None:
-                store_grad(param, old)
-                self._used.add([weakref.ref(old)])
-
-    def clear_kept(self, pairs: ParamPairs, cleared: set[int]) -> None:
-        """The user has cleared these parameters: so go the gradients that a script had written.
-
-        Args:
-            pairs: of the optimizer.
-            cleared: ids of parameters.
-        """
-        if not self._kept:
-            return
-        for param, master in zip(*pairs, strict=True):
-            if id(param) in cleared and param in self._kept:
-                del self._kept[param]
-                store_grad(master, None)
-                self._own.sums.pop(id(master), None)
-
     def _take_back(self, pairs: ParamPairs) -> bool:
         """Take from masters what they were given to be shown, if a backward outside came later.
 
@@ -424,7 +377,11 @@ class Gradients:
         Returns:
             Whether there is something to receive.
         """
-        rows = _with_gradients_of_masters(pairs)
+        rows = [
+            (param, master)
+            for param, master in zip(*pairs, strict=True)
+            if param is not master and stored_grad(master) is not None
+        ]
         are_own = all(self._own.has(master) for _, master in rows)
         if not are_own or self._received.are_untouched():
             return False
@@ -494,12 +451,3 @@ def _has_grad(param: Tensor) -> bool:
 
 _GRAD = operator.attrgetter("grad")
 _IS_SPARSE = operator.attrgetter("is_sparse")
-
-
-def _with_gradients_of_masters(pairs: ParamPairs) -> list[tuple[Tensor, Tensor]]:
-    """Return the half parameters whose masters have a gradient, each with its master."""
-    return [
-        (param, master)
-        for param, master in zip(*pairs, strict=True)
-        if param is not master and stored_grad(master) is not None
-    ]

@@ -305,14 +305,8 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
-    def keep_written(self) -> None:
-        """A backward outside of ``scale_loss`` comes; see `Gradients.keep_written`."""
-        if self.masters is not None and not self.is_open:
-            self.gradients.keep_written(self.pairs())
-
     def offer_gradients(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
-        self.gradients.show_kept()
         if self.masters is not None and not self.is_open and self.gradients.take_unscaled:
             pairs = self.pairs()
             if not are_same(*pairs) and not have_none(pairs.model):
@@ -422,8 +416,6 @@ class OptimizerBackward:
             cleared: ids of the model's parameters.
         """
         self._offer.withdraw()
-        if not self.is_open:
-            self.gradients.clear_kept(self.pairs(), cleared)
         if self.is_open or not self.gradients.may_be_cleared:
             return
         pairs = self.pairs()

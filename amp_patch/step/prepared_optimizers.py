@@ -268,13 +268,6 @@ class PreparedOptimizers:
         every = [reference() for reference in self._steps]
         return [step.backward for step in every if step is not None and step not in steps]
 
-    def keep_written(self) -> None:
-        """See `OptimizerBackward.keep_written`."""
-        for reference in self._steps if self._masters else ():
-            step = reference()
-            if step is not None:
-                step.backward.keep_written()
-
     def offer_gradients(self) -> None:
         """See `OptimizerBackward.offer_gradients`."""
         for reference in self._steps if self._masters else ():

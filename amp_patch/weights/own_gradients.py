@@ -58,13 +58,6 @@ class OwnGradients:
         if grad is not None:
             self._noted[id(master)] = TensorWeakRef(grad), self._version(grad)
 
-    def take_over(self, master: Tensor) -> None:
-        """Note a gradient that a script has written, to which backwards are to add."""
-        self.sums.pop(id(master), None)
-        if (grad := stored_grad(master)) is not None:
-            self.sums[id(master)] = grad.clone()
-        self.note(master)
-
     def has(self, master: Tensor) -> bool:
         """Return whether a master's gradient was noted, and only autograd has added to it since."""
         reference, version = self._noted.get(id(master), (None, 0))
