@@ -544,6 +544,7 @@ class Hutchinson(torch.optim.Optimizer):
                 param.sub_(0.1 * grad / (1 + hessian.abs()))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch warns once in a process
 def test_what_a_graph_of_scaled_gradients_is_told_mends_it(amp: ModuleType) -> None:
     """The level that the warning names steps by the Hessian that float32 has."""
 
