@@ -70,7 +70,7 @@ class Backwards:
         running: the steps of optimizers that run.
         after_lone: called behind each backward while no optimizer is prepared, whose step would
             tell that weights change: a script may write to them by hand, through ``.data`` say.
-        after_plain: called behind each backward of no scaled loss.
+        before_plain, after_plain: called around each backward of no scaled loss.
         prepared: the prepared optimizers; false without any.
 
     Attributes:
@@ -88,11 +88,13 @@ class Backwards:
         delayed: Callable[[], Iterable[Tensor]],
         running: Sequence[OptimizerStep],
         after_lone: Callable[[], None],
+        before_plain: Callable[[], None],
         after_plain: Callable[[], None],
         prepared: Collection[Optimizer],
     ) -> None:
         self._delayed, self._running = delayed, running
-        self._after_lone, self._after_plain = after_lone, after_plain
+        self._after_lone = after_lone
+        self._before_plain, self._after_plain = before_plain, after_plain
         self._prepared = prepared
         self._blocks: dict[int, list[_Block]] = {}
         self.last_was_plain = False
@@ -136,12 +138,19 @@ class Backwards:
                 given = kwargs.get("grad_tensors", args[0] if args else None)
                 creates_graph = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
                 is_plain = self._look(tensors, given, kwargs.get("inputs"), creates_graph)
+            if is_plain and prepared and not running:
+                self._lead()
             result = run(tensors, *args, **kwargs)
             if is_plain or running or not prepared:
                 self._follow(is_plain)
             return result
 
         return backward
+
+    def _lead(self) -> None:
+        """A backward begins that is of no scaled loss."""
+        if torch._C._current_graph_task_id() == -1:
+            self._before_plain()
 
     def _follow(self, is_plain: bool) -> None:
         """A backward has ended that is of no scaled loss, in a step, or beside no optimizer."""

@@ -79,6 +79,7 @@ class Guard:
             optimizers.scaled_params,
             optimizers.running,
             after_lone,
+            optimizers.give_back_gradients,
             optimizers.offer_gradients,
             optimizers.steps,
         )

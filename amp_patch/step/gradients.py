@@ -368,6 +368,26 @@ class Gradients:
             for master in pairs.master:
                 self._own.note(master)
 
+    def give_back(self, pairs: ParamPairs) -> None:
+        """A backward outside of ``scale_loss`` comes, and adds to what a script wrote to masters'.
+
+        Half parameters get that, rounded; masters are given the sum. Those that nobody has written
+        to are left, for `_take_back` replaces them behind the backward.
+        """
+        if not self._came_from_outside or not self._received or self._are_waiting:
+            return
+        received = set(map(id, self._received.params()))
+        shown = pairs.select([id(param) in received for param in pairs.model])
+        if all(map(self._own.has, shown.master)):
+            return
+        self._used.drop(look_up(_GRAD, self._received.params()))
+        self._received.clear()
+        for param, master in zip(*shown, strict=True):
+            grad = stored_grad(master)
+            param.grad = None if grad is None else grad.detach().to(param.dtype)
+            store_grad(master, None)
+        self._own.forget()
+
     def _take_back(self, pairs: ParamPairs) -> bool:
         """Take from masters what they were given to be shown, if a backward outside came later.
 
@@ -383,7 +403,10 @@ class Gradients:
             if param is not master and stored_grad(master) is not None
         ]
         are_own = all(self._own.has(master) for _, master in rows)
-        if not are_own or self._received.are_untouched():
+        if not are_own:
+            self.tell_of_writes(pairs)
+            return False
+        if self._received.are_untouched():
             return False
         for param, master in rows:
             rest = None if stored_grad(param) is None else self._own.sums.get(id(master))

@@ -305,6 +305,11 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.expose()
 
+    def give_back_gradients(self) -> None:
+        """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
+        if self.masters is not None and not self.is_open and self.gradients.are_pending:
+            self.gradients.give_back(self.pairs())
+
     def offer_gradients(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
         if self.masters is not None and not self.is_open and self.gradients.take_unscaled:

@@ -268,6 +268,12 @@ class PreparedOptimizers:
         every = [reference() for reference in self._steps]
         return [step.backward for step in every if step is not None and step not in steps]
 
+    def give_back_gradients(self) -> None:
+        """See `OptimizerBackward.give_back_gradients`."""
+        if self._masters:
+            for step in list(self.steps.values()):
+                step.backward.give_back_gradients()
+
     def offer_gradients(self) -> None:
         """See `OptimizerBackward.offer_gradients`."""
         for reference in self._steps if self._masters else ():

@@ -417,17 +417,18 @@ def test_compiled_code_finds_the_gradients_of_the_groups(amp, opt_level):
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_what_a_script_does_to_shown_gradients_is_stepped(amp, opt_level, fused_step):
-    """A further backward outside of a block does not undo it, and is told of."""
+    """A further backward outside of a block adds to it, as in plain PyTorch."""
     model, optimizer = start(amp, opt_level, fused_step=fused_step)
     backward(model)
     masters = list(amp.master_params(optimizer))
-    expected = [master - 0.5 * 0.1 * master.grad for master in masters]
+    expected = [master - 0.5 * 1.1 * master.grad for master in masters]
     for master in masters:
         master.grad.mul_(0.1)
     backward(model)
-    with pytest.warns(UserWarning, match="What is written to the gradients of half parameters"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "What is written to the gradients of half parameters")
         optimizer.step()
-    torch.testing.assert_close(values(masters), values(expected))
+    torch.testing.assert_close(values(masters), values(expected), rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
@@ -534,5 +535,68 @@ def test_a_write_that_changes_no_number_is_not_told(amp, opt_level):
     with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
         scaled.backward()
     model[0].weight.grad[0, 0] += 1
+    with pytest.warns(UserWarning, match="has no effect"):
+        optimizer.step()
+
+
+def clip_of_groups(optimizer):
+    nn.utils.clip_grad_norm_(stepped_by(optimizer), 0.01)
+
+
+def halve_of_groups(optimizer):
+    for param in stepped_by(optimizer):
+        param.grad.mul_(0.5)
+
+
+def replace_of_groups(optimizer):
+    for param in stepped_by(optimizer):
+        param.grad = param.grad * 0.5
+
+
+def clear_of_groups(optimizer):
+    for param in stepped_by(optimizer):
+        param.grad = None
+
+
+def zero_of_groups(optimizer):
+    for param in stepped_by(optimizer):
+        param.grad.zero_()
+
+
+WRITES = (clip_of_groups, halve_of_groups, replace_of_groups, clear_of_groups, zero_of_groups)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
+    amp, opt_level, fused_step, write
+):
+    """Micro-batches that are clipped one by one, say; as in plain PyTorch."""
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    plain = copy.deepcopy(model).float()
+    twins = torch.optim.SGD(plain.parameters(), lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "at a level with a loss scale")
+        for _ in range(3):
+            for one, stepped in ((model, optimizer), (plain, twins)):
+                stepped.zero_grad()
+                backward(one)
+                write(stepped)
+                backward(one)
+                write(stepped)
+                backward(one)
+                stepped.step()
+    stepped = values(amp.master_params(optimizer))
+    torch.testing.assert_close(stepped, values(plain.parameters()), rtol=2e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_write_to_half_gradients_behind_one_to_masters_is_told(amp, opt_level):
+    model, optimizer = start(amp, opt_level)
+    backward(model)
+    halve_of_groups(optimizer)
+    model[0].weight.grad.mul_(0.25)
     with pytest.warns(UserWarning, match="has no effect"):
         optimizer.step()
