@@ -195,7 +195,8 @@ def test_a_script_that_steps_nothing_is_told_the_whole_mend(tmp_path: Path) -> N
     )
     code, output = tuned("--out", str(tmp_path / "rules.toml"), "--", str(path))
     assert code == 1
-    assert "was stepped; call model, optimizer = amp.initialize(model, optimizer), and" in output
+    assert "no optimizer that the script gave to amp.initialize was stepped; " in output
+    assert "; call model, optimizer = amp.initialize(model, optimizer), and before" in output
     assert "scaled_loss.backward()" in output
 
 
