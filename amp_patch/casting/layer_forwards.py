@@ -114,6 +114,7 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
         weight = _first(self)  # the bias, where a parametrization computes the weight
         return original(self, input if weight is None else _as_stored(input, weight))
 
+    forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
     return forward
 
 
@@ -126,6 +127,7 @@ def _taking(original: Callable[..., Any]) -> Any:
         args, kwargs = map_tensors(lambda tensor: _as_stored(tensor, weight), (args, kwargs))
         return original(self, *args, **kwargs)
 
+    forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
     return forward
 
 

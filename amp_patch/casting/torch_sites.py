@@ -146,6 +146,10 @@ def _create_script_module(original: Callable[..., Any]) -> Callable[..., Any]:
                 for name, value in list(vars(module).items()):
                     if is_patched(value):
                         originals.replace(module, name, value.__prepare_scriptable__())
+                for kind in type(module).__mro__:
+                    forward: Any = vars(kind).get("forward")
+                    if is_patched(forward):
+                        originals.replace(kind, "forward", forward.__prepare_scriptable__())
                 for hooks in (module._forward_pre_hooks, module._forward_hooks):
                     hidden.enter_context(_without_ours(hooks))
             return original(nn_module, *args, **kwargs)

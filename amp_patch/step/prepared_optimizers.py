@@ -270,16 +270,17 @@ class PreparedOptimizers:
 
     def give_back_gradients(self) -> None:
         """See `OptimizerBackward.give_back_gradients`."""
-        if self._masters:
-            for step in list(self.steps.values()):
-                step.backward.give_back_gradients()
+        for one in self._with_masters():
+            one.give_back_gradients()
 
     def offer_gradients(self) -> None:
         """See `OptimizerBackward.offer_gradients`."""
-        for reference in self._steps if self._masters else ():
-            step = reference()
-            if step is not None:
-                step.backward.offer_gradients()
+        for one in self._with_masters():
+            one.offer_gradients()
+
+    def _with_masters(self) -> list[OptimizerBackward]:
+        steps = [reference() for reference in self._steps] if self._masters else []
+        return [step.backward for step in steps if step is not None and step.masters is not None]
 
     def settle(self) -> None:
         """Finish every check that ``delay_overflow_check`` left open."""

@@ -208,6 +208,23 @@ def test_a_layer_of_a_model_in_half_takes_float32(
     assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")  # is deprecated
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(layer, shape) for layer, shape, count in TAKING[:-1] if count == 1],
+    ids=lambda case: str(case),
+)
+def test_torchscript_compiles_what_torch_has_written(
+    amp: ModuleType, layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(copy.deepcopy(layer)).eval()
+    amp.initialize(model, opt_level="O5", cast_model_outputs=torch.bfloat16, verbosity=0)
+    made = torch.randn(shape).bfloat16()
+    with torch.no_grad():
+        script = torch.jit.script(model)
+        torch.testing.assert_close(first(script(made)), first(model(made)))
+
+
 def test_float32_stays_where_it_is_meant(amp: ModuleType) -> None:
     """In a region, in a layer that is kept in float32, and outside of the model's call."""
 
