@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -121,6 +121,8 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
 def _taking(original: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not (_has_float(args) or (kwargs and _has_float(kwargs.values()))):  # as most often
+            return original(self, *args, **kwargs)
         weight = _first(self)
         if weight is None or weight.dtype is not mode.stored:
             return original(self, *args, **kwargs)
@@ -129,6 +131,17 @@ def _taking(original: Callable[..., Any]) -> Any:
 
     forward.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]  # our own
     return forward
+
+
+def _has_float(values: Iterable[Any]) -> bool:
+    """Return whether there is a float32 tensor among arguments of a layer, or in a tuple there."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dtype is _FLOAT:
+                return True
+        elif isinstance(value, tuple) and _has_float(value):
+            return True
+    return False
 
 
 def _first(layer: nn.Module) -> Tensor | None:
