@@ -30,8 +30,6 @@ class HeldParams:
 
     Attributes:
         masters, steps_halves: as given.
-        are_repeated: whether a parameter is in the groups more than once, of which torch only
-            warns. As of the last call of `pairs`.
         ranks: as given, or as the parameters say. Right from a call of `pairs` on.
     """
 
@@ -46,11 +44,18 @@ class HeldParams:
         self.masters = masters
         self._stepped = listed(())
         self._pairs = ParamPairs(listed(()), listed(()))
-        self.are_repeated = False
         self.steps_halves = steps_halves
         self._frozen: list[Tensor] = []  # half ones without masters: `pairs` sees them unfrozen
         self._ranks_follow = ranks is None
         self.ranks = ranks or StepRanks()
+
+    @property
+    def are_repeated(self) -> bool:
+        """True where a parameter was in the groups more than once, of which torch only warns.
+
+        As of the last call of `pairs`.
+        """
+        return len(self._pairs.master) < len(self._stepped)
 
     def pairs(self) -> ParamPairs:
         """Return the parameters that the optimizer holds now, each once, with their masters.
@@ -74,8 +79,7 @@ class HeldParams:
             stepped = listed(stepped)
             self._stepped = stepped
             once = {id(one): one for one in stepped}  # its gradient is to be divided once
-            self.are_repeated = len(once) < len(stepped)
-            if self.are_repeated:
+            if len(once) < len(stepped):
                 stepped = listed(once.values())
             params = stepped if masters is None else listed(map(masters.param_of, stepped))
             self._pairs = ParamPairs(params, stepped)

@@ -307,6 +307,14 @@ def backward_of(kind, model, optimizer, masters, scaled=None):
             scaled_loss.backward()
 
 
+def float32_twin(amp, model, optimizer):
+    """Return a float32 copy of the model as its masters are, and what steps it."""
+    plain = copy.deepcopy(model).float()
+    for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        twin.data.copy_(mine.data)
+    return plain, torch.optim.SGD(plain.parameters(), lr=0.5)
+
+
 READS = {
     "read": lambda amp, one: amp.master_params(one),
     "read groups": lambda _, one: stepped_by(one),
@@ -326,10 +334,7 @@ def test_any_backwards_of_halves_and_masters_add_up(amp, opt_level, fused_step):
     def run(kinds, blocks):
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), initial)
-        plain = copy.deepcopy(model).float()
-        twins = torch.optim.SGD(plain.parameters(), lr=0.5)
-        for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
-            twin.data.copy_(mine.data)
+        plain, twins = float32_twin(amp, model, optimizer)
         for kind in (*kinds, *blocks):
             if kind in READS:
                 grads = [param.grad for param in READS[kind](amp, optimizer)]
@@ -363,6 +368,15 @@ def clear(params):
         param.grad = None
 
 
+def clip(params):
+    nn.utils.clip_grad_norm_(params, 0.01)
+
+
+def set_to_zero(params):
+    for param in params:
+        param.grad.zero_()
+
+
 def set_to_ones(params):
     for param in params:
         param.grad = torch.ones_like(param)
@@ -388,10 +402,7 @@ def test_what_a_script_writes_to_gradients_of_the_groups_is_stepped(
 ):
     """Behind a plain backward, as in plain PyTorch: a script clips by hand, merges, or freezes."""
     model, optimizer = start(amp, opt_level, fused_step=fused_step)
-    plain = copy.deepcopy(model).float()
-    twins = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
-        twin.data.copy_(mine.data)
+    plain, twins = float32_twin(amp, model, optimizer)
     for _ in range(3):
         for network, one in ((model, optimizer), (plain, twins)):
             one.zero_grad()
@@ -539,34 +550,7 @@ def test_a_write_that_changes_no_number_is_not_told(amp, opt_level):
         optimizer.step()
 
 
-def clip_of_groups(optimizer):
-    nn.utils.clip_grad_norm_(stepped_by(optimizer), 0.01)
-
-
-def halve_of_groups(optimizer):
-    for param in stepped_by(optimizer):
-        param.grad.mul_(0.5)
-
-
-def replace_of_groups(optimizer):
-    for param in stepped_by(optimizer):
-        param.grad = param.grad * 0.5
-
-
-def clear_of_groups(optimizer):
-    for param in stepped_by(optimizer):
-        param.grad = None
-
-
-def zero_of_groups(optimizer):
-    for param in stepped_by(optimizer):
-        param.grad.zero_()
-
-
-WRITES = (clip_of_groups, halve_of_groups, replace_of_groups, clear_of_groups, zero_of_groups)
-
-
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", [clip, halve, replace_by_halves, clear, set_to_zero])
 @pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("opt_level", WITH_MASTERS)
 def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
@@ -574,8 +558,7 @@ def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
 ):
     """Micro-batches that are clipped one by one, say; as in plain PyTorch."""
     model, optimizer = start(amp, opt_level, fused_step=fused_step)
-    plain = copy.deepcopy(model).float()
-    twins = torch.optim.SGD(plain.parameters(), lr=0.5)
+    plain, twins = float32_twin(amp, model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "at a level with a loss scale")
@@ -583,9 +566,9 @@ def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
             for one, stepped in ((model, optimizer), (plain, twins)):
                 stepped.zero_grad()
                 backward(one)
-                write(stepped)
+                write(stepped_by(stepped))
                 backward(one)
-                write(stepped)
+                write(stepped_by(stepped))
                 backward(one)
                 stepped.step()
     stepped = values(amp.master_params(optimizer))
@@ -596,7 +579,7 @@ def test_a_backward_adds_to_what_a_script_made_of_gradients_of_groups(
 def test_a_write_to_half_gradients_behind_one_to_masters_is_told(amp, opt_level):
     model, optimizer = start(amp, opt_level)
     backward(model)
-    halve_of_groups(optimizer)
+    halve(stepped_by(optimizer))
     model[0].weight.grad.mul_(0.25)
     with pytest.warns(UserWarning, match="has no effect"):
         optimizer.step()
