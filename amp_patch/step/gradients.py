@@ -38,10 +38,10 @@ from .any_pass import AnyPass, Written
 from .earlier_gradients import EarlierGradients
 from .gradient_buffers import GradientBuffers
 from .param_pairs import ParamPairs
-from .reached_masters import tell_of_zeros
 from .received_gradients import ReceivedGradients
 from .scaled_gradients import ScaledGradients
 from .shown_gradients import show
+from .stepped_gradients import SteppedGradients, give_rounded
 from .used_gradients import UsedGradients
 from .usual_pass import UsualPass
 
@@ -60,6 +60,7 @@ class Gradients:
 
     Attributes:
         scaled: those that are still multiplied by a loss scale.
+        stepped: those that a step has used, and left for the next backward outside to add to.
         elsewhere: half parameters of which other ranks step the masters (ZeRO). Their gradients go
             before the next pass, which would share them once more, or stay scaled.
     """
@@ -76,6 +77,7 @@ class Gradients:
         self._halves: list[Tensor] = []
         self._unscaled: list[Tensor] = []
         self._used = UsedGradients()
+        self.stepped = SteppedGradients(self._used, self._own)
         self._usual = UsualPass(lazy, self._aside, self._received, self._used)
         self._any_pass = AnyPass(lazy, self._aside)
         self._buffers = GradientBuffers(ParamPairs([], []))
@@ -187,6 +189,17 @@ class Gradients:
                 param.grad = None
             else:
                 param.grad, master.grad = torch.zeros_like(param.grad), None
+
+    def follow_cleared_by_step(self, pairs: ParamPairs) -> None:
+        """Clear those of half parameters whose masters' the step has cleared itself.
+
+        Not behind a block, of which the next backward takes none up.
+        """
+        if self._came_from_outside:
+            received = set(map(id, self._received.params()))
+            for param, master in zip(*pairs, strict=True):
+                if id(param) in received and stored_grad(master) is None:
+                    store_grad(param, None)
 
     def clear_elsewhere(self) -> None:
         """Clear those of parameters whose masters other ranks step."""
@@ -353,9 +366,7 @@ class Gradients:
         ]
         given = pairs.select(rows)
         earlier = [master for master in given.master if stored_grad(master) is not None]
-        if not all(map(self._own.has, earlier)):
-            tell_of_zeros(given.master)
-        elif given.model:
+        if given.model and all(map(self._own.has, earlier)):
             self.receive(given, 1.0, is_checked=False)
             self.finish()
             self._came_from_outside = True
@@ -374,6 +385,11 @@ class Gradients:
         Half parameters get that, rounded; masters are given the sum. Those that nobody has written
         to are left, for `_take_back` replaces them behind the backward.
         """
+        if not self.are_pending and not have_none(pairs.master):
+            for param, master in zip(*pairs, strict=True):
+                given = param is not master and stored_grad(master) is not None
+                if given and not self._own.has(master):
+                    give_rounded(param, master)
         if not self._came_from_outside or not self._received or self._are_waiting:
             return
         received = set(map(id, self._received.params()))
@@ -383,9 +399,7 @@ class Gradients:
         self._used.drop(look_up(_GRAD, self._received.params()))
         self._received.clear()
         for param, master in zip(*shown, strict=True):
-            grad = stored_grad(master)
-            param.grad = None if grad is None else grad.detach().to(param.dtype)
-            store_grad(master, None)
+            give_rounded(param, master)
         self._own.forget()
 
     def _take_back(self, pairs: ParamPairs) -> bool:

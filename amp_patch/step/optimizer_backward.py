@@ -164,7 +164,7 @@ class OptimizerBackward:
             is_scaled: False where the scale is 1, and hooks of the backward may step.
             is_alone: whether the backward is for this optimizer alone.
         """
-        self._offer.withdraw()
+        self._end_offer()
         if self._foreign.found:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
@@ -307,8 +307,10 @@ class OptimizerBackward:
 
     def give_back_gradients(self) -> None:
         """A backward outside of ``scale_loss`` begins; see `Gradients.give_back`."""
-        if self.masters is not None and not self.is_open and self.gradients.are_pending:
-            self.gradients.give_back(self.pairs())
+        if self.masters is None or self.is_open:
+            return
+        self.gradients.stepped.follow()
+        self.gradients.give_back(self.pairs())
 
     def offer_gradients(self) -> None:
         """A backward outside of ``scale_loss`` has ended: a script may read what masters get."""
@@ -317,14 +319,38 @@ class OptimizerBackward:
             if not are_same(*pairs) and not have_none(pairs.model):
                 self._offer.make(*pairs)
 
+    def offer_stepped(self) -> None:
+        """A script may clear what a step has used, before the next backward adds to it."""
+        if self.masters is not None and self.gradients.stepped.are_left:
+            pairs = self.pairs()
+            if not have_none(pairs.model):
+                self._offer.make(*pairs)
+
+    def _end_offer(self, *, steps: bool = False) -> None:
+        """Masters have gradients of their own from here on; used ones are as a script left them.
+
+        Args:
+            steps: see `SteppedGradients.follow`.
+        """
+        self._offer.withdraw()
+        self.gradients.stepped.follow(steps=steps)
+
     def show_gradients(self) -> None:
-        """The masters' gradients may be read before the next step, and a backward may follow."""
+        """The masters' gradients may be read before the next step, and a backward may follow.
+
+        Behind a step they are what it has used, until these are cleared.
+        """
+        if self.gradients.stepped.shown:
+            self._offer.withdraw()
+            return
         self.receive_unscaled()
         if self._fused is not None:
             # A backward adds to what is stored; what waits would come last in the sum.
             self._fused.lazy.materialize()
         if self.masters is not None:
             self.gradients.note_shown(self.pairs())
+            if self.gradients.stepped.are_left and not self.gradients.are_pending:
+                self.gradients.stepped.show(self.pairs())
 
     def clip(self, max_norm: float, norm_type: float, stages: ProcessGroup | None) -> Tensor:
         """Clip the gradients that are stepped, unscaled ones; see `ClippedGradients.clip`."""
@@ -344,7 +370,7 @@ class OptimizerBackward:
         Raises:
             RuntimeError: as said.
         """
-        self._offer.withdraw()
+        self._end_offer(steps=steps)
         if self.is_open:
             self._end_early(steps)
         if self.is_open:
@@ -400,7 +426,7 @@ class OptimizerBackward:
 
     def note_cleared(self) -> None:
         """The user is about to clear the gradients."""
-        self._offer.withdraw()
+        self._end_offer()
         self.zeroing.note_cleared(not self.is_open or self.gradients.wrote(self.pairs()))
 
     def note_cleared_by_model(self, cleared: set[int]) -> None:
@@ -421,7 +447,11 @@ class OptimizerBackward:
             cleared: ids of the model's parameters.
         """
         self._offer.withdraw()
-        if self.is_open or not self.gradients.may_be_cleared:
+        if self.is_open:
+            return
+        if not self.gradients.are_pending:
+            self.offer_stepped()  # of other parameters
+        if not self.gradients.may_be_cleared:
             return
         pairs = self.pairs()
         if not cleared.isdisjoint(map(id, pairs.model)):
@@ -429,14 +459,19 @@ class OptimizerBackward:
             if self.gradients.are_cleared(pairs):
                 self.forget_gradients()
 
-    def tell_of_writes(self) -> None:
-        """A step that is not torch's ends: warn where it wrote to half gradients, as K-FAC does."""
+    def follow_foreign_step(self) -> None:
+        """A step that is not torch's ends, which may have cleared gradients.
+
+        Warn where it wrote to half gradients, as K-FAC does.
+        """
         self.gradients.tell_of_writes(self.pairs())
+        self.gradients.follow_cleared_by_step(self.pairs())
 
     def end_step(self) -> None:
         """The gradients were used up."""
         self.zeroing.end_step()
         self.forget_gradients()
+        self.offer_stepped()
 
     def forget_gradients(self) -> None:
         """The gradients were stepped or cleared; nothing is known of the next ones."""
@@ -445,7 +480,7 @@ class OptimizerBackward:
 
     def release(self) -> None:
         """Nobody skips the next step: unscale scaled gradients, drop those that overflowed."""
-        self._offer.withdraw()
+        self._end_offer()
         if self.is_open:  # deactivated in a block, behind its backward
             self._end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too

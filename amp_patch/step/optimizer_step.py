@@ -355,7 +355,7 @@ class OptimizerStep:
                     self._publish()
         self.skip.note_made(flag)
         if self._is_foreign and self.masters is not None:
-            self.backward.tell_of_writes()
+            self.backward.follow_foreign_step()
         self._end()
         return result
 

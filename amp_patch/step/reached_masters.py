@@ -7,16 +7,13 @@ adds to a master's gradient is multiplied by the loss scale, and nobody else div
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from amp_patch import kernels
-from amp_patch.distributed.shards import is_spread, local
-from amp_patch.warn_once import warn_once
+from amp_patch.distributed.shards import is_spread
 from amp_patch.weights.parameter_lists import stored_grad
 
 from .param_pairs import ParamPairs
@@ -82,21 +79,6 @@ def refuse_given(pairs: ParamPairs) -> None:
             f"{count} that a script has given to fp32 masters in it, which would be stepped "
             "multiplied by the loss scale. Assign what torch.autograd.grad(scaled_loss, params) "
             "returned to .grad of model.parameters()."
-        )
-
-
-def tell_of_zeros(masters: Iterable[Tensor]) -> None:
-    """Warn where nothing but 0 is to be stepped, while a backward has written other gradients.
-
-    A script made them 0 before the backward, to clear them.
-    """
-    grads = [grad for master in masters if (grad := stored_grad(master)) is not None]
-    if not any(bool(kernels.values(local(grad)).any()) for grad in grads):
-        warn_once(
-            "fp32 masters get what a backward() outside of scale_loss() wrote with the next step, "
-            "unless they have gradients; got masters whose gradients a script has set to 0, by "
-            "which the step changes nothing. Read gradients of amp.master_params(optimizer), and "
-            "clear them by optimizer.zero_grad()."
         )
 
 

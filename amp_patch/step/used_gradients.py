@@ -49,6 +49,14 @@ class UsedGradients:
         alive, known = self.alive(), self._versions
         return [one for one in alive if known.get(id(one), one._version) == one._version]
 
+    def left(self) -> list[Tensor]:
+        """Return those of `unwritten` that a backward may add to; none before `note_versions`."""
+        return [one for one in self.unwritten() if id(one) in self._versions] if self else []
+
+    def __bool__(self) -> bool:
+        """Whether a backward may add to some."""
+        return bool(self._versions)
+
     def add(self, grads: Iterable[Reference]) -> None:
         """Note more for the same step; earlier ones are kept alive by others alone."""
         earlier = [weakref.ref(one) if isinstance(one, Tensor) else one for one in self._noted]

@@ -479,16 +479,24 @@ def test_a_step_forgets_what_a_penalty_has_written(amp, in_block):
     assert not sums
 
 
-def zero_by_hand(model):
-    for param in model.parameters():
+def zero_by_hand(params):
+    for param in params:
         if param.grad is not None:
             param.grad.zero_()
 
 
 CLEARS = {
-    "by hand": zero_by_hand,
-    "by the model": lambda model: model.zero_grad(set_to_none=False),
-    "not": lambda model: None,
+    "by hand": lambda model, optimizer: zero_by_hand(model.parameters()),
+    "by the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "in the groups": lambda model, optimizer: zero_by_hand(stepped_by(optimizer)),
+    "to None in the groups": lambda model, optimizer: clear(stepped_by(optimizer)),
+    "the first one": lambda model, optimizer: drop_first(stepped_by(optimizer)),
+    "to half of it": lambda model, optimizer: halve(stepped_by(optimizer)),
+    "in the groups and the model": lambda model, optimizer: (
+        zero_by_hand(stepped_by(optimizer)[:2]),
+        zero_by_hand([*model.parameters()][2:]),
+    ),
+    "not": lambda model, optimizer: None,
 }
 
 
@@ -505,7 +513,7 @@ def test_gradients_of_a_step_that_stay_are_added_to(amp, opt_level, fused_step, 
         twin.data.copy_(mine.data)
     for _ in range(4):
         for one, stepped in ((model, optimizer), (plain, twins)):
-            clear(one)
+            clear(one, stepped)
             backward(one)
             if are_read and one is model:
                 list(amp.master_params(optimizer))

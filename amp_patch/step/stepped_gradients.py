@@ -1,0 +1,111 @@
+"""Gradients that a step has used and left, as a script finds them in ``optimizer.param_groups``.
+
+Plain PyTorch adds the next backward to them, unless they were cleared. They are at the half
+parameters; a script may clear them at the masters. Knows no optimizer and no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_patch import kernels
+from amp_patch.distributed.shards import local
+from amp_patch.weights.own_gradients import OwnGradients
+from amp_patch.weights.parameter_lists import store_grad, stored_grad
+
+from .param_pairs import ParamPairs
+from .used_gradients import UsedGradients
+
+
+class SteppedGradients:
+    """Shows masters what a step has used, and follows what a script makes of it.
+
+    Args:
+        used: notes which half gradients these are.
+        own: tells which gradients of masters no script has written.
+
+    Attributes:
+        shown: each half parameter with its master, from `show` until `follow` or `forget`.
+    """
+
+    def __init__(self, used: UsedGradients, own: OwnGradients) -> None:
+        self._used, self._own = used, own
+        self.shown: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @property
+    def are_left(self) -> bool:
+        """True where there may be some, and the next backward outside of a block adds to them."""
+        return bool(self._used)
+
+    def show(self, pairs: ParamPairs) -> None:
+        """Let masters have copies of those that are still as the step left them."""
+        used = set(map(id, self._used.left()))
+        shown: list[tuple[Tensor, Tensor]] = []
+        for param, master in zip(*pairs, strict=True):
+            grad = stored_grad(param)
+            if grad is not None and id(grad) in used and stored_grad(master) is None:
+                store_grad(master, grad.detach().to(master.dtype, copy=True))
+                self._own.note(master)
+                shown.append((param, master))
+        self.shown = shown
+
+    def follow(self, *, steps: bool = False) -> None:
+        """Clear those that a script has cleared, and what masters were shown of the others.
+
+        Args:
+            steps: whether what a script wrote stays at masters, for a step; else it goes to the
+                half parameters, rounded, for a backward that adds to it.
+        """
+        if not self.shown:
+            return
+        written = self._written()
+        for param, master in self.shown:
+            grad = stored_grad(master)
+            if grad is None:
+                store_grad(param, None)
+            elif id(master) not in written or stored_grad(param) is None:
+                store_grad(master, None)
+            elif not steps:
+                give_rounded(param, master)
+        self.forget()
+
+    def _written(self) -> set[int]:
+        """Return the ids of masters to whose gradients a script has written; waits for a device."""
+        written: set[int] = set()
+        unmoved: dict[int, Tensor] = {}
+        left = set(map(id, self._used.left()))
+        for param, master in self.shown:
+            used, grad = stored_grad(param), stored_grad(master)
+            if grad is not None and not self._own.has(master):
+                written.add(id(master))
+            elif (
+                grad is not None and used is not None and id(used) in left
+            ):  # ``grad.data`` moves no version
+                unmoved[id(master)] = _are_same_numbers(used, grad)
+        if unmoved:
+            device = next(iter(unmoved.values())).device
+            same = torch.stack([one.to(device) for one in unmoved.values()]).tolist()
+            written.update(key for key, is_same in zip(unmoved, same, strict=True) if not is_same)
+        return written
+
+    def forget(self) -> None:
+        """Nothing is shown any more."""
+        if self.shown:
+            self.shown = ()
+            self._own.forget()
+
+
+def _are_same_numbers(half: Tensor, grad: Tensor) -> Tensor:
+    """Return whether a gradient holds the numbers of one in half, on its device."""
+    known, now = (kernels.values(local(one)) for one in (half, grad))
+    return torch.isclose(known.to(now.dtype), now, rtol=0.0, atol=0.0, equal_nan=True).all()
+
+
+def give_rounded(param: Tensor, master: Tensor) -> None:
+    """Give a half parameter the gradient of its master, which is without one then."""
+    grad = stored_grad(master)
+    store_grad(param, None if grad is None else grad.detach().to(param.dtype))
+    store_grad(master, None)

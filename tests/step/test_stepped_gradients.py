@@ -1,0 +1,215 @@
+"""What a script does to gradients of the groups behind a step, the next backward adds to."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_patch.step.param_pairs import ParamPairs
+from amp_patch.step.stepped_gradients import SteppedGradients
+from amp_patch.step.used_gradients import UsedGradients
+from amp_patch.weights.own_gradients import OwnGradients
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def stepped_by(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def with_grads(params):
+    return [param for param in params if param.grad is not None]
+
+
+def set_to_none(params):
+    for param in params:
+        param.grad = None
+
+
+def replace(params):
+    for param in with_grads(params):
+        param.grad = param.grad * 0.25
+
+
+def fill(params):
+    for param in params:
+        param.grad = torch.full_like(param, 0.1)
+
+
+def zero(params):
+    for param in with_grads(params):
+        param.grad.zero_()
+
+
+def zero_data(params):
+    for param in with_grads(params):
+        param.grad.data.zero_()
+
+
+def halve(params):
+    for param in with_grads(params):
+        param.grad.mul_(0.5)
+
+
+CLEARS = {
+    "none": lambda model, optimizer: set_to_none(stepped_by(optimizer)),
+    "first": lambda model, optimizer: set_to_none(stepped_by(optimizer)[:1]),
+    "zeros": lambda model, optimizer: zero(stepped_by(optimizer)),
+    "zeros through data": lambda model, optimizer: zero_data(stepped_by(optimizer)),
+    "halves": lambda model, optimizer: halve(stepped_by(optimizer)),
+    "replaced": lambda model, optimizer: replace(stepped_by(optimizer)),
+    "filled": lambda model, optimizer: fill(stepped_by(optimizer)),
+    "read": lambda model, optimizer: [param.grad for param in stepped_by(optimizer)],
+    "by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "to zeros by the optimizer": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "by the model": lambda model, optimizer: model.zero_grad(),
+    "by a part": lambda model, optimizer: model[0].zero_grad(),
+    "of the model": lambda model, optimizer: set_to_none(model.parameters()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_any_clears_between_plain_steps_are_as_in_float32(amp, opt_level, fused_step):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": opt_level, "fused_step": fused_step, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    initial = [param.detach().clone() for param in model.parameters()]
+
+    @example([["by a part", "none"]])
+    @example([["halves", "of the model"]])
+    @example([["by the model", "filled"], [], ["halves"]])
+    @given(st.lists(st.lists(st.sampled_from([*CLEARS]), max_size=3), max_size=4))
+    def run(steps):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), initial)
+        plain = copy.deepcopy(model).float()
+        twins = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for mine, twin in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+            twin.data.copy_(mine.data)
+        for clears in [[], *steps]:
+            for network, one in ((model, optimizer), (plain, twins)):
+                for clear in clears:
+                    CLEARS[clear](network, one)
+                network(X).float().square().mean().backward()
+                one.step()
+        mine, theirs = stepped_by(optimizer), list(plain.parameters())
+        torch.testing.assert_close(mine, theirs, rtol=3e-2, atol=5e-3)
+
+    run()
+
+
+@pytest.fixture
+def halves() -> list[Tensor]:
+    halves = [torch.ones(3, dtype=torch.bfloat16), torch.ones(2)]
+    for half in halves:
+        half.grad = torch.full_like(half, 2.0)
+    return halves
+
+
+@pytest.fixture
+def masters(halves: list[Tensor]) -> list[Tensor]:
+    return [halves[0].float(), halves[1]]
+
+
+def stepped(halves: list[Tensor], masters: list[Tensor]) -> SteppedGradients:
+    used, own = UsedGradients(), OwnGradients()
+    used.begin([half.grad for half in halves])
+    used.note_versions()
+    gradients = SteppedGradients(used, own)
+    gradients.show(ParamPairs(halves, masters))
+    return gradients
+
+
+def test_masters_get_copies_that_go_with_the_next_backward(halves, masters):
+    gradients = stepped(halves, masters)
+    torch.testing.assert_close(masters[0].grad, torch.full((3,), 2.0), rtol=0, atol=0)
+    gradients.follow(steps=False)
+    assert masters[0].grad is None
+    assert [half.grad.tolist() for half in halves] == [[2.0] * 3, [2.0] * 2]
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_what_is_cleared_there_is_cleared(halves, masters, steps):
+    gradients = stepped(halves, masters)
+    masters[0].grad = None
+    gradients.follow(steps=steps)
+    assert halves[0].grad is None
+    assert halves[1].grad is not None
+
+
+def test_what_is_written_there_is_for_a_step_or_a_backward(halves, masters):
+    gradients = stepped(halves, masters)
+    masters[0].grad.mul_(2)
+    gradients.follow(steps=True)
+    assert masters[0].grad.tolist() == [4.0] * 3
+    masters[0].grad = None
+    gradients = stepped(halves, masters)
+    masters[0].grad.mul_(2)
+    gradients.follow(steps=False)
+    assert masters[0].grad is None
+    assert halves[0].grad.tolist() == [4.0] * 3
+
+
+def test_a_step_uses_no_gradient_again_that_is_not_a_number(halves, masters):
+    halves[0].grad.fill_(torch.nan)
+    gradients = stepped(halves, masters)
+    gradients.follow(steps=True)
+    assert masters[0].grad is None
+
+
+def test_what_a_backward_adds_to_again_is_no_longer_shown(halves, masters):
+    gradients = stepped(halves, masters)
+    gradients.follow(steps=False)
+    halves[0].grad.add_(1)
+    gradients.show(ParamPairs(halves, masters))
+    assert masters[0].grad is None
+
+
+class ClearsItself(torch.optim.SGD):
+    """A user's own optimizer, whose step leaves no gradients."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        set_to_none(stepped_by(self))
+
+
+def in_the_step(optimizer, model):
+    model(X).float().square().mean().backward()
+    optimizer.step()
+
+
+def in_a_closure(optimizer, model):
+    def closure():
+        set_to_none(stepped_by(optimizer))
+        loss = model(X).float().square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:at a level with a loss scale")
+@pytest.mark.parametrize(
+    ("kind", "run"), [(ClearsItself, in_the_step), (torch.optim.SGD, in_a_closure)]
+)
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_what_is_cleared_in_the_step_is_cleared(amp, opt_level, kind, run):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    plain = copy.deepcopy(model)
+    twins = kind(plain.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    for _ in range(3):
+        run(optimizer, model)
+        run(twins, plain)
+    mine, theirs = list(amp.master_params(optimizer)), list(plain.parameters())
+    torch.testing.assert_close(mine, theirs, rtol=3e-2, atol=5e-3)
