@@ -41,6 +41,7 @@ class Zeroing:
         self._passes_stepped = 0
         self._had_used = False
         self._added_to_used = False  # by a pass for several optimizers, and not stepped yet
+        self._found_used = False  # of a plain backward, by the step that runs
         self._is_alone = True  # whether the last pass was of this optimizer alone
         self._has_left = False  # whether that pass has left any, while it is watched
 
@@ -81,9 +82,10 @@ class Zeroing:
 
     def end_step(self) -> None:
         """All that passes have left was stepped, or is gone without the script's doing."""
-        if self._added_to_used:
-            self._added_to_used = False
+        # a step may make backwards of its own, after which none of the last step's are left
+        if self._added_to_used or (self._found_used and self._gradients.stepped.are_left):
             _warn_of_used("an optimizer.step()")
+        self._added_to_used = self._found_used = False
         self._passes_stepped = self.passes
         self.was_abandoned = False
 
@@ -122,6 +124,8 @@ class Zeroing:
             self._tell_of_cleared(pairs(), "`p.grad = None`")
         elif self.is_watched and self._has_used(pairs):
             _warn_of_used("an optimizer.step()")
+        elif self._gradients.stepped.are_left:
+            self._found_used = self._gradients.are_used(pairs())
 
     def _is_behind_abandoned(self, pairs: Callable[[], ParamPairs]) -> bool:
         if not self.was_abandoned or self._skip.is_certain:  # an error at an overflow ended it
