@@ -39,6 +39,7 @@ PAGES = {
     "mistakes/averages.py": "mistakes.md#an-average-of-half-weights",
     "mistakes/clipping.py": "mistakes.md#clipping-or-stepping-inside-the-block",
     "mistakes/conversions.py": "mistakes.md#modelhalf-after-initialize",
+    "mistakes/dtype_mends.py": "mistakes.md#dtypes-that-do-not-match-at-o2-o3-and-o5",
     "mistakes/dtype_notes.py": "mistakes.md#dtypes-that-do-not-match-at-o2-o3-and-o5",
     "mistakes/grad_scaler.py": "mistakes.md#a-gradscaler-is-left-in-the-script",
     "mistakes/early_wrapping.py": "several-gpus.md#what-is-refused",

@@ -22,7 +22,7 @@ from training import Net, make, prepared
 
 from amp_patch import amp as core
 from amp_patch.levels import OPT_LEVELS
-from amp_patch.mistakes import dtype_notes
+from amp_patch.mistakes import dtype_notes, error_places
 from amp_patch.session import session
 
 HALF = ("O2", "O3", "O5")
@@ -215,7 +215,7 @@ def test_a_function_that_takes_the_model_is_no_method_of_it(amp: ModuleType) -> 
 
     with pytest.raises(RuntimeError) as error:
         outside(model, X)
-    assert dtype_notes._innermost(error.value, session.models.levels) is None
+    assert error_places.innermost(error.value, session.models.levels) is None
 
 
 @pytest.mark.parametrize("level", HALF)

@@ -1,0 +1,268 @@
+"""What mends an error about dtypes, by what torch says of it and by the module that raised it.
+
+Knows models in half precision, and where functions cast.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+
+from amp_patch.casting.mode import FLOATS, HALVES
+from amp_patch.casting.running_modules import running_modules
+from amp_patch.imported_modules import is_left_alone
+from amp_patch.levels import OptLevel
+from amp_patch.weights.half_storage import kept_by_name, kept_in_fp32
+
+from .error_places import Place, frames, is_within, operands, owner_of
+
+# Of autocast alone, which may be over by the time that the note is written.
+_AUTOCAST = re.compile("autocast::prioritize")
+# What half numbers cannot be computed in, or cannot hold: nothing but them needs to be at fault.
+NO_KERNEL = re.compile(
+    r"not implemented for '(Half|BFloat16|ComplexHalf)'|Low precision dtypes not supported"
+    r"|unsupported (dtype|ScalarType) (Half|BFloat16)|support.* type: (Half|BFloat16)"
+    r"|\b(either|than) float (and|or) double|or Double tensors but got BFloat16"
+    r"|computing in half precision|underflow in dt",
+    re.IGNORECASE,
+)
+OVERFLOW = re.compile("without overflow")
+# What torch.distributions says of half probabilities; of NaN among them the dtype is no cause.
+PROBABILITIES = re.compile(
+    r"satisfy the constraint Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
+)
+
+
+def mend_of(place: Place, error: BaseException) -> str:
+    """Return what mends an error about dtypes that came from a place, in sentences."""
+    message = str(error)
+    mend = _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
+    if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
+        mend = _mend_of_float64(place)
+    if mend is None and place.level.casts_functions:
+        mend = MEND_WHERE_FUNCTIONS_CAST
+    if mend is None:
+        strays = _strays(place)
+        mend = _mend_of_weights(place, strays)
+    if mend is None:
+        mend = _other_strays(strays) + _mend_of_inputs(place, error)
+    return mend
+
+
+def _mend_of_half(message: str, place: Place) -> str | None:
+    """Return what mends an error for which half numbers alone are at fault."""
+    dtype = place.level.half_dtype
+    if OVERFLOW.search(message):
+        return f"{dtype} cannot hold that number: {_mend_of_a_number(place)}."
+    if PROBABILITIES.search(message):
+        return (
+            f"Probabilities of {dtype} do not add up to 1 within 1e-6: give torch.distributions "
+            "logits=x in the place of probs=softmax(x), or probs=softmax(x.float())."
+        )
+    if NO_KERNEL.search(message):
+        return (
+            f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "
+            "x.float() in the place of x, and hand on y.to(x.dtype) behind it."
+        )
+    return None
+
+
+_MEND_OF_AUTOCAST = (
+    "torch.autocast is on, and casts by a list of its own: remove it, the level casts by itself."
+)
+MEND_WHERE_FUNCTIONS_CAST = (
+    "Some functions return half numbers and others float32, and what writes in place (out[mask] = "
+    "y, index_add_, scatter_add_) takes one dtype: write y.to(out.dtype), or compute this part in "
+    "`with amp.float_region():`."
+)
+
+MEND_OF_A_HOOK = (
+    "What a hook computes by products of matrices and convolutions is in half precision, too, and "
+    "it must return its gradient's own dtype: decorate the hook by `@amp.disable_casts()`."
+)
+
+
+def _mend_of_a_number(place: Place) -> str:
+    if place.level.half_dtype is torch.float16:
+        return "write torch.finfo(x.dtype).min in the place of -1e9, or take opt_level 'O4' or 'O5'"
+    # -1e9 is no trouble here: it is the minimum of another dtype
+    in_float = _float_rule(place) if place.path else "`with amp.float_region():` around it"
+    return (
+        "write torch.finfo(x.dtype).min with the x that is filled, for the minimum of float32 is "
+        f"beyond it; or compute this in float32 by {in_float}"
+    )
+
+
+def _float_rule(place: Place) -> str:
+    return f"amp.initialize(..., rules={{'modules': {{{place.path!r}: 'float'}}}})"
+
+
+def _mend_of_weights(place: Place, strays: Mapping[str, str]) -> str | None:
+    """Return what mends weights that are not as `initialize` leaves them."""
+    if strays and _is_functional_call():
+        return (
+            "torch.func.functional_call() was given values that are not in the dtype of the "
+            "model's weights: those of model.state_dict() are float32. Give it "
+            "dict(model.named_parameters()), or cast each value with value.to(param.dtype)."
+        )
+    if strays and _share_memory(place.model):
+        return (
+            "Its weights are parts of one vector, as vector_to_parameters() leaves them: give it "
+            f"vector.to({place.level.half_dtype})."
+        )
+    if strays and len(strays) == sum(1 for _ in _castable(place.model)):
+        return _mend_of_a_cast(set(strays.values()))
+    other = _float_weights(place.stranger, place.level)
+    if other is not None:
+        return (
+            f"It called a {type(place.stranger).__name__} with {other} weights that is no part of "
+            "the model, as a layer in a plain list or dict is: put it into an nn.ModuleList or "
+            "nn.ModuleDict before amp.initialize(), or give it x.float()."
+        )
+    if place.path in strays or any(path.startswith(f"{place.path}.") for path in strays):
+        path, stored = next(iter(strays.items()))
+        return (
+            f"{path!r} holds {stored} weights, as `weight.data = tensor` or a layer that was put "
+            "there after amp.initialize() leaves them: write weight.data.copy_(tensor); put layers "
+            "into the model before, or call amp.deactivate(), then amp.initialize() anew."
+        )
+    return None
+
+
+def _other_strays(strays: Mapping[str, str]) -> str:
+    """Return what is said of another module's weights, of which an operand may come; or nothing."""
+    if not strays:
+        return ""
+    path, stored = next(iter(strays.items()))
+    return (
+        f"{path!r} holds {stored} weights, as `weight.data = tensor` or a new layer leaves them, "
+        "and returns that dtype: write weight.data.copy_(tensor), and put layers into the model "
+        "before amp.initialize(). If that is as it should be: "
+    )
+
+
+def _mend_of_inputs(place: Place, error: BaseException) -> str:
+    """Return what mends tensors that are not cast, or are cast by others."""
+    dtype = place.level.half_dtype
+    if any(torch.is_autocast_enabled(value.device.type) for _, value in operands(place)):
+        return _MEND_OF_AUTOCAST
+    if id(place.model) not in running_modules():
+        return _mend_of_a_call(place, error)
+    others = {v.dtype for _, v in operands(place)} & set(HALVES) - {dtype}
+    if others or _is_in_a_decorated_forward(error):
+        return (
+            "torch.autocast inside of forward casts by a list of its own, also where a library "
+            "puts it around forward (mixed_precision of accelerate, bf16=True of a Trainer): "
+            "switch it off, the level casts by itself. A cast in forward does the same: write "
+            "x.to(y.dtype) there."
+        )
+    by_a_rule = f", or all of the module by {_float_rule(place)}" if place.path else ""
+    return (
+        f"Inputs of the model are cast to {dtype}, a tensor made inside of forward is not: write "
+        "mask.to(x.dtype), or torch.ones(..., dtype=x.dtype), or register_buffer() it before "
+        f"amp.initialize(); or compute this part in `with amp.float_region():`{by_a_rule}; or take "
+        "opt_level 'O1', which casts in each function."
+    )
+
+
+def _mend_of_a_call(place: Place, error: BaseException) -> str:
+    """Return what mends a call past the model's own: of another method of it, or of a part."""
+    within = (frame for frame in frames(error) if is_within(place.model, frame))
+    frame = next(within, place.frame)
+    module, name = owner_of(frame), frame.f_code.co_name
+    if module is place.model and name == "forward":
+        return (
+            "model.forward(x) was called, which passes by the casts of the inputs: call model(x)."
+        )
+    kind = type(module)
+    what, to = f"{kind.__name__}.{name}()", "it"
+    if name == "forward":
+        what, to = "This module", "the module"
+    register = ""  # else each layer of torch's of this class would cast, in any model
+    if not is_left_alone(kind.__module__):
+        register = f"once amp.register_forward_method({kind.__name__}, {name!r}), or "
+    return (
+        f"{what} was called by itself, and only the model casts its inputs: call model(x), or "
+        f"{register}pass x.to({place.level.half_dtype}) to {to}; with opt_level 'O1' every module "
+        "takes float32."
+    )
+
+
+def _is_in_a_decorated_forward(error: BaseException) -> bool:
+    """Tell whether autocast was on as a decorator, which is over by the time of the note."""
+    blocks = [frame.f_locals.get("autocast_instance") for frame in frames(error)]
+    return any(getattr(block, "_enabled", False) for block in blocks)
+
+
+def _castable(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of the modules whose floating parameters are stored in half."""
+    kept = kept_in_fp32(model, batch_norms=True)
+    for name, module in model.named_modules():
+        if module not in kept and any(
+            param is not None and param.dtype in FLOATS for param in module._parameters.values()
+        ):
+            yield name
+
+
+def _strays(place: Place) -> dict[str, str]:
+    """Return where weights are not as `initialize` leaves them: paths of modules -> dtype."""
+    found = {}
+    kept = set(map(id, kept_by_name(place.model, place.level.cast_model_type)))
+    for name in _castable(place.model):
+        for param in place.model.get_submodule(name)._parameters.values():
+            if (
+                param is not None
+                and id(param) not in kept
+                and param.dtype in FLOATS
+                and param.dtype is not place.level.cast_model_type
+            ):
+                found[name] = str(param.dtype).removeprefix("torch.")
+    return found
+
+
+def _float_weights(module: nn.Module | None, level: OptLevel) -> str | None:
+    """Return the dtype of a module's own weights, where it is not the one that a level stores."""
+    params = [] if module is None else module._parameters.values()
+    dtypes = [param.dtype for param in params if param is not None and param.dtype in FLOATS]
+    return next((str(one) for one in dtypes if one is not level.cast_model_type), None)
+
+
+def _is_functional_call() -> bool:
+    """Tell whether the model's parameters are replaced for this call."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _share_memory(model: nn.Module) -> bool:
+    params = [param for param in model.parameters() if param.dtype is torch.float32]
+    return len(params) > len({param.untyped_storage().data_ptr() for param in params})
+
+
+def _mend_of_float64(place: Place) -> str:
+    if all(param.dtype is torch.float64 for param in place.model.parameters()):
+        return _mend_of_a_cast({"float64"})
+    return "A float64 tensor is never cast: pass x.float(), also of what NumPy made."
+
+
+def _mend_of_a_cast(stored: set[str]) -> str:
+    """Return what mends a model of which all weights have another dtype than the level's."""
+    calls = {
+        "float32": "model.float()",
+        "float16": "model.half()",
+        "float64": "model.double() or torch.set_default_dtype(torch.float64)",
+    }
+    call = calls.get(min(stored), "model.bfloat16()")
+    mend = ", or call amp.deactivate() in its place, which keeps the masters' values"
+    return (
+        f"All its weights are {min(stored)}, as {call} leaves them: leave that call out"
+        f"{mend if min(stored) == 'float32' else ''}. (So does `param.data = tensor`; write "
+        "param.data.copy_(tensor).)"
+    )
