@@ -1,5 +1,7 @@
 """Gradients are added to those that were there, of all layouts, as float64 adds them."""
 
+from types import ModuleType
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,3 +66,18 @@ def test_only_a_sum_that_overflows_is_told_of(earlier: float, is_found: bool) ->
     assert bool(flag) is is_found
     assert flag.shape == (1,)
     assert flag.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("in_half", "most"), [(True, 256.0), (False, 512.0)])
+def test_blocks_add_many_micro_batches_in_float32(
+    amp: ModuleType, in_half: bool, most: float
+) -> None:
+    """In bfloat16 a sum of ones ends at 256."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    for left in reversed(range(512)):
+        loss = model(torch.ones(1, 1)).sum()
+        with amp.scale_loss(loss, optimizer, delay_unscale=in_half and left > 0) as scaled_loss:
+            scaled_loss.backward()
+    assert [param.grad.item() for param in amp.master_params(optimizer)] == [most, most]
