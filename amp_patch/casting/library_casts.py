@@ -32,7 +32,10 @@ Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
-OWN_CASTS = ("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits")
+OWN_CASTS = (
+    *("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits"),
+    "uncast",
+)
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
 
@@ -230,6 +233,16 @@ def _run_result(
     return found if level is OFF or mode.region is not None else _cast(found, level)
 
 
+def _run_uncast(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it without casts, but in a model that is stored in half."""
+    if mode.stored is not None:
+        return function(*args, **kwargs)
+    with _NothingElseCasts():
+        return function(*args, **kwargs)
+
+
 def _run_frames(
     rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -334,6 +347,7 @@ _RUN = {
     "frames": _run_frames,
     "rows": _run_rows,
     "sums": _run_sums,
+    "uncast": _run_uncast,
 }
 
 

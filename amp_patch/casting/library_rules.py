@@ -27,6 +27,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
+- "uncast": in no such model, nor is anything that it calls: it runs as if no level cast.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
@@ -59,6 +60,7 @@ REASONS = {
     "own": "it makes float32 tensors of its own, which meet half features",
     "outside": "it hands on what layers inside of a model return, to layers that are no part of it",
     "parts": "a function that is made of others in this table",
+    "power": "casts of vectors that change in each call take longer than products with them",
     "spectra": "torch has no half kernel for it, but on a GPU for sizes that are powers of two",
     "sparse": "it refuses two dtypes, and half matrices in rows on the CPU",
     "tiny": "a constant that keeps it from dividing by zero, 1e-30 or 1e-12, is zero in float16",
@@ -225,6 +227,12 @@ RULES = {
         "smooth_l1_loss": ("wide", "always", "loss"),
         "soft_margin_loss": ("wide", "always", "loss"),
         "triplet_margin_loss": ("wide", "always", "loss"),
+    },
+    "torch.nn.utils.parametrizations": {
+        "_SpectralNorm.forward": ("uncast", "never", "power"),
+    },
+    "torch.nn.utils.spectral_norm": {
+        "SpectralNorm.compute_weight": ("uncast", "never", "power"),
     },
     "torch_geometric.nn": {
         "*.__call__": ("stored", "never", "layer"),

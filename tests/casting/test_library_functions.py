@@ -650,3 +650,24 @@ def test_fourier_transforms_in_a_model_in_half_are_computed_in_float32(
     tolerance = 64 * torch.finfo(HALF_OF[level]).eps
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert model.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize(
+    "normalized", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm]
+)
+def test_a_spectral_norm_is_computed_in_float32_where_functions_cast(
+    amp: ModuleType, level: str, normalized: Callable[[nn.Module], nn.Module]
+) -> None:
+    """What it keeps for the next call has the very bits, and so has the weight."""
+    found = []
+    for one in ("plain", level):
+        torch.manual_seed(0)
+        layer = normalized(nn.Linear(8, 6))
+        if one == level:
+            amp.initialize(layer, opt_level=level, verbosity=0)
+        out = [layer(torch.ones(2, 8)) for _ in range(3)][-1]
+        assert out.dtype is HALF_OF.get(one, F32)
+        buffers = [buffer.clone() for buffer in layer.buffers()]
+        found.append([layer.eval().weight.detach().clone(), *buffers])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
