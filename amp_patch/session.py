@@ -222,18 +222,21 @@ class Session:
         rules: Mapping[str, str],
         on_error: contextlib.ExitStack,
     ) -> None:
-        """Patch for these models; where there is none, for tensors that no model has.
+        """Patch for these models; where there is none, for tensors that no model has."""
+        if level.casts_functions and not models and not self.models.levels:
+            self._patch_for_all(level, rules, on_error)
+        else:
+            self.functions.set_up(models, level, rules, self._casting_dtypes(), on_error)
 
-        Functions cast for any caller then, until `deactivate`.
-        """
-        without_model = level.casts_functions and not models and not self.models.levels
-        if without_model:
-            on_error.callback(setattr, self, "_without_model", self._without_model)
-            self._without_model = {level.half_dtype}
-        reached = instances(nn.Module) if without_model else models
+    def _patch_for_all(
+        self, level: OptLevel, rules: Mapping[str, str], on_error: contextlib.ExitStack
+    ) -> None:
+        """Functions cast for any caller, on every device, until `deactivate`."""
+        on_error.callback(setattr, self, "_without_model", self._without_model)
+        self._without_model = {level.half_dtype}
+        reached = instances(nn.Module)
         self.functions.set_up(reached, level, rules, self._casting_dtypes(), on_error)
-        if without_model:
-            process.devices = ALL_DEVICES
+        process.devices = ALL_DEVICES
 
     @_one_at_a_time
     def cast_without_model(self, level: OptLevel, rules: Mapping[str, str]) -> None:
@@ -247,13 +250,9 @@ class Session:
         """
         with contextlib.ExitStack() as on_error:
             self._start(level, on_error)
-            self.functions.set_up(
-                instances(nn.Module), level, rules, self._casting_dtypes(), on_error
-            )
+            self._patch_for_all(level, rules, on_error)
             on_error.pop_all()
         self.models.cast_functions()
-        process.devices = ALL_DEVICES
-        self._without_model = {level.half_dtype}
         self.history.add(level.name)
         self.disabled = False
 
