@@ -149,6 +149,20 @@ def test_a_program_beside_python_is_found() -> None:
     assert os.access(launch.python_command(["torchrun"])[0], os.X_OK)
 
 
+def test_a_file_that_the_system_starts_is_not_given_to_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.sh").write_text('#!/bin/sh\npython train.py "$@"\n')
+    Path("app").mkdir()
+    Path("app/__main__.py").touch()
+    assert launch.python_command(["./train.sh", "x"]) == [sys.executable, "./train.sh", "x"]
+    Path("train.sh").chmod(0o755)
+    assert launch.python_command(["./train.sh", "x"]) == [str(tmp_path / "train.sh"), "x"]
+    assert launch.python_command([sys.executable, "-u", "t.py"]) == [sys.executable, "-u", "t.py"]
+    assert launch.python_command(["app", "x"]) == [sys.executable, "app", "x"]
+
+
 def test_a_module_is_run_by_python() -> None:
     assert launch.python_command(["-m", "train", "x"]) == [sys.executable, "-m", "train", "x"]
 
