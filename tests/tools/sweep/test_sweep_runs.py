@@ -361,3 +361,12 @@ def test_of_several_processes_of_a_rank_the_one_that_trained_counts(tmp_path: Pa
     with (tmp_path / "steps-rank0-2.jsonl").open("a") as file:
         file.write('nds": 2.0}\n')
     assert [step.seconds for step in folder.read()[0].steps] == [1.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("names", [("", "-2", "-3"), ("-3", "", "-2"), ("-2", "-3", "")])
+def test_of_several_processes_the_same_one_is_shown_whichever_came_first(tmp_path, names) -> None:
+    """Folds of a cross-validation in a pool: levels are compared by the losses of one of them."""
+    for name, loss in zip(names, (float("nan"), 0.7, 0.6), strict=True):
+        lines = [json.dumps({"losses": [loss - step / 10]}) for step in range(3)]
+        (tmp_path / f"steps-rank0{name}.jsonl").write_text("\n".join([*lines, ""]))
+    assert Folder(tmp_path).read()[0].steps[0].losses == [0.6]
