@@ -23,6 +23,8 @@ from .unused import SCRIPT
 REPORT = "AMP_PATCH_REPORT"
 REPORT_PROCESS = "AMP_PATCH_REPORT_PROCESS"
 _STARTUP = str(Path(__file__).parent / "startup")
+#: How compiled programs begin, on Linux, Windows and macOS.
+_BINARIES = (b"\x7fELF", b"MZ\x90", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def run_python(
@@ -39,7 +41,7 @@ def run_python(
 
     Args:
         command: ``["script.py", "arg", ...]``, ``["-m", "module", "arg", ...]`` or
-            ``["torchrun", "arg", ...]``.
+            ``["torchrun", "arg", ...]``, or the path of a program.
         opt_level: takes the place of what the script gives `initialize`; None leaves it.
         force: put the drop-in in the place of a real apex, too.
         rules: a profile, or the path of a rules file, in the place of what the script gives
@@ -56,7 +58,7 @@ def run_python(
             "-I, -E or -S, which ignores one of them. Run python -m amp_patch run without it."
         )
     first, *rest = command
-    program = None if first == "-m" or Path(first).exists() else program_named(first)
+    program = None if first == "-m" else program_named(first)
     start = [sys.executable, *_options_of_python(), first] if program is None else [program]
     argv = [*start, *rest]
     environment = environment_of_run(os.environ, opt_level, force, rules, report)
@@ -70,9 +72,31 @@ def run_python(
 
 
 def program_named(word: str) -> str | None:
-    """Return the path of a program, of this environment first (``torchrun``); None without one."""
+    """Return the path of a program, of this environment first (``torchrun``).
+
+    None where there is none, and where Python runs what is at this path.
+    """
+    if is_for_python(word):
+        return None
+    if Path(word).is_file():
+        return os.path.abspath(word)  # not resolved: a link tells a Python its environment
     beside = Path(sys.executable).parent / word
     return str(beside) if beside.is_file() else shutil.which(word)
+
+
+def is_for_python(word: str) -> bool:
+    """Return whether Python runs what is at a path: a script, or what holds a ``__main__.py``.
+
+    What the system starts by itself is none: a shell script, or another Python.
+    """
+    path = Path(word)
+    if not path.is_file():
+        return (path / "__main__.py").is_file()
+    if path.suffix.startswith(".py") or not os.access(path, os.X_OK):
+        return True
+    with path.open("rb") as file:
+        first = file.readline(1000)
+    return not first.startswith(_BINARIES) and (not first.startswith(b"#!") or b"python" in first)
 
 
 def real_amp(paths: Sequence[str] | None = None) -> str | None:

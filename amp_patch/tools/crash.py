@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,10 @@ _ERROR = re.compile(_RANK + r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 #: What amp_patch adds to errors of torch's (`dtype_notes`): where it was, and the mend.
 _NOTE = re.compile(_RANK + r"(amp_patch: .*)")
 _PLACE = re.compile(_RANK + r'File "(.+)", line (\d+)')
-#: Errors whose own text does not say where they are.
+#: Where no script of the user's is: Python and its packages, programs such as torchrun, amp_patch.
+_OTHERS = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib", "scripts")]
+_OTHERS.append(Path(__file__).parents[1])
+#: Errors that are at the last place which is told, whosever that is.
 _OF_SYNTAX = ("SyntaxError:", "IndentationError:", "TabError:")
 _TRACEBACK = "Traceback (most recent call last):"
 #: The rank, and what Python puts before the lines of an ExceptionGroup: "  | ValueError: ..."
@@ -35,9 +39,9 @@ def crash_reason(code: int, log: Path) -> str:
     lines = [line for line in map(plain, raw) if line]
     if not lines:
         return f"exit code {code}, and nothing was printed"
-    if code == _OF_EXCEPTIONS:
-        own = [error for error in _errors(raw) if not any(one in error for one in _OF_LAUNCHERS)]
-        return shortened(own[-1] if own else lines[-1])
+    own = [error for error in _errors(raw) if not any(one in error for one in _OF_LAUNCHERS)]
+    if code == _OF_EXCEPTIONS and own:
+        return shortened(own[-1])
     if code == _OF_ARGUMENTS:
         return shortened(lines[-1])
     return shortened(f"exit code {code}, and the last line was: {lines[-1]}")
@@ -50,31 +54,45 @@ def last_lines(log: Path) -> str:
 
 
 def _errors(raw: Sequence[str]) -> list[str]:
-    """Return the errors that were printed, each with amp_patch's note to it.
+    """Return the errors that were printed, each with its place and amp_patch's note to it.
 
-    Where there are tracebacks, these are what stands below them: a script may print other errors,
-    which it caught, and its own may have any name.
+    The place is the innermost line of the user's own. Where there are tracebacks, the errors are
+    what stands below them: a script may print others, which it caught, and its own may have any
+    name.
     """
     has_tracebacks = any(_TRACEBACK in line for line in raw)
     found: list[str] = []
     is_in_frames = False
-    place = ""
+    last = own = ""
     for one in raw:
         line = plain(one)
         if match := _PLACE.match(line):
-            place = f" ({match[1]}, line {match[2]})"
+            last = f" ({_from_here(match[1])}, line {match[2]})"
+            own = last if _is_the_users(match[1]) else own
         if _TRACEBACK in line:
-            is_in_frames = True
+            is_in_frames, own = True, ""
         elif is_in_frames:
             if _PREFIX.sub("", _ESCAPES.sub("", one))[:1].strip():  # frames are indented
                 is_in_frames = False
                 line = _PREFIX.sub("", line)
-                found.append(line + place * line.startswith(_OF_SYNTAX))
+                found.append(line + (last if line.startswith(_OF_SYNTAX) else own))
         elif not has_tracebacks and (match := _ERROR.match(line)):
-            found.append(match[1] + place * match[1].startswith(_OF_SYNTAX))
+            found.append(match[1] + last * match[1].startswith(_OF_SYNTAX))
         elif found and (match := _NOTE.match(line)) and match[1] not in found[-1]:
             found[-1] += f"; {match[1]}"
     return found
+
+
+def _is_the_users(file: str) -> bool:
+    """Return whether a line of a traceback is of the user's own code."""
+    return not file.startswith("<") and not any(Path(file).is_relative_to(one) for one in _OTHERS)
+
+
+def _from_here(file: str) -> str:
+    """Return a path as it is from this folder, if it is in it."""
+    return (
+        str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
+    )
 
 
 def plain(line: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from amp_patch.apex.process import environment_of_run, program_named
+from amp_patch.apex.process import environment_of_run, is_for_python, program_named
 
 from .attach import OPTIONS as OPTIONS
 from .attach import PARENT
@@ -94,8 +94,8 @@ def python_command(words: Sequence[str]) -> list[str]:
     """Return the command that runs what stands after ``--``.
 
     Args:
-        words: ``script.py ARGS``, ``-m module ARGS``, or a program on the path that starts Python
-            processes of this environment (``torchrun --nproc_per_node 2 script.py``).
+        words: ``script.py ARGS``, ``-m module ARGS``, or a program that starts Python processes of
+            this environment (``torchrun --nproc_per_node 2 script.py``, ``./train.sh``).
 
     Raises:
         BadArguments: there is no such script or program, or it is a notebook.
@@ -104,7 +104,7 @@ def python_command(words: Sequence[str]) -> list[str]:
         raise BadArguments("a script must stand after --; got none; write -- train.py ARGS")
     first = words[0]
     refuse_notebook(first)
-    if first == "-m" or Path(first).is_file():
+    if first == "-m" or is_for_python(first):
         return [sys.executable, *words]
     program = program_named(first)
     if program is None:

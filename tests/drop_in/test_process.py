@@ -7,13 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import processes
 import pytest
 from running import ROOT, RUN, run
 
-from amp_patch.apex.process import environment_of_run
+from amp_patch.apex.process import environment_of_run, is_for_python
 
 PYTHON = (sys.executable,)
 SCRIPT = """
@@ -76,6 +77,41 @@ def test_a_program_that_starts_python_may_stand_in_the_place_of_the_script(scrip
     assert found.returncode == 7, found.stderr
     assert f"[{str(script)!r}, 'exit']" in found.stdout
     assert "never called" not in found.stderr
+
+
+@pytest.mark.parametrize("first", ["./train.sh", sys.executable, os.path.basename(sys.executable)])
+def test_a_program_may_be_named_by_its_path_and_a_folder_of_its_name_is_none(
+    script: Path, first: str
+) -> None:
+    shell = script.with_name("train.sh")
+    shell.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    shell.chmod(0o755)
+    script.with_name(os.path.basename(sys.executable)).mkdir()
+    found = run([*RUN, first, "-B", script, "exit"], cwd=script.parent)
+    assert found.returncode == 7, found.stderr
+    assert f"[{str(script)!r}, 'exit']" in found.stdout
+
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_what_holds_a_main_module_runs_as_python_runs_it(script: Path, is_archive: bool) -> None:
+    main, place = script.rename(script.with_name("__main__.py")), script.parent
+    if is_archive:
+        place /= "train.zip"
+        with zipfile.ZipFile(place, "w") as archive:
+            archive.write(main, main.name)
+        place.chmod(0o755)
+    expected = run([*PYTHON, place, "exit"])
+    found = run([*RUN, place, "exit"])
+    assert (found.stdout, found.returncode) == (expected.stdout, 7), found.stderr
+
+
+def test_an_executable_script_of_python_is_python_s(tmp_path: Path) -> None:
+    """Also where its first line names another Python than this one, and where nobody says whose."""
+    for number, first in enumerate(("#!/usr/bin/env python2", "", "#!/bin/sh")):
+        path = tmp_path / f"train{number}{'.py' * (number == 2)}"
+        path.write_text(f"{first}\nprint(1)\n")
+        path.chmod(0o755)
+        assert is_for_python(str(path)), first
 
 
 def test_a_script_that_is_not_there_is_pythons_error(tmp_path: Path) -> None:

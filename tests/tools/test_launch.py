@@ -63,7 +63,8 @@ def test_the_level_of_the_script_is_overridden(folder: Path) -> None:
     with started(folder, script) as run:
         assert run.wait(60) == 1
     assert (folder / "log.txt").read_text().startswith("O2\n")
-    assert crash_reason(1, folder / "log.txt") == "ZeroDivisionError: division by zero"
+    reason = "ZeroDivisionError: division by zero (train.py, line 1)"  # as it is from this folder
+    assert crash_reason(1, folder / "log.txt") == reason
 
 
 HANGS = """
@@ -147,6 +148,20 @@ def interrupted(seconds: float) -> None:
 def test_a_program_beside_python_is_found() -> None:
     assert launch.python_command(["torchrun", "train.py"])[1:] == ["train.py"]
     assert os.access(launch.python_command(["torchrun"])[0], os.X_OK)
+
+
+def test_a_file_that_the_system_starts_is_not_given_to_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.sh").write_text('#!/bin/sh\npython train.py "$@"\n')
+    Path("app").mkdir()
+    Path("app/__main__.py").touch()
+    assert launch.python_command(["./train.sh", "x"]) == [sys.executable, "./train.sh", "x"]
+    Path("train.sh").chmod(0o755)
+    assert launch.python_command(["./train.sh", "x"]) == [str(tmp_path / "train.sh"), "x"]
+    assert launch.python_command([sys.executable, "-u", "t.py"]) == [sys.executable, "-u", "t.py"]
+    assert launch.python_command(["app", "x"]) == [sys.executable, "app", "x"]
 
 
 def test_a_module_is_run_by_python() -> None:

@@ -19,7 +19,7 @@ from support import examples
 from amp_patch.tools.compare.comparison import Comparison, ModuleError
 from amp_patch.tools.tune.mending import smallest_set
 from amp_patch.tools.tune.outcome import Outcome
-from amp_patch.tools.tune.search import Search, TooFar
+from amp_patch.tools.tune.search import OWN_FILES, Search, TooFar
 from amp_patch.tools.tune.setting import Setting
 from amp_patch.tools.tune.speed import chance_of, race, seconds_per_step
 from amp_patch.tools.tune.trials import OutOfBudget
@@ -244,6 +244,27 @@ def test_fp32_that_fails_ends_the_search() -> None:
 
     with pytest.raises(TooFar, match="fp32 cannot be measured: NameError"):
         searched(Fails({"O0": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_told"),
+    [(Outcome(failure="NameError"), True), (Outcome((0.4,)), True), (Outcome((0.95,)), False)],
+)
+def test_a_script_may_go_on_from_what_its_first_run_has_saved(outcome, is_told: bool) -> None:
+    """The second run fails, for no step is left, or is far from the first."""
+
+    class GoesOn(Played):
+        def metric(self, setting: Setting) -> Outcome:
+            first = super().metric(setting)
+            return first if self.trials == 1 else outcome
+
+    said: list[str] = []
+    with pytest.raises(TooFar) if outcome.failure else contextlib.nullcontext() as error:
+        Search(GoesOn({"O0": 1.0}), ("O0",), 0.01, said.append).run()
+    if error is not None:
+        said.append(str(error.value))
+        assert said == [f"fp32 cannot be measured twice: NameError; {OWN_FILES}"]
+    assert any(OWN_FILES in line for line in said) is is_told
 
 
 def test_a_script_that_does_not_repeat_widens_the_tolerance() -> None:

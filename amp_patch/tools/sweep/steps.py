@@ -89,6 +89,16 @@ class Recording:
     ended: bool = False
     initialized: str = "no"
 
+    @property
+    def standing(self) -> tuple[int, float]:
+        """What is largest in the process that is shown of several, as of folds in a pool.
+
+        Of those with most steps it is the one with the least first loss, which is the same one at
+        every level: which of them came first is chance.
+        """
+        first = self.steps[0].loss if self.steps else None
+        return len(self.steps), -first if first is not None and math.isfinite(first) else -math.inf
+
     def take(self, line: Mapping[str, Any]) -> None:
         """Take in one line of the file."""
         if "about" in line:
@@ -133,14 +143,14 @@ class Folder:
         self._readers: dict[Path, Reader] = {}
 
     def read(self) -> dict[int, Recording]:
-        """Return rank -> recording; of several processes of a rank, the one with most steps."""
+        """Return rank -> recording; of several processes of a rank, one."""
         for path in sorted(self._path.glob(f"{NAME}-rank*.jsonl")):
             self._readers.setdefault(path, Reader(path))
         found: dict[int, Recording] = {}
         for path, reader in self._readers.items():
             rank = int(path.stem.split("-")[1].removeprefix("rank"))
             recording = reader.read()
-            if rank not in found or len(recording.steps) > len(found[rank].steps):
+            if rank not in found or recording.standing > found[rank].standing:
                 found[rank] = recording
         return dict(sorted(found.items()))
 

@@ -23,6 +23,12 @@ FP32 = Setting("O0")
 CASTING = ("O1", "O4")
 #: A level that single runs show so much slower than what is found already is not looked at further.
 CLEARLY_SLOWER = 1.1
+#: A script that is as far from itself may have gone on from what its first run has saved.
+MOST_NOISE = 0.1
+OWN_FILES = (
+    "if the script goes on from what an earlier run has saved, give each run a folder of its own "
+    "by {run} in its arguments"
+)
 #: Steps that are compared to find the modules that make an error.
 COMPARED = 3
 #: Functions of which a rule is tried: those with the most elements.
@@ -155,11 +161,16 @@ class Search:
         if self.reference.failure:
             raise TooFar(f"fp32 cannot be measured: {self.reference.failure}")
         self.progress = self._trials.progress()
-        noise = self._trials.metric(FP32).deviation(self.reference)
+        again = self._trials.metric(FP32)
+        if again.failure:
+            raise TooFar(f"fp32 cannot be measured twice: {again.failure}; {OWN_FILES}")
+        noise = again.deviation(self.reference)
         self._say(f"fp32: {self.reference.words()}, repeats to {noise:.2%}")
         if 2 * noise > self.tolerance:
             self.tolerance = 2 * noise
             self._say(f"so tolerance is {self.tolerance:.2%}: the script repeats no better")
+        if noise > MOST_NOISE:
+            self._say(OWN_FILES)
 
     def _time_levels(self) -> None:
         """Take the shorter of two times of each level: what else the machine does only adds."""

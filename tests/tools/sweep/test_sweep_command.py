@@ -99,7 +99,7 @@ def test_a_script_for_apex_is_swept_from_end_to_end(folder: Path, monkeypatch) -
     found = json.loads((folder / "out" / "sweep.json").read_text())
     verdicts = [(row["verdict"], row["verdict_step"]) for row in found["levels"]]
     assert verdicts == [("ok", None), ("diverged", 6), ("crashed", 7)]
-    assert found["levels"][2]["reason"] == "RuntimeError: no room"
+    assert found["levels"][2]["reason"] == "RuntimeError: no room (train.py, line 16)"
     assert found["levels"][1]["culprits"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert found["recommendation"]["level"] == "O0"
     assert found["machine"]["torch"]

@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 import sys
+import sysconfig
 import textwrap
 import time
 from pathlib import Path
@@ -133,7 +134,8 @@ def test_a_script_that_made_its_steps_and_stays_is_ended(tmp_path: Path, monkeyp
 def test_a_crash_is_told_by_its_last_line_and_the_next_level_runs(tmp_path: Path) -> None:
     ending = "if level == 'O0': raise ValueError('too small')"
     crashed, other = runner(tmp_path, ending, levels=["O0", "O4"]).run()
-    assert crashed.outcome == Outcome("crashed", "ValueError: too small")
+    reason = f"ValueError: too small ({tmp_path / 'script.py'}, line 11)"
+    assert crashed.outcome == Outcome("crashed", reason)
     assert len(crashed.steps) == 4
     assert other.outcome.kind == "finished"
 
@@ -277,6 +279,9 @@ def test_a_sweep_that_goes_on_keeps_what_has_finished(given, expected: list[str]
     assert (resumed.levels, resumed.repeat) == (expected, 2 if "repeat" in given else 3)
 
 
+PACKAGES = sysconfig.get_path("purelib")
+
+
 @pytest.mark.parametrize(
     ("printed", "code", "reason"),
     [
@@ -304,7 +309,17 @@ def test_a_sweep_that_goes_on_keeps_what_has_finished(given, expected: list[str]
          b"    | KeyError: 'b'\n    +-------\n", 1, "ExceptionGroup: all of it (1 sub-exception)"),
         (b"fine\n", -9, "ended by SIGKILL (out of memory?)"),
         (b"fine\n", -6, "ended by SIGABRT"),
-        (b"E" * 900 + b"\n", 1, "E" * 597 + "..."),
+        (b"E" * 900 + b"\n", 2, "E" * 597 + "..."),
+        (b"no data\n", 1, "exit code 1, and the last line was: no data"),
+        (b'Traceback (most recent call last):\n  File "/p/train.py", line 7, in <module>\n'
+         b'    main()\n  File "/p/model.py", line 3, in f\n    torch.mm(a, b)\n'
+         b'  File "%s", line 20, in mm\n    raise x\nRuntimeError: half\n'
+         b"amp_patch: call it\nall is saved\n" % f"{PACKAGES}/torch/x.py".encode(), 1,
+         "RuntimeError: half (/p/model.py, line 3); amp_patch: call it"),
+        (b'Traceback (most recent call last):\n  File "/p/train.py", line 7, in <module>\n'
+         b"    f()\nKeyError: 'a'\n\nDuring handling of the above exception, another exception "
+         b'occurred:\n\nTraceback (most recent call last):\n  File "<frozen runpy>", line 2, in r\n'
+         b'  File "%s", line 20, in g\nOSError: b\n' % json.__file__.encode(), 1, "OSError: b"),
         (b"amp_patch: level\nE.Error: no\namp_patch: call it\nA.Error: half\n  x\n"
          b"amp_patch: call model(x)\namp_patch: call model(x)\n", 1,
          "A.Error: half; amp_patch: call model(x)"),
@@ -346,3 +361,12 @@ def test_of_several_processes_of_a_rank_the_one_that_trained_counts(tmp_path: Pa
     with (tmp_path / "steps-rank0-2.jsonl").open("a") as file:
         file.write('nds": 2.0}\n')
     assert [step.seconds for step in folder.read()[0].steps] == [1.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("names", [("", "-2", "-3"), ("-3", "", "-2"), ("-2", "-3", "")])
+def test_of_several_processes_the_same_one_is_shown_whichever_came_first(tmp_path, names) -> None:
+    """Folds of a cross-validation in a pool: levels are compared by the losses of one of them."""
+    for name, loss in zip(names, (float("nan"), 0.7, 0.6), strict=True):
+        lines = [json.dumps({"losses": [loss - step / 10]}) for step in range(3)]
+        (tmp_path / f"steps-rank0{name}.jsonl").write_text("\n".join([*lines, ""]))
+    assert Folder(tmp_path).read()[0].steps[0].losses == [0.6]
