@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from amp_patch.casting.mode import HALVES
+from amp_patch.kernels.default_device import without_default_device
 from amp_patch.weights.parameter_lists import store_grad, stored_grad
 
 
+@without_default_device
 def turn_to_fp32(params: Sequence[Tensor]) -> None:
     """Store in float32 what has turned to half and is to be trained, with its gradient.
 
