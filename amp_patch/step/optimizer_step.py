@@ -36,6 +36,7 @@ from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
 from .replaced_methods import ReplacedMethods, own_methods
 from .skip import Skip
+from .turned_half import turn_to_fp32
 from .wrapped_optimizers import wrapped_by
 from .writes_in_step import WritesInStep
 from .zero_shares import ZeroShares
@@ -209,6 +210,8 @@ class OptimizerStep:
         if self.skip.pending:
             self.skip.settle()
         self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
+        if not self._held.steps_halves and self.masters is None:
+            turn_to_fp32(self.backward.pairs().master)
 
     def _look_at_gradients(self) -> None:
         if self.was_scaled is not None:
