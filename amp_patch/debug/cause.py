@@ -11,8 +11,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from .ranges import Range
 
 #: Where it came up: in the model's forward or backward, in what the model was given or holds, in
@@ -363,10 +361,3 @@ def _capital(words: str) -> str:
 
 def _lower(words: str) -> str:
     return words[0].lower() + words[1:]
-
-
-def largest_scale(peak: float) -> float:
-    """Return the largest power of two that keeps a magnitude within float16; 0 for none above 0."""
-    if not 0.0 < peak < math.inf:
-        return 0.0 if peak else math.inf
-    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))

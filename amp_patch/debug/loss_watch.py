@@ -16,10 +16,12 @@ from torch import Tensor
 from amp_patch.casting.mode import HALVES
 
 from .places import readable
-from .ranges import Range, can_look, numbers_of, ranges_of
+from .ranges import Range, can_look, largest_scale, numbers_of, ranges_of
 
 #: Nodes that are looked at: the graph of a loss has a few; more is a model that nobody initialized.
 _MOST_NODES = 500
+#: The default floor of a dynamic loss scale.
+_SMALLEST_SCALE = 2.0**-24
 #: Operators that compute nothing, on the outputs of a model in half.
 _MOVING = {
     *("as_strided", "cat", "clone", "expand", "index", "permute", "select", "slice", "split"),
@@ -45,13 +47,15 @@ class LossStep(NamedTuple):
     Attributes:
         operator: such as "sqrt", or "cast".
         given, made: the ranges of the gradients that it got, and returned.
-        uncast: of what does no more than cast, what it cast: a lower loss scale would mend that.
+        fits: the largest power of two that is no overflow as a loss scale; None: not found.
+        cast: gradients that it made half of float32 ones, as they are at a loss scale of 1.
     """
 
     operator: str
     given: tuple[Range, ...]
     made: tuple[Range, ...]
-    uncast: Tensor | None
+    fits: float | None
+    cast: tuple[Tensor, ...]
 
 
 class LossWatch:
@@ -59,6 +63,7 @@ class LossWatch:
 
     Args:
         loss: before it is scaled.
+        scale: that it is multiplied by.
         made_in_model: whether a node belongs to a model.
 
     Attributes:
@@ -69,8 +74,9 @@ class LossWatch:
             and the ranges of these; None where none does.
     """
 
-    def __init__(self, loss: Tensor, made_in_model: Callable[[Any], bool]) -> None:
+    def __init__(self, loss: Tensor, scale: float, made_in_model: Callable[[Any], bool]) -> None:
         self.loss = ranges_of({"loss": loss.detach()})
+        self.scale = scale
         self.found: LossStep | None = None
         self.in_half = ""
         waiting: list[Any] = [loss.grad_fn]
@@ -81,7 +87,7 @@ class LossWatch:
                 continue
             seen.add(node)
             if node.name() != "torch::autograd::AccumulateGrad":
-                node.register_hook(_Look(self, node))
+                node.register_hook(_Look(self, readable(node.name())))
                 if any(one.dtype in HALVES for one in node._input_metadata):
                     name = readable(node.name())
                     if name not in _MOVING and not (self.in_half and name == "cast"):
@@ -113,44 +119,72 @@ def _saved_by(node: Any) -> dict[str, Tensor]:
     Left out is what a hook unpacks: a checkpoint would run the script's function again for each.
     """
     start = "_raw_saved_"
-    raw = {name.removeprefix(start): name for name in dir(node) if name.startswith(start)}
     return {
-        name: value
-        for name, attribute in raw.items()
-        if getattr(getattr(node, attribute), "unpack_hook", None) is None
-        and can_look(value := getattr(node, f"_saved_{name}"))
+        name.removeprefix(start): value
+        for name in dir(node)
+        if name.startswith(start)
+        and not _is_unpacked(getattr(node, name))
+        and can_look(value := getattr(node, f"_saved_{name.removeprefix(start)}"))
     }
+
+
+def _is_unpacked(saved: Any) -> bool:
+    """Return whether a hook unpacks a tensor, or some of several, that a node has saved."""
+    return getattr(saved, "unpack_hook", None) is not None
 
 
 class _Look:
     """The hook of one node, which it does not hold: it would never be freed."""
 
-    def __init__(self, watch: LossWatch, node: Any) -> None:
-        self._watch, self._operator = watch, readable(node.name())
-        keeps = getattr(node, "_saved_keepdim", False)
-        self._summed = () if keeps else getattr(node, "_saved_dim", ())
+    def __init__(self, watch: LossWatch, operator: str) -> None:
+        self._watch, self._operator = watch, operator
 
     def __call__(self, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         if self._watch.found is not None or are_finite(made) or not are_finite(given):
             return
         ranges = ranges_of(enumerate_as("gradient", given)), ranges_of(enumerate_as("result", made))
-        uncast = self._uncast(made[0], given[0])
-        self._watch.found = LossStep(self._operator, *ranges, uncast)
+        self._watch.found = LossStep(self._operator, *ranges, *self._at_other_scales(made, given))
 
-    def _uncast(self, made: Tensor, given: Tensor) -> Tensor | None:
-        """Return what was cast to half; None of an operator that computes more."""
-        if self._operator == "cast":
-            return given.detach()
-        if self._operator != "sum" or made.dtype not in HALVES or given.dtype in HALVES:
-            return None
-        # A sum in fp32 of half numbers hands on its gradient to each of them.
-        return given.detach()[_places(self._summed, made.dim())].expand(made.shape)
+    @torch.no_grad()
+    def _at_other_scales(
+        self, made: tuple[Any, ...], given: tuple[Any, ...]
+    ) -> tuple[float | None, tuple[Tensor, ...]]:
+        """Return the largest loss scale that fits, and what is cast to half at a scale of 1."""
+        are_wide = not any(can_look(one) and one.dtype in HALVES for one in given)
+        # A division by zero is not finite at any scale. Half gradients would be 0 at the smallest.
+        for scale in (1.0, _SMALLEST_SCALE) if are_wide else (1.0,):
+            factor = scale / self._watch.scale
+            again = _made_again([one * factor if can_look(one) else one for one in given])
+            if again and are_finite(again):
+                pairs = zip(again, made, strict=True)
+                halves = [one for one, shown in pairs if shown is not None and _is_half(shown)]
+                peak = max((numbers_of(one).abs().max().item() for one in halves), default=0.0)
+                fits = largest_scale(peak / scale) if peak else None
+                return fits, tuple(halves) if are_wide and scale == 1.0 else ()
+        return None, ()
 
 
-def _places(summed: tuple[int, ...], dims: int) -> tuple[Any, ...]:
-    """Return an index that gives a sum back the dimensions it was over; torch shows -1 unsigned."""
-    taken = {(one - 2**64 if one >= 2**63 else one) % dims for one in summed}
-    return tuple(None if one in taken else slice(None) for one in range(dims)) if taken else ()
+def _is_half(tensor: Tensor) -> bool:
+    return can_look(tensor) and tensor.dtype is torch.float16
+
+
+def _made_again(given: list[Any]) -> tuple[Any, ...]:
+    """Return what the node whose hook runs makes of other gradients; () where it is not asked.
+
+    The engine casts it afterwards to the dtype of what it is a gradient of. A function of the
+    user's own may count its calls, and what a hook unpacks may be gone.
+    """
+    node: Any = torch._C._current_autograd_node()
+    names = [] if node is None else [name for name in dir(node) if name.startswith("_raw_saved_")]
+    if isinstance(node, torch.autograd.function.BackwardCFunction) or any(
+        _is_unpacked(getattr(node, name)) for name in names
+    ):
+        return ()
+    try:
+        made = node(*given)
+    except RuntimeError:  # of a node that takes no plain tensors: nothing is known then
+        return ()
+    return made if isinstance(made, tuple) else (made,)
 
 
 def enumerate_as(name: str, tensors: tuple[Any, ...]) -> list[tuple[str, Any]]:

@@ -107,3 +107,10 @@ def ranges_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[R
     return tuple(
         range_of(name, tensor) for name, tensor in dict(tensors).items() if can_look(tensor)
     )
+
+
+def largest_scale(peak: float) -> float:
+    """Return the largest power of two that keeps a magnitude within float16; 0 for none above 0."""
+    if not 0.0 < peak < math.inf:
+        return 0.0 if peak else math.inf
+    return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from amp_patch.casting import rules, targets
 from amp_patch.session import session
 
-from .cause import Cause, Mend, largest_scale
+from .cause import Cause, Mend
 from .loss_watch import LossStep, LossWatch
 from .places import shown_line
-from .ranges import Range
+from .ranges import Range, largest_scale
 from .recorded_calls import Call
 from .rerun import Rerun
 from .watch import Origin
@@ -145,21 +145,22 @@ class Search:
     def _in_loss(self, found: LossStep) -> Cause | None:
         """Return the cause where a gradient was not finite before it came to a model."""
         result = next(one for one in found.made if one.kinds)
-        if found.uncast is None:
+        fits = found.fits
+        if fits is None:
             largest = _peak(self._watch.loss)
             is_large = largest * self._scale > torch.finfo(torch.float32).max
             operands = (*self._watch.loss, *found.given) if is_large else found.given
             return self._of_loss(
                 result, operator=found.operator, operands=operands, is_large=is_large
             )
-        # What was cast has the shape of an output: look whether the model bears it unscaled.
-        unscaled, fits = found.uncast / self._scale, largest_scale(_peak(found.given) / self._scale)
-        if 0.0 < fits < 1.0:
+        if fits < 1.0:
             return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
+        # What was cast has the shape of an output: look whether the model bears it unscaled.
         for call in reversed(self._calls):
             grads = {
                 index: unscaled.to(grad.dtype)
                 for index, grad in call.grads[self._number].items()
+                for unscaled in found.cast
                 if grad.shape == unscaled.shape
             }
             one = Rerun(call)

@@ -141,7 +141,7 @@ class Tracer(StepObserver):
     ) -> None:
         """See `StepObserver`."""
         self.recorded.passes += 1
-        watch = LossWatch(loss, self.recorded.made)
+        watch = LossWatch(loss, float(scale), self.recorded.made)
         self.passes.append((self.recorded.passes, float(scale), watch))
 
     def overflowed(self, scaler_id: int, found: Sequence[Found]) -> None:

@@ -31,7 +31,7 @@ from .crash import crash_reason
 from .early_notice import NAME as NOTE
 from .errors import BadArguments, refuse_notebook
 from .process import Start, start_process
-from .untrained import MEND, is_runnable, is_to_end, notice, reason_after
+from .untrained import is_runnable, is_to_end, notice, reason_after
 
 #: Seconds that a script gets to end by itself after each of the signals that ask it to.
 GRACE = 5.0
@@ -242,7 +242,7 @@ def run_to_end(run: ScriptRun, timeout: float | None = None) -> str | None:
         while run.wait(PAUSE) is None:
             if steps := run.steps_without_amp():
                 if is_to_end(steps):
-                    raise BadArguments(f"{reason_after(steps)}; {MEND}")
+                    raise BadArguments(reason_after(steps))
                 say(notice(steps))
             if end is not None and time.monotonic() > end:
                 return f"took longer than {timeout:.0f} s"

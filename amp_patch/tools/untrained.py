@@ -18,21 +18,26 @@ from .recorded import read_lines
 
 #: The name of the files in which `child.begin` notes what has become of amp, before the rank.
 NAME = "amp"
-#: What had become of amp when the script ended -> in words; None: nobody imported it.
-REASONS = {
-    None: "the script imported neither amp_patch nor apex; write from amp_patch import amp",
-    "no": "the script never called amp.initialize",
-    "disabled": "the script called amp.initialize(enabled=False)",
-    # The tools start scripts with nothing to read: a loop over standard input makes no step.
-    "yes": (
-        "no optimizer that the script gave to amp.initialize was stepped; standard input is empty "
-        "here: a script that trains on it must read a file"
-    ),
-}
 MEND = (
     "call model, optimizer = amp.initialize(model, optimizer), and before optimizer.step() "
     "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
 )
+_WHOLE_MEND = f"write from amp_patch import amp, {MEND}"
+#: What had become of amp when the script ended -> in words, with the mend; None: not imported.
+REASONS = {
+    None: f"the script imported neither amp_patch nor apex; {_WHOLE_MEND}",
+    "no": f"the script never called amp.initialize; {MEND}",
+    "disabled": (
+        "the script called amp.initialize(enabled=False); leave enabled=False out, or give the "
+        "script the option by which it turns amp on"
+    ),
+    # The tools start scripts with nothing to read: a loop over standard input makes no step.
+    "yes": (
+        "the script stepped no optimizer that it had given to amp.initialize; give amp.initialize "
+        "the optimizer that is stepped, in model, optimizer = amp.initialize(model, optimizer); "
+        "standard input is empty here: a script that trains on it must read a file"
+    ),
+}
 #: Packages that are sure not to use amp by themselves, with those of Python.
 _HARMLESS = {"PIL", "matplotlib", "numpy", "pandas", "scipy", "sklearn", "torch", "torchaudio"}
 _HARMLESS |= {"torchvision", "tqdm", "yaml", *sys.stdlib_module_names}
@@ -56,10 +61,11 @@ def is_to_end(steps: int) -> bool:
 
 
 def reason_after(steps: int) -> str:
-    """Return why a script was ended that had made so many steps without amp."""
+    """Return why a script was ended that had made so many steps without amp, with the mend."""
     return (
         f"the script had made {steps} optimizer steps and not called amp.initialize, so it was "
-        f"ended; if it begins later, set {VARIABLE} to more steps, or to 0 for no limit"
+        f"ended; if it begins later, set {VARIABLE} to more steps, or to 0 for no limit; else "
+        f"{MEND}"
     )
 
 
@@ -71,7 +77,7 @@ def reason_in(folder: Path) -> str:
     """
     states = [line["amp"] for path in folder.glob(f"{NAME}-*.jsonl") for line in read_lines(path)]
     best = next((one for one in ("yes", "disabled", "no") if one in states), None)
-    return f"{REASONS[best]}; {MEND}"
+    return REASONS[best]
 
 
 def refuse_without_amp(words: Sequence[str]) -> None:
@@ -91,7 +97,7 @@ def refuse_without_amp(words: Sequence[str]) -> None:
     if place is not None and not _may_use_amp(*place):
         raise BadArguments(
             f"the script must train with amp_patch or apex; got {place[0]}, which imports neither, "
-            f"nor does what it imports; write from amp_patch import amp, {MEND}"
+            f"nor does what it imports; {_WHOLE_MEND}"
         )
 
 

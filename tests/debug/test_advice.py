@@ -78,6 +78,14 @@ def test_a_sum_that_torch_computes_in_float32_is_not_advised_to_be(amp, dims: An
     assert "only the loss scale" in cause.advice()
 
 
+def test_a_sum_of_half_and_float32_losses_is_not_advised_to_be_in_float32(amp) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O1", loss_scale=65536.0)
+    train(amp, model, optimizer, lambda outputs: outputs.mean() + 10.0 * outputs.float().mean())
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.fits) == ("loss", "add", 32768.0)
+    assert "only the loss scale" in cause.advice()
+
+
 def test_a_function_is_advised_to_run_in_float32_where_that_is_enough() -> None:
     enough = Cause("forward", 1.0, operator="softmax", mended_by="module", by_rule=True)
     assert enough.title().startswith("the model itself: `softmax` returned")

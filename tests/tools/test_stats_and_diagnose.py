@@ -197,11 +197,11 @@ def shown(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch | None = None) 
     [
         (
             "print('amp_patch')",
-            "imported neither amp_patch nor apex; write from amp_patch import amp",
+            "imported neither amp_patch nor apex; write from amp_patch import amp, call model, ",
         ),
-        ("from amp_patch import amp", "never called amp.initialize"),
+        ("from amp_patch import amp", "never called amp.initialize; call model, optimizer = amp."),
         ("from apex import amp; import torch\namp.initialize(torch.nn.Linear(2, 2), enabled=False)",
-         "called amp.initialize(enabled=False)"),
+         "called amp.initialize(enabled=False); leave enabled=False out"),
     ],
 )  # fmt: skip
 def test_a_script_that_does_not_train_is_an_error(script: str, why: str) -> None:
@@ -209,7 +209,7 @@ def test_a_script_that_does_not_train_is_an_error(script: str, why: str) -> None
     result = CliRunner().invoke(main, ["stats", "--", "other.py"], prog_name="amp-patch")
     assert result.exit_code == 1
     assert result.output.count("\n") == 1
-    assert f"{why}; call model, optimizer = amp.initialize(" in result.output
+    assert why in result.output
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from amp_patch.tools.command_line import COMMANDS, main
 from amp_patch.tools.errors import BadArguments
-from amp_patch.tools.untrained import reason_in, refuse_without_amp
+from amp_patch.tools.untrained import MEND, reason_after, reason_in, refuse_without_amp
 
 PLAIN = "import torch, os.path\nfrom torch.cuda import amp\nmodel.eval()\n"
 
@@ -108,3 +108,22 @@ def test_a_script_that_stepped_nothing_is_told_that_its_standard_input_was_empty
     assert "standard input is empty here" in reason_in(place)
     (place / "amp-0.jsonl").write_text('{"amp": "no"}\n')
     assert "standard input" not in reason_in(place)
+
+
+@pytest.mark.parametrize(
+    ("state", "mend"),
+    [
+        ("no", "the script never called amp.initialize; call model, optimizer = amp.initialize("),
+        ("disabled", "leave enabled=False out"),
+        ("yes", "give amp.initialize the optimizer that is stepped"),
+    ],
+)
+def test_each_reason_has_the_mend_of_its_own(place, state: str, mend: str) -> None:
+    (place / "amp-0.jsonl").write_text(f'{{"amp": "{state}"}}\n')
+    assert mend in reason_in(place)
+    assert (MEND in reason_in(place)) is (state == "no")
+
+
+def test_a_script_that_nobody_saw_use_amp_is_told_all_that_is_to_be_written(place) -> None:
+    assert f"write from amp_patch import amp, {MEND}" in reason_in(place)
+    assert MEND in reason_after(10)

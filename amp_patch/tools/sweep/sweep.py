@@ -16,7 +16,6 @@ from rich.console import Console
 
 from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.options import writable_folder
-from amp_patch.tools.untrained import MEND
 
 from . import files, live, tables
 from .comparison import Comparison, compared
@@ -79,7 +78,7 @@ class Sweep:
             words = f"{failed.level} crashed. Its output: {log}"
             console.print(words, soft_wrap=True, highlight=False)
         if runner.is_futile:
-            console.print(f"No other level was run. To mend: {MEND}.", highlight=False)
+            console.print("No other level was run.")
         if runner.interrupted:
             resume = self.settings.goes_on_by(self.folder)
             console.print(f"Interrupted. To go on: {resume}", soft_wrap=True, highlight=False)

@@ -26,6 +26,7 @@ from amp_patch.tools.errors import BadArguments
 from amp_patch.tools.sweep import function, runs, sweep
 from amp_patch.tools.sweep.settings import Settings
 from amp_patch.tools.sweep.sweep import Sweep
+from amp_patch.tools.untrained import REASONS
 
 DOCS = Path(__file__).parents[3] / "docs" / "sweep.md"
 COMMAND = [sys.executable, "-m", "amp_patch", "sweep"]
@@ -229,15 +230,16 @@ def test_the_exit_code_says_how_it_went(
 def test_a_script_that_trains_without_amp_is_told_of_with_the_mend(tmp_path, monkeypatch) -> None:
     def run(self, kept):
         self.is_futile = True
-        return [made_run("O0", [], outcome="no steps", reason="never called amp.initialize"),
+        return [made_run("O0", [], outcome="no steps", reason=REASONS["no"]),
                 made_run("O1", [], outcome="not run")]  # fmt: skip
 
     monkeypatch.setattr(runs.Runner, "run", run)
     code, output = called("--out", tmp_path / "new", "--", __file__)
     assert code == 1
     words = " ".join(output.split())
-    assert "O0: no steps: never called amp.initialize." in words
-    assert "No other level was run. To mend: call model, optimizer = amp.initialize(" in words
+    assert f"O0: no steps: {REASONS['no']}." in words
+    assert "; call model, optimizer = amp.initialize(" in words
+    assert "No other level was run." in words
 
 
 @pytest.mark.usefixtures("undrawn")
