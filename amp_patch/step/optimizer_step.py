@@ -35,6 +35,7 @@ from .observers import Observers
 from .optimizer_backward import OptimizerBackward
 from .optimizer_state import OptimizerState
 from .replaced_methods import ReplacedMethods, own_methods
+from .shown_gradients import WATCHED_PASSES
 from .skip import Skip
 from .turned_half import turn_to_fp32
 from .wrapped_optimizers import wrapped_by
@@ -210,7 +211,9 @@ class OptimizerStep:
         if self.skip.pending:
             self.skip.settle()
         self.backward.refuse_scaled("optimizer.step()", steps=True, goes_on=goes_on)
-        if not self._held.steps_halves and self.masters is None:
+        # a layer that sets its weights by its first batch does so at once
+        is_watched = self.ended < WATCHED_PASSES and self.masters is None
+        if is_watched and not self._held.steps_halves:
             turn_to_fp32(self.backward.pairs().master)
 
     def _look_at_gradients(self) -> None:
