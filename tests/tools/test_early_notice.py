@@ -83,7 +83,9 @@ def test_it_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
 def test_a_script_that_goes_on_without_amp_is_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(launch, "GRACE", 0.2)
     run = noting(tmp_path, MOST_STEPS, 60)
-    with pytest.raises(BadArguments, match=rf"200 optimizer steps.* set {VARIABLE}.*; call model"):
+    with pytest.raises(
+        BadArguments, match=rf"200 optimizer steps.* set {VARIABLE}.*; else call model"
+    ):
         launch.run_to_end(run)
     assert run.code is not None
 
