@@ -70,6 +70,7 @@ class Cause:
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
         in_half: of a loss, an operator that the script computes in half, "" for none.
+        rounded: of a loss, what half has rounded outputs of the model to: 0, 1 or -1.
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
         also: the paths of further modules that must be in fp32 together with the module.
         by_rule: whether a rule of the operator's function mends it as well as the module.
@@ -97,6 +98,7 @@ class Cause:
     is_static: bool = False
     zero_eps: float | None = None
     in_half: str = ""
+    rounded: tuple[float, ...] = ()
     is_large: bool = False
     also: tuple[str, ...] = ()
     by_rule: bool = False
@@ -292,6 +294,8 @@ def _of_input(cause: Cause) -> str:
 
 
 def _of_loss(cause: Cause) -> str:
+    if cause.rounded:
+        return _of_rounded_outputs(cause)
     in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
     if cause.level in ("O1", "O4"):  # which casts the arguments of a product back
         in_float = "compute the loss in `with amp.float_region():`."
@@ -306,7 +310,25 @@ def _of_loss(cause: Cause) -> str:
         return f"{look.removesuffix('; ')}."
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
+    if cause.level != "O0" and _is_of_zero_in_loss(cause):
+        return (
+            f"{look}or at what the model returns: the loss is computed in float32, of numbers that "
+            "were rounded to half. Train at O0 to see whether it is finite there."
+        )
     return f"{look}precision has no part in it, for it is computed in float32."
+
+
+def _of_rounded_outputs(cause: Cause) -> str:
+    """Return the advice where a loss takes a logarithm, say, of what half has rounded to 0."""
+    numbers = " and ".join(f"{one:g}" for one in cause.rounded)
+    fact = (
+        f"{_HALF_OF.get(cause.level, 'half')} rounds numbers to {numbers} that the model returns, "
+        "which may be where the loss is not finite. Return logits, and let the loss take the "
+        "logarithm: log_softmax, cross_entropy, logsigmoid or binary_cross_entropy_with_logits."
+    )
+    if cause.mended_by == "nothing":
+        return f"{fact} float32 is not enough, for it rounds some so as well."
+    return f"{fact} Or {_region(cause.called)}."
 
 
 def _of_sum(cause: Cause) -> str:
@@ -353,6 +375,13 @@ def _is_inf(cause: Cause) -> bool:
 def _is_of_zero(cause: Cause) -> bool:
     """Return whether an operator was given 0, of which it makes inf or NaN."""
     return cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands)
+
+
+def _is_of_zero_in_loss(cause: Cause) -> bool:
+    """Return whether 0 may have spoiled a loss, which rounding to half may have made."""
+    if any("NaN" in one.kinds for one in cause.operands):
+        return False
+    return cause.operator in _OF_ZERO or any(one.smallest == 0.0 for one in cause.operands)
 
 
 def _capital(words: str) -> str:

@@ -349,3 +349,71 @@ def test_what_the_script_made_too_large_for_float16_before_a_part_is_told_so(amp
     assert (cause.where, cause.module, cause.dtype) == ("input", "1", "float16")
     assert "float_region" in cause.advice()
     assert "the data" in cause.advice()
+
+
+class Probabilities(nn.Module):
+    """Probabilities that half precision rounds to 0, though its inputs are small."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self.layer, self.gap = nn.Linear(WIDTH, WIDTH), gap
+
+    def forward(self, x: Tensor) -> Tensor:
+        ramp = torch.linspace(-self.gap, 0.0, WIDTH).to(x)
+        return torch.softmax(self.layer(x) + ramp, -1)
+
+
+class Sigmoid(nn.Module):
+    """One that half precision rounds to 1."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self.layer, self.gap = nn.Linear(WIDTH, WIDTH), gap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.layer(x) + self.gap)
+
+
+LOSSES_OF_ROUNDED = [
+    (Probabilities, "O2", lambda p: -p.log().mean(), (0.0,)),
+    (Probabilities, "O2", lambda p: p.sqrt().mean(), (0.0,)),
+    (Sigmoid, "O1", lambda p: -(1.0 - p).log().mean(), (1.0,)),
+]
+
+
+@pytest.mark.parametrize(("model", "level", "loss_of", "rounded"), LOSSES_OF_ROUNDED)
+def test_a_loss_of_what_half_has_rounded_to_0_or_1_is_said_to_be_of_precision(
+    amp, model: type[nn.Module], level: str, loss_of: Any, rounded: tuple[float, ...]
+) -> None:
+    torch.manual_seed(0)
+    traced, optimizer = prepared(amp, model(12.0 if level == "O1" else 30.0), level)
+    train(amp, traced, optimizer, loss_of)
+    cause = the_cause(amp)
+    assert (cause.where, cause.rounded, cause.rule) == ("loss", rounded, {"": "float"})
+    assert "precision has no part" not in cause.advice()
+    assert "log_softmax" in cause.advice()
+
+    torch.manual_seed(0)
+    mended, optimizer = prepared(
+        amp, model(12.0 if level == "O1" else 30.0), level, rules={"modules": cause.rule}
+    )
+    train(amp, mended, optimizer, loss_of)
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_no_rule_is_advised_where_float32_rounds_what_a_model_returns_as_well(amp) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepared(amp, Sigmoid(16.8), "O1")
+    train(amp, model, optimizer, lambda p: -(1.0 - p.float()).log().mean())
+    cause = the_cause(amp)
+    assert (cause.rounded, cause.rule) == ((1.0,), {})
+    assert "float32 is not enough" in cause.advice()
+
+
+def test_a_loss_of_0_that_a_model_returns_in_every_precision_is_to_be_seen_at_float32(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O2")
+    train(amp, model, optimizer, lambda outputs: (outputs.float() * 0.0).log().mean())
+    cause = the_cause(amp)
+    assert (cause.rounded, cause.rule) == ((), {})
+    assert "precision has no part" not in cause.advice()
+    assert "at O0" in cause.advice()
