@@ -22,6 +22,8 @@ _OF_ZERO = {
     *("div", "divide", "log", "log10", "log2", "norm", "pow", "reciprocal", "rsqrt", "sqrt"),
     "true_divide",
 }
+#: Operators that make NaN of a finite number on the wrong side of a bound: 0, or 1 of the last two.
+_OF_DIGITS = {"log", "log10", "log1p", "log2", "pow", "rsqrt", "sqrt", "acos", "asin"}
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -216,7 +218,8 @@ def _of_operator(cause: Cause) -> str:
         return _OF_OWN_CAST
     if _is_in_other_half(cause):
         return _in_float32(cause)
-    return (_of_rounding if cause.level in ("O4", "O5") else _of_range)(cause)
+    of_digits = cause.level in ("O4", "O5") or _is_of_digits(cause)
+    return (_of_rounding if of_digits else _of_range)(cause)
 
 
 def _of_range(cause: Cause) -> str:
@@ -253,8 +256,13 @@ def _in_float32(cause: Cause) -> str:
 
 
 def _of_rounding(cause: Cause) -> str:
-    """Return the advice at a level that computes in bfloat16."""
-    rounded = "bfloat16 has three digits, so what should be a little above 0 may be 0, or below it."
+    """Return the advice where digits are lost: of half precision, bfloat16 has the fewest."""
+    is_wide = cause.level in ("O4", "O5")
+    bound = "at most 1 may be above it"
+    if cause.operator not in ("acos", "asin"):
+        bound = "a little above 0 may be 0, or below it"
+    digits = "bfloat16 has three" if is_wide else "float16 has four"
+    rounded = f"{digits} digits, so what should be {bound}."
     if cause.mended_by == "level":
         return f"{_capital(rounded)} Take O1 or O2: float16 has four."
     return f"{_in_float32(cause)} {_capital(rounded)}"
@@ -370,6 +378,20 @@ def _is_in_other_half(cause: Cause) -> bool:
 def _is_inf(cause: Cause) -> bool:
     """Return whether numbers were too large, and none is NaN."""
     return cause.result is not None and "NaN" not in cause.result.kinds
+
+
+def _is_of_digits(cause: Cause) -> bool:
+    """Return whether a finite number was on the wrong side of a bound: rounding has put it there.
+
+    A range that is wider does not help against that.
+    """
+    return (
+        cause.where == "forward"
+        and cause.mended_by in ("module", "model")
+        and cause.operator in _OF_DIGITS
+        and not _is_inf(cause)
+        and not any(one.kinds for one in cause.operands)
+    )
 
 
 def _is_of_zero(cause: Cause) -> bool:

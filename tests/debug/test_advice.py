@@ -417,3 +417,44 @@ def test_a_loss_of_0_that_a_model_returns_in_every_precision_is_to_be_seen_at_fl
     assert (cause.rounded, cause.rule) == ((), {})
     assert "precision has no part" not in cause.advice()
     assert "at O0" in cause.advice()
+
+
+class Spread(nn.Module):
+    """A standard deviation as the difference of large squares, which half precision rounds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large, apart = (48.0, 0.25) if x.dtype == torch.float16 else (36.0, 1.0)
+        x = x * 0.0 + large + apart * (torch.arange(WIDTH) < 3).to(x)
+        variance = (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2
+        return x / torch.sqrt(variance + 1e-5)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_no_wider_range_is_advised_where_a_number_was_rounded_to_below_0(amp, level: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepared(amp, around(nn.Sequential(Spread())), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator) == ("forward", "sqrt")
+    assert ("four digits" if level == "O2" else "three digits") in cause.advice()
+    assert "a little above 0 may be 0, or below it" in cause.advice()
+    assert not any(one in cause.advice() for one in ("O4", "O5", "range"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "said"), [("acos", "at most 1 may be above it"), ("rsqrt", "or below it")]
+)
+def test_what_half_rounds_beyond_a_bound_is_told_with_the_bound(operator: str, said: str) -> None:
+    cause = Cause(
+        "forward",
+        1.0,
+        operator=operator,
+        level="O1",
+        mended_by="module",
+        operands=(range_of("operand 0", torch.ones(1)),),
+        result=range_of("result", torch.tensor([math.nan])),
+    )
+    assert said in cause.advice()
+    assert "O4" not in cause.advice()
+    large = range_of("operand 0", torch.tensor([math.inf]))
+    assert "O4" in replace(cause, operands=(large,)).advice()
