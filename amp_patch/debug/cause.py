@@ -38,6 +38,8 @@ _OF_OWN_CAST = (
     "The script itself casts to float16 there, where the level would not: leave that out (a "
     "`.half()`, a region, a rule), or bring the values below 65504 (normalize them, say)."
 )
+#: From a weight that has grown so many times on, the learning rate is suspected first.
+_MUCH_GROWTH = 10.0
 #: What in fp32 makes the step finite; "level" where all is finite in fp32, but what the level keeps
 #: in half is not; "script" where that is what the script itself casts to half in every precision.
 #: None where that was not tried.
@@ -74,6 +76,7 @@ class Cause:
         in_half: of a loss, an operator that the script computes in half, "" for none.
         rounded: of a loss, what half has rounded outputs of the model to: 0, 1 or -1.
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
+        growth: how many times as large as at the first loss the model's largest weight is.
         also: the paths of further modules that must be in fp32 together with the module.
         by_rule: whether a rule of the operator's function mends it as well as the module.
         around: the path of the module around it that must be in fp32 in its place, "" for none.
@@ -102,6 +105,7 @@ class Cause:
     in_half: str = ""
     rounded: tuple[float, ...] = ()
     is_large: bool = False
+    growth: float = 1.0
     also: tuple[str, ...] = ()
     by_rule: bool = False
     around: str = ""
@@ -117,9 +121,14 @@ class Cause:
         return self.fits is not None and 1.0 <= self.fits < self.scale
 
     @property
+    def _diverges(self) -> bool:
+        """Whether the weights have grown so far that the training may diverge in float32, too."""
+        return self.growth >= _MUCH_GROWTH
+
+    @property
     def rule(self) -> dict[str, str]:
         """The rule of a module that mends it, for a rules file or ``rules=``; {} for none."""
-        if self.is_loss_scale or self.mended_by not in ("module", "model"):
+        if self.is_loss_scale or self._diverges or self.mended_by not in ("module", "model"):
             return {}
         number = self.path[: len(self.path) - len(self.module)]
         is_model = self.mended_by == "model"
@@ -150,9 +159,15 @@ class Cause:
         """Return what mends it, in a sentence or two."""
         if self.is_loss_scale:
             return _of_loss_scale(self)
-        if self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0):
-            return _OF_LARGE_LOSS
-        return _ADVICE[self.where](self)
+        is_large = self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0)
+        advice = _OF_LARGE_LOSS if is_large else _ADVICE[self.where](self)
+        if not self._diverges:
+            return advice
+        return (
+            f"The model's largest weight is {self.growth:.3g} times what it was in the first step: "
+            "is the learning rate too high? Train at O0 to see whether float32 diverges as well. "
+            f"If it does not: {_lower(advice)}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold."""

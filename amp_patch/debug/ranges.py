@@ -110,6 +110,13 @@ def ranges_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[R
 
 
 @torch.no_grad()
+def largest_of(tensors: Iterable[Any]) -> float:
+    """Return the largest magnitude in any of the tensors; 0 where none can be looked at."""
+    bounds = [torch.stack(torch.aminmax(numbers_of(one))) for one in tensors if can_look(one)]
+    return max((abs(one) for bound in bounds for one in bound.tolist()), default=0.0)
+
+
+@torch.no_grad()
 def rounded_to(narrow: Tensor, wide: Tensor, half: torch.dtype) -> dict[float, bool]:
     """Return what numbers are in half precision, and not in float32: 0, 1 or -1.
 

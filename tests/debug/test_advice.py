@@ -458,3 +458,32 @@ def test_what_half_rounds_beyond_a_bound_is_told_with_the_bound(operator: str, s
     assert "O4" not in cause.advice()
     large = range_of("operand 0", torch.tensor([math.inf]))
     assert "O4" in replace(cause, operands=(large,)).advice()
+
+
+@pytest.mark.parametrize(("lr", "diverges"), [(1.0, True), (1e-6, False)])
+def test_weights_that_grow_are_told_before_any_precision_is(amp, lr: float, diverges: bool) -> None:
+    class Later(Scores):
+        is_on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.is_on else x
+
+    model, optimizer = prepared(amp, around(Later()), "O1", loss_scale=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    train(amp, model, optimizer, lambda outputs: (outputs.float() * 100.0).sum())
+    model[1][1].is_on = True
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.growth >= 10.0) == ("forward", diverges)
+    assert cause.advice().startswith("The model's largest weight is") == diverges
+    assert ("learning rate too high? Train at O0" in cause.advice()) == diverges
+    assert (cause.rule == {}) == diverges
+
+
+def test_what_came_up_before_weights_grew_is_no_matter_of_the_learning_rate() -> None:
+    early = Cause("forward", 1.0, module="a", mended_by="module")
+    late = replace(early, growth=50.0)
+    assert late.advice().startswith("The model's largest weight")
+    for order in ((early, late), (late, early)):
+        assert _together(*order).advice() == early.advice()
