@@ -64,7 +64,7 @@ class Cause:
             its backward; "" where the model has none.
         dtype: of what the operator returned.
         level: the opt_level of the model.
-        scale: the loss scale.
+        scale: the loss scale; of several steps, where it alone is to blame, the largest.
         fits: the largest power of two that is no overflow as a loss scale; None where that was
             not found, 0 where no scale is.
         mended_by: what computed in fp32 makes this step finite.

@@ -282,6 +282,8 @@ def _together(cause: Cause, before: Cause) -> Cause:
     # what came up before any weight had grown is no matter of the learning rate
     growth = min(cause.growth, before.growth)
     most = replace(max(cause, before, key=_to_do), growth=growth)
+    if most.is_loss_scale:  # the steps are told from the highest scale on: a dynamic one falls
+        return replace(most, scale=max(cause.scale, before.scale))
     return replace(most, also=both) if most.mended_by == "module" else most
 
 

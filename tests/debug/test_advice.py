@@ -249,6 +249,7 @@ def test_an_overflow_that_no_scale_mends_is_told_apart_from_one_of_the_scale(amp
         train(amp, model, optimizer, lambda outputs, f=factor: (outputs + 1.0).sum() * f)
     first, second = (cause for cause, _ in amp.overflow_report().causes)
     assert first.is_loss_scale
+    assert first.scale == 65536.0
     assert not second.is_loss_scale
     assert first.operator == second.operator
     # the scale that is said to fit fits all of them
@@ -487,3 +488,14 @@ def test_what_came_up_before_weights_grew_is_no_matter_of_the_learning_rate() ->
     assert late.advice().startswith("The model's largest weight")
     for order in ((early, late), (late, early)):
         assert _together(*order).advice() == early.advice()
+
+
+def test_the_steps_that_a_dynamic_scale_needs_are_counted_from_its_first_overflow(amp) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale="dynamic")
+    # beyond float16 from a scale of 32 on
+    train(amp, model, optimizer, lambda outputs: (outputs + 1.0).mean() * 5e4, steps=3)
+    cause = the_cause(amp)
+    assert (cause.is_loss_scale, cause.scale) == (True, 65536.0)
+    steps = round(math.log2(65536.0 / (cause.fits or 0.0)))
+    assert steps > 3
+    assert f"with {steps} steps skipped" in cause.advice()
