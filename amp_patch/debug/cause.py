@@ -40,6 +40,8 @@ _OF_OWN_CAST = (
 )
 #: From a weight that has grown so many times on, the learning rate is suspected first.
 _MUCH_GROWTH = 10.0
+#: Exponentials, and of what number on each is inf in float32.
+_EXPONENTIALS = {"exp": 88.7, "exp2": 128, "expm1": 88.7}
 #: What in fp32 makes the step finite; "level" where all is finite in fp32, but what the level keeps
 #: in half is not; "script" where that is what the script itself casts to half in every precision.
 #: None where that was not tried.
@@ -74,6 +76,7 @@ class Cause:
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
         in_half: of a loss, an operator that the script computes in half, "" for none.
+        spoiled_by: of a loss that is not finite, the first operator whose saved tensors show it.
         rounded: of a loss, what half has rounded outputs of the model to: 0, 1 or -1.
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
         growth: how many times as large as at the first loss the model's largest weight is.
@@ -103,6 +106,7 @@ class Cause:
     is_static: bool = False
     zero_eps: float | None = None
     in_half: str = ""
+    spoiled_by: str = ""
     rounded: tuple[float, ...] = ()
     is_large: bool = False
     growth: float = 1.0
@@ -228,7 +232,8 @@ def _region(module: str, also: Sequence[str] = ()) -> str:
 
 def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
-        return _NOTHING_HELPS
+        is_large = cause.operator in _EXPONENTIALS and _is_inf(cause)
+        return _of_exponential(cause.operator) if is_large else _NOTHING_HELPS
     if cause.mended_by == "script":
         return _OF_OWN_CAST
     if _is_in_other_half(cause):
@@ -317,13 +322,24 @@ def _of_input(cause: Cause) -> str:
 
 
 def _of_loss(cause: Cause) -> str:
-    if cause.rounded:
-        return _of_rounded_outputs(cause)
     in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
     if cause.level in ("O1", "O4"):  # which casts the arguments of a product back
         in_float = "compute the loss in `with amp.float_region():`."
+    if _is_of_exponential(cause):
+        return _of_exponential(cause.spoiled_by) + (
+            f" Or `{cause.in_half}`, which is in half precision, made it so large: {in_float}"
+            if cause.in_half
+            else ""
+        )
+    if cause.rounded:
+        return _of_rounded_outputs(cause)
     if cause.dtype in ("float16", "bfloat16"):
         return _capital(in_float)
+    return _of_what_is_seen(cause, in_float)
+
+
+def _of_what_is_seen(cause: Cause, in_float: str) -> str:
+    """Return where to look, of a loss that is in float32 at its end."""
     look = (
         "Look at the loss and its targets: NaN in the data, a mean of nothing, a division by "
         "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
@@ -339,6 +355,14 @@ def _of_loss(cause: Cause) -> str:
             "were rounded to half. Train at O0 to see whether it is finite there."
         )
     return f"{look}precision has no part in it, for it is computed in float32."
+
+
+def _of_exponential(function: str) -> str:
+    return (
+        f"`{function}` of more than {_EXPONENTIALS[function]} is inf in float32, too: subtract the "
+        "largest number from all before it, as logsumexp, log_softmax and cross_entropy do by "
+        "themselves."
+    )
 
 
 def _of_rounded_outputs(cause: Cause) -> str:
@@ -412,6 +436,13 @@ def _is_of_digits(cause: Cause) -> bool:
 def _is_of_zero(cause: Cause) -> bool:
     """Return whether an operator was given 0, of which it makes inf or NaN."""
     return cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands)
+
+
+def _is_of_exponential(cause: Cause) -> bool:
+    """Return whether a loss has an exponential that float32 cannot hold."""
+    return cause.spoiled_by in _EXPONENTIALS and any(
+        one.dtype == "float32" and one.kinds == ("inf",) for one in cause.operands
+    )
 
 
 def _is_of_zero_in_loss(cause: Cause) -> bool:

@@ -98,7 +98,7 @@ class Search:
         # NaN was not made of a number that is 0
         rounded = {} if any("NaN" in one.kinds for one in ranges) else self._rounded()
         note = f"{note} {self._unseen()}".strip()
-        return self._of_loss(loss, operands=ranges, note=note, **rounded)
+        return self._of_loss(loss, operands=ranges, note=note, spoiled_by=operator, **rounded)
 
     def _rounded(self) -> dict[str, Any]:
         """Return the first model whose outputs half has rounded to 0, 1 or -1; {} for none.

@@ -499,3 +499,34 @@ def test_the_steps_that_a_dynamic_scale_needs_are_counted_from_its_first_overflo
     steps = round(math.log2(65536.0 / (cause.fits or 0.0)))
     assert steps > 3
     assert f"with {steps} steps skipped" in cause.advice()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_exponential_that_float32_cannot_hold_is_advised_to_subtract(amp, level: str) -> None:
+    def by_hand(outputs: Tensor) -> Tensor:
+        scores = torch.exp(outputs.float() * 0.0 + 89.0)
+        return -torch.log(scores[:, 0] / scores.sum(1)).mean()
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), level)
+    train(amp, model, optimizer, by_hand)
+    cause = the_cause(amp)
+    assert (cause.where, cause.spoiled_by, cause.rule) == ("loss", "exp", {})
+    assert "more than 88.7 is inf in float32, too" in cause.advice()
+    assert "logsumexp" in cause.advice()
+    assert "NaN in the data" not in cause.advice()
+
+
+class LargePower(nn.Module):
+    """An exponential that float32 cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp2(x.float() * 0.0 + 128.0).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exponential_in_a_model_that_float32_cannot_hold_is_told_so(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(LargePower()), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.mended_by) == ("forward", "exp2", "nothing")
+    assert "`exp2` of more than 128 is inf in float32, too" in cause.advice()
