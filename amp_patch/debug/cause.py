@@ -62,6 +62,7 @@ class Cause:
         called: the path of the module that the script called, "" for the model itself.
         call: which call of the module in its model's forward, from 1.
         operator: the function, such as "linear"; "cast" where a dtype changed.
+        is_own: whether it is the backward of the script's own ``autograd.Function``.
         line: the model's own line that calls it, "net.py:12: return x / x.norm()", also where it is
             its backward; "" where the model has none.
         dtype: of what the operator returned.
@@ -93,6 +94,7 @@ class Cause:
     called: str = ""
     call: int = 1
     operator: str = ""
+    is_own: bool = False
     line: str = ""
     dtype: str = ""
     level: str = ""
@@ -164,7 +166,7 @@ class Cause:
         if self.is_loss_scale:
             return _of_loss_scale(self)
         is_large = self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0)
-        advice = _OF_LARGE_LOSS if is_large else _ADVICE[self.where](self)
+        advice = _of_large_loss(self) if is_large else _ADVICE[self.where](self)
         if not self._diverges:
             return advice
         return (
@@ -222,6 +224,15 @@ def _of_loss_scale(cause: Cause) -> str:
     )
 
 
+def _of_large_loss(cause: Cause) -> str:
+    if not cause.is_own:
+        return _OF_LARGE_LOSS
+    return (
+        f"Float16 cannot hold what the backward of `{cause.operator}` returns even at a loss scale "
+        "of 1: look at what it multiplies by."
+    )
+
+
 def _region(module: str, also: Sequence[str] = ()) -> str:
     around = f"`{module}`" if module else "the model"
     if also:
@@ -251,12 +262,12 @@ def _of_range(cause: Cause) -> str:
             f"(normalize the input, say), or take {bfloat16}"
         )
     if cause.mended_by == "level":
-        return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
+        return f"{_of_large_loss(cause)} Or take {bfloat16}"
     after = ""
     if cause.mended_by == "model" and cause.where == "forward":
         after = f" `{cause.module}` alone is not enough."
     elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
-        after = f" {_OF_LARGE_LOSS}"
+        after = f" {_of_large_loss(cause)}"
     if _is_of_zero(cause):  # which was rounded for want of range, or of digits
         return f"{_in_float32(cause)}{after} Or try {bfloat16[:-1]}, and fewer digits."
     return f"{_in_float32(cause)}{after} Or train at {bfloat16}"

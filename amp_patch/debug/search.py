@@ -252,6 +252,7 @@ def _in_model(
         called=called,
         call=origin.place.call,
         operator=origin.place.operator or origin.result.name,
+        is_own=origin.place.is_own,
         line=shown_line(origin.place.line),
         dtype=origin.result.dtype,
         level=_level_of(root),

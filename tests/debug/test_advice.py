@@ -12,8 +12,10 @@ import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_patch.debug import Cause
+from amp_patch.debug.places import Places
 from amp_patch.debug.ranges import range_of
 from amp_patch.debug.trace import _together, tracer
 
@@ -530,3 +532,42 @@ def test_an_exponential_in_a_model_that_float32_cannot_hold_is_told_so(amp, leve
     cause = the_cause(amp)
     assert (cause.where, cause.operator, cause.mended_by) == ("forward", "exp2", "nothing")
     assert "`exp2` of more than 128 is inf in float32, too" in cause.advice()
+
+
+class LargerGradient(torch.autograd.Function):
+    """A function of the user's own whose backward multiplies."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * 1e9
+
+
+class OwnBackward(nn.Module):
+    """Calls `LargerGradient`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LargerGradient.apply(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_loss_is_questioned_where_a_function_of_the_users_own_multiplies(amp, level) -> None:
+    model, optimizer = prepared(amp, around(OwnBackward()), level)
+    train(amp, model, optimizer, lambda outputs: square(outputs + 1.0))
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.is_own) == ("backward", "LargerGradient", True)
+    assert "is the loss a sum" not in cause.advice()
+    assert "look at what it multiplies by" in cause.advice()
+
+
+def test_a_function_of_torchs_is_none_of_the_users_own() -> None:
+    inputs = torch.ones(1, requires_grad=True)
+    checkpointed = checkpoint(torch.exp, inputs, use_reentrant=True)
+    places = [
+        Places({}).of_node(one.grad_fn) for one in (checkpointed, LargerGradient.apply(inputs))
+    ]
+    assert [one.operator for one in places] == ["CheckpointFunction", "LargerGradient"]
+    assert [one.is_own for one in places] == [False, True]
