@@ -385,8 +385,10 @@ def _of_rounded_outputs(cause: Cause) -> str:
         "logarithm: log_softmax, cross_entropy, logsigmoid or binary_cross_entropy_with_logits."
     )
     if cause.mended_by == "nothing":
-        return f"{fact} float32 is not enough, for it rounds some so as well."
-    return f"{fact} Or {_region(cause.called)}."
+        mend = "float32 is not enough, for it rounds some so as well."
+    else:
+        mend = f"Or {_region(cause.called)}."
+    return f"{fact} {mend} Else look at the loss and its targets: NaN, or another division by zero."
 
 
 def _of_sum(cause: Cause) -> str:
