@@ -22,6 +22,8 @@ _OF_ZERO = {
     *("div", "divide", "log", "log10", "log2", "norm", "pow", "reciprocal", "rsqrt", "sqrt"),
     "true_divide",
 }
+#: Operators that make NaN of a finite number on the wrong side of a bound: 0, or 1 of the last two.
+_OF_DIGITS = {"log", "log10", "log1p", "log2", "pow", "rsqrt", "sqrt", "acos", "asin"}
 _OF_LARGE_LOSS = (
     "Float16 cannot hold the gradients of this loss even at a loss scale of 1: is the loss a sum "
     "where a mean would do?"
@@ -36,6 +38,10 @@ _OF_OWN_CAST = (
     "The script itself casts to float16 there, where the level would not: leave that out (a "
     "`.half()`, a region, a rule), or bring the values below 65504 (normalize them, say)."
 )
+#: From a weight that has grown so many times on, the learning rate is suspected first.
+_MUCH_GROWTH = 10.0
+#: Exponentials, and of what number on each is inf in float32.
+_EXPONENTIALS = {"exp": 88.7, "exp2": 128, "expm1": 88.7}
 #: What in fp32 makes the step finite; "level" where all is finite in fp32, but what the level keeps
 #: in half is not; "script" where that is what the script itself casts to half in every precision.
 #: None where that was not tried.
@@ -56,11 +62,12 @@ class Cause:
         called: the path of the module that the script called, "" for the model itself.
         call: which call of the module in its model's forward, from 1.
         operator: the function, such as "linear"; "cast" where a dtype changed.
+        is_own: whether it is the backward of the script's own ``autograd.Function``.
         line: the model's own line that calls it, "net.py:12: return x / x.norm()", also where it is
             its backward; "" where the model has none.
         dtype: of what the operator returned.
         level: the opt_level of the model.
-        scale: the loss scale.
+        scale: the loss scale; of several steps, where it alone is to blame, the largest.
         fits: the largest power of two that is no overflow as a loss scale; None where that was
             not found, 0 where no scale is.
         mended_by: what computed in fp32 makes this step finite.
@@ -70,7 +77,10 @@ class Cause:
         is_static: whether the loss scale never moves.
         zero_eps: of a weight, the eps of its optimizer, where that is 0 in the weight's dtype.
         in_half: of a loss, an operator that the script computes in half, "" for none.
+        spoiled_by: of a loss that is not finite, the first operator whose saved tensors show it.
+        rounded: of a loss, what half has rounded outputs of the model to: 0, 1 or -1.
         is_large: of a loss, whether float32 cannot hold it multiplied by the scale.
+        growth: how many times as large as at the first loss the model's largest weight is.
         also: the paths of further modules that must be in fp32 together with the module.
         by_rule: whether a rule of the operator's function mends it as well as the module.
         around: the path of the module around it that must be in fp32 in its place, "" for none.
@@ -84,6 +94,7 @@ class Cause:
     called: str = ""
     call: int = 1
     operator: str = ""
+    is_own: bool = False
     line: str = ""
     dtype: str = ""
     level: str = ""
@@ -97,7 +108,10 @@ class Cause:
     is_static: bool = False
     zero_eps: float | None = None
     in_half: str = ""
+    spoiled_by: str = ""
+    rounded: tuple[float, ...] = ()
     is_large: bool = False
+    growth: float = 1.0
     also: tuple[str, ...] = ()
     by_rule: bool = False
     around: str = ""
@@ -113,9 +127,14 @@ class Cause:
         return self.fits is not None and 1.0 <= self.fits < self.scale
 
     @property
+    def _diverges(self) -> bool:
+        """Whether the weights have grown so far that the training may diverge in float32, too."""
+        return self.growth >= _MUCH_GROWTH
+
+    @property
     def rule(self) -> dict[str, str]:
         """The rule of a module that mends it, for a rules file or ``rules=``; {} for none."""
-        if self.is_loss_scale or self.mended_by not in ("module", "model"):
+        if self.is_loss_scale or self._diverges or self.mended_by not in ("module", "model"):
             return {}
         number = self.path[: len(self.path) - len(self.module)]
         is_model = self.mended_by == "model"
@@ -146,9 +165,15 @@ class Cause:
         """Return what mends it, in a sentence or two."""
         if self.is_loss_scale:
             return _of_loss_scale(self)
-        if self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0):
-            return _OF_LARGE_LOSS
-        return _ADVICE[self.where](self)
+        is_large = self.is_large or (self.fits is not None and 0.0 < self.fits < 1.0)
+        advice = _of_large_loss(self) if is_large else _ADVICE[self.where](self)
+        if not self._diverges:
+            return advice
+        return (
+            f"The model's largest weight is {self.growth:.3g} times what it was in the first step: "
+            "is the learning rate too high? Train at O0 to see whether float32 diverges as well. "
+            f"If it does not: {_lower(advice)}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as what JSON can hold."""
@@ -199,6 +224,15 @@ def _of_loss_scale(cause: Cause) -> str:
     )
 
 
+def _of_large_loss(cause: Cause) -> str:
+    if not cause.is_own:
+        return _OF_LARGE_LOSS
+    return (
+        f"Float16 cannot hold what the backward of `{cause.operator}` returns even at a loss scale "
+        "of 1: look at what it multiplies by."
+    )
+
+
 def _region(module: str, also: Sequence[str] = ()) -> str:
     around = f"`{module}`" if module else "the model"
     if also:
@@ -209,12 +243,14 @@ def _region(module: str, also: Sequence[str] = ()) -> str:
 
 def _of_operator(cause: Cause) -> str:
     if cause.mended_by == "nothing":
-        return _NOTHING_HELPS
+        is_large = cause.operator in _EXPONENTIALS and _is_inf(cause)
+        return _of_exponential(cause.operator) if is_large else _NOTHING_HELPS
     if cause.mended_by == "script":
         return _OF_OWN_CAST
     if _is_in_other_half(cause):
         return _in_float32(cause)
-    return (_of_rounding if cause.level in ("O4", "O5") else _of_range)(cause)
+    of_digits = cause.level in ("O4", "O5") or _is_of_digits(cause)
+    return (_of_rounding if of_digits else _of_range)(cause)
 
 
 def _of_range(cause: Cause) -> str:
@@ -226,12 +262,12 @@ def _of_range(cause: Cause) -> str:
             f"(normalize the input, say), or take {bfloat16}"
         )
     if cause.mended_by == "level":
-        return f"{_OF_LARGE_LOSS} Or take {bfloat16}"
+        return f"{_of_large_loss(cause)} Or take {bfloat16}"
     after = ""
     if cause.mended_by == "model" and cause.where == "forward":
         after = f" `{cause.module}` alone is not enough."
     elif cause.where == "backward" and (cause.mended_by == "model" or _is_inf(cause)):
-        after = f" {_OF_LARGE_LOSS}"
+        after = f" {_of_large_loss(cause)}"
     if _is_of_zero(cause):  # which was rounded for want of range, or of digits
         return f"{_in_float32(cause)}{after} Or try {bfloat16[:-1]}, and fewer digits."
     return f"{_in_float32(cause)}{after} Or train at {bfloat16}"
@@ -251,8 +287,13 @@ def _in_float32(cause: Cause) -> str:
 
 
 def _of_rounding(cause: Cause) -> str:
-    """Return the advice at a level that computes in bfloat16."""
-    rounded = "bfloat16 has three digits, so what should be a little above 0 may be 0, or below it."
+    """Return the advice where digits are lost: of half precision, bfloat16 has the fewest."""
+    is_wide = cause.level in ("O4", "O5")
+    bound = "at most 1 may be above it"
+    if cause.operator not in ("acos", "asin"):
+        bound = "a little above 0 may be 0, or below it"
+    digits = "bfloat16 has three" if is_wide else "float16 has four"
+    rounded = f"{digits} digits, so what should be {bound}."
     if cause.mended_by == "level":
         return f"{_capital(rounded)} Take O1 or O2: float16 has four."
     return f"{_in_float32(cause)} {_capital(rounded)}"
@@ -295,8 +336,21 @@ def _of_loss(cause: Cause) -> str:
     in_float = "compute the loss in float32: loss_function(model(x).float(), target)."
     if cause.level in ("O1", "O4"):  # which casts the arguments of a product back
         in_float = "compute the loss in `with amp.float_region():`."
+    if _is_of_exponential(cause):
+        return _of_exponential(cause.spoiled_by) + (
+            f" Or `{cause.in_half}`, which is in half precision, made it so large: {in_float}"
+            if cause.in_half
+            else ""
+        )
+    if cause.rounded:
+        return _of_rounded_outputs(cause)
     if cause.dtype in ("float16", "bfloat16"):
         return _capital(in_float)
+    return _of_what_is_seen(cause, in_float)
+
+
+def _of_what_is_seen(cause: Cause, in_float: str) -> str:
+    """Return where to look, of a loss that is in float32 at its end."""
     look = (
         "Look at the loss and its targets: NaN in the data, a mean of nothing, a division by "
         "zero, a square root or logarithm of 0 (add an epsilon), values that grow from step to "
@@ -306,7 +360,35 @@ def _of_loss(cause: Cause) -> str:
         return f"{look.removesuffix('; ')}."
     if cause.in_half:
         return f"{look}or at `{cause.in_half}` in it, which is in half precision: {in_float}"
+    if cause.level != "O0" and _is_of_zero_in_loss(cause):
+        return (
+            f"{look}or at what the model returns: the loss is computed in float32, of numbers that "
+            "were rounded to half. Train at O0 to see whether it is finite there."
+        )
     return f"{look}precision has no part in it, for it is computed in float32."
+
+
+def _of_exponential(function: str) -> str:
+    return (
+        f"`{function}` of more than {_EXPONENTIALS[function]} is inf in float32, too: subtract the "
+        "largest number from all before it, as logsumexp, log_softmax and cross_entropy do by "
+        "themselves."
+    )
+
+
+def _of_rounded_outputs(cause: Cause) -> str:
+    """Return the advice where a loss takes a logarithm, say, of what half has rounded to 0."""
+    numbers = " and ".join(f"{one:g}" for one in cause.rounded)
+    fact = (
+        f"{_HALF_OF.get(cause.level, 'half')} rounds numbers to {numbers} that the model returns, "
+        "which may be where the loss is not finite. Return logits, and let the loss take the "
+        "logarithm: log_softmax, cross_entropy, logsigmoid or binary_cross_entropy_with_logits."
+    )
+    if cause.mended_by == "nothing":
+        mend = "float32 is not enough, for it rounds some so as well."
+    else:
+        mend = f"Or {_region(cause.called)}."
+    return f"{fact} {mend} Else look at the loss and its targets: NaN, or another division by zero."
 
 
 def _of_sum(cause: Cause) -> str:
@@ -350,9 +432,37 @@ def _is_inf(cause: Cause) -> bool:
     return cause.result is not None and "NaN" not in cause.result.kinds
 
 
+def _is_of_digits(cause: Cause) -> bool:
+    """Return whether a finite number was on the wrong side of a bound: rounding has put it there.
+
+    A range that is wider does not help against that.
+    """
+    return (
+        cause.where == "forward"
+        and cause.mended_by in ("module", "model")
+        and cause.operator in _OF_DIGITS
+        and not _is_inf(cause)
+        and not any(one.kinds for one in cause.operands)
+    )
+
+
 def _is_of_zero(cause: Cause) -> bool:
     """Return whether an operator was given 0, of which it makes inf or NaN."""
     return cause.operator in _OF_ZERO and any(one.smallest == 0.0 for one in cause.operands)
+
+
+def _is_of_exponential(cause: Cause) -> bool:
+    """Return whether a loss has an exponential that float32 cannot hold."""
+    return cause.spoiled_by in _EXPONENTIALS and any(
+        one.dtype == "float32" and one.kinds == ("inf",) for one in cause.operands
+    )
+
+
+def _is_of_zero_in_loss(cause: Cause) -> bool:
+    """Return whether 0 may have spoiled a loss, which rounding to half may have made."""
+    if any("NaN" in one.kinds for one in cause.operands):
+        return False
+    return cause.operator in _OF_ZERO or any(one.smallest == 0.0 for one in cause.operands)
 
 
 def _capital(words: str) -> str:

@@ -50,12 +50,14 @@ class Place(NamedTuple):
         operator: the function that users call, such as "linear".
         line: the file and the number of the line that calls it, outside of torch and amp_patch;
             None where no such line is in the model, as in an `nn.Sequential` of torch's layers.
+        is_own: whether it is the backward of the script's own ``autograd.Function``.
     """
 
     module: str
     call: int
     operator: str
     line: tuple[str, int] | None = None
+    is_own: bool = False
 
 
 class Places(TorchFunctionMode):
@@ -124,7 +126,9 @@ class Places(TorchFunctionMode):
         place = self._of_nodes.get(node._sequence_nr())
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
-            place = Place("", 1, name) if place is None else place._replace(operator=name)
+            package = type(node)._forward_cls.__module__.partition(".")[0]  # type: ignore[attr-defined]
+            is_own = package not in ("torch", "amp_patch")
+            place = (place or Place("", 1, name))._replace(operator=name, is_own=is_own)
         elif place is None:
             place = Place("", 1, readable(node.name()))
         # a Function's own backward runs, or a hook of a tensor

@@ -39,6 +39,7 @@ class Rerun:
         model: the call's.
         reached: the origins of those outputs of the forward that are not finite.
         lost: kinds of numbers that outputs of the first run held, and those of the forward do not.
+        outputs: the tensors that the forward returned.
     """
 
     def __init__(self, call: Call, in_float: Sequence[nn.Module] = (), function: str = "") -> None:
@@ -51,7 +52,7 @@ class Rerun:
         self._watch = Watch(self._places, self.watched, model)
         self.reached: list[Origin] = []
         self.lost: list[str] = []
-        self._outputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
         self._inputs: Any = None
 
     def forward(self) -> Origin | None:
@@ -72,10 +73,10 @@ class Rerun:
                 if weights
                 else self.model(*args, **kwargs)
             )
-            self._outputs = tensors_in(outputs)
-        self.lost = sorted(self._call.kinds - kinds_in(self._outputs))
-        self.reached = self._origins_of(self._outputs)
-        return self._first(self._outputs)
+            self.outputs = tensors_in(outputs)
+        self.lost = sorted(self._call.kinds - kinds_in(self.outputs))
+        self.reached = self._origins_of(self.outputs)
+        return self._first(self.outputs)
 
     def backward(self, grads: Mapping[int, Tensor]) -> Origin | None:
         """Run the backward; return where a gradient that is not finite came from.
@@ -86,9 +87,9 @@ class Rerun:
         reached = [
             index
             for index in sorted(grads)
-            if index < len(self._outputs) and self._outputs[index].requires_grad
+            if index < len(self.outputs) and self.outputs[index].requires_grad
         ]
-        outputs = [self._outputs[index] for index in reached]
+        outputs = [self.outputs[index] for index in reached]
         given = (self._call.weights, self._inputs)
         tensors = (*self.model.parameters(), *tensors_in(given))
         leaves = [one for one in tensors if one.requires_grad]

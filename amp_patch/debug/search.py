@@ -19,7 +19,7 @@ from amp_patch.session import session
 from .cause import Cause, Mend
 from .loss_watch import LossStep, LossWatch
 from .places import shown_line
-from .ranges import Range, largest_scale
+from .ranges import Range, largest_scale, rounded_to
 from .recorded_calls import Call
 from .rerun import Rerun
 from .watch import Origin
@@ -91,10 +91,42 @@ class Search:
     def _of_spoiled_loss(self, loss: Range) -> Cause:
         """Return the cause where the outputs of the models are finite, and the loss is not."""
         if self._watch.spoiled_by is None:
-            return self._kept_inside() or self._of_loss(loss, note=self._unseen())
+            inside = self._kept_inside()
+            return inside or self._of_loss(loss, note=self._unseen(), **self._rounded())
         operator, ranges = self._watch.spoiled_by
         note = f"The first place that shows it is `{operator}`, of these."
-        return self._of_loss(loss, operands=ranges, note=f"{note} {self._unseen()}".strip())
+        # NaN was not made of a number that is 0
+        rounded = {} if any("NaN" in one.kinds for one in ranges) else self._rounded()
+        note = f"{note} {self._unseen()}".strip()
+        return self._of_loss(loss, operands=ranges, note=note, spoiled_by=operator, **rounded)
+
+    def _rounded(self) -> dict[str, Any]:
+        """Return the first model whose outputs half has rounded to 0, 1 or -1; {} for none.
+
+        The logarithm that a loss takes of it is not finite, though the loss is in float32.
+        """
+        for call in self._calls:
+            narrow = Rerun(call)
+            wide = Rerun(call, [narrow.model])
+            root, called = root_of(narrow.model)
+            level = session.models.levels.get(root)
+            if level is None:
+                continue
+            narrow.forward()
+            wide.forward()
+            found: dict[float, bool] = {}
+            for one, other in zip(narrow.outputs, wide.outputs, strict=False):
+                found |= rounded_to(one, other, level.half_dtype)
+            if found:
+                return {
+                    "rounded": tuple(found),
+                    "model": session.models.label_of(root) or type(root).__name__,
+                    "module": called,
+                    "path": _path(root, called),
+                    "called": called,
+                    "mended_by": "nothing" if all(found.values()) else "model",
+                }
+        return {}
 
     def _unseen(self) -> str:
         """Return what is to be said of a loss that no recorded call has a part in."""
@@ -149,9 +181,10 @@ class Search:
         if fits is None:
             largest = _peak(self._watch.loss)
             is_large = largest * self._scale > torch.finfo(torch.float32).max
+            rounded = {} if is_large else self._rounded()
             operands = (*self._watch.loss, *found.given) if is_large else found.given
             return self._of_loss(
-                result, operator=found.operator, operands=operands, is_large=is_large
+                result, operator=found.operator, operands=operands, is_large=is_large, **rounded
             )
         if fits < 1.0:
             return self._of_loss(result, operator=found.operator, operands=found.given, fits=fits)
@@ -219,6 +252,7 @@ def _in_model(
         called=called,
         call=origin.place.call,
         operator=origin.place.operator or origin.result.name,
+        is_own=origin.place.is_own,
         line=shown_line(origin.place.line),
         dtype=origin.result.dtype,
         level=_level_of(root),

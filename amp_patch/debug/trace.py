@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -32,6 +34,7 @@ from amp_patch.step.skip import Skip
 
 from .cause import Cause, Mend
 from .loss_watch import LossWatch, are_finite
+from .ranges import largest_of
 from .recorded_calls import Call, RecordedCalls
 from .rerun import Rerun, leaving_no_trace
 from .search import UNSEEN, Search, hidden, joined, root_of
@@ -92,6 +95,9 @@ class Tracer(StepObserver):
         self._looked_at = 0  # the number of the last pass whose cause was searched
         self._handles: list[Any] = []
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._first_largest: weakref.WeakKeyDictionary[nn.Module, float] = (
+            weakref.WeakKeyDictionary()  # the largest weight of each model at its first loss
+        )
 
     @property
     def is_on(self) -> bool:
@@ -141,6 +147,8 @@ class Tracer(StepObserver):
     ) -> None:
         """See `StepObserver`."""
         self.recorded.passes += 1
+        for model in set(self._models) - set(self._first_largest):
+            self._first_largest[model] = _largest_weight(model)
         watch = LossWatch(loss, float(scale), self.recorded.made)
         self.passes.append((self.recorded.passes, float(scale), watch))
 
@@ -152,7 +160,8 @@ class Tracer(StepObserver):
         self.overflows += 1
         self._looked_at = self.recorded.passes
         try:
-            cause = replace(find(), is_static=not session.scalers[scaler_id].rule.dynamic)
+            is_static = not session.scalers[scaler_id].rule.dynamic
+            cause = replace(find(), is_static=is_static, growth=self._growth())
         except Exception as error:
             # To trace must not end a training that goes on without.
             cause = Cause("unknown", 1.0, note=f"The second run raised {error!r}.")
@@ -162,6 +171,12 @@ class Tracer(StepObserver):
         if before is not None or len(self.causes) < MOST_CAUSES:
             known, count = before or (cause, 0)
             self.causes[cause.key] = (_together(cause, known), count + 1)
+
+    def _growth(self) -> float:
+        """Return how many times as large as at the first loss a model's largest weight is."""
+        pairs = [(_largest_weight(one), first) for one, first in self._first_largest.items()]
+        grown = [now / first for now, first in pairs if first and math.isfinite(now)]
+        return max(grown, default=1.0)
 
     def last_pass(self) -> LastPass:
         """Return the calls whose outputs the last backward pass of this step has reached."""
@@ -264,7 +279,11 @@ _MENDS: Sequence[Mend | None] = (None, "module", "model", "level", "script", "no
 def _together(cause: Cause, before: Cause) -> Cause:
     """Return one of two steps' cause: what mends it must mend both."""
     both = tuple(dict.fromkeys((*before.also, *cause.also)))
-    most = max(cause, before, key=_to_do)
+    # what came up before any weight had grown is no matter of the learning rate
+    growth = min(cause.growth, before.growth)
+    most = replace(max(cause, before, key=_to_do), growth=growth)
+    if most.is_loss_scale:  # the steps are told from the highest scale on: a dynamic one falls
+        return replace(most, scale=max(cause.scale, before.scale))
     return replace(most, also=both) if most.mended_by == "module" else most
 
 
@@ -272,6 +291,10 @@ def _to_do(cause: Cause) -> tuple[Any, ...]:
     """Return how much is to be done against a cause, to be compared."""
     around = bool(cause.around), -len(cause.around)  # the wider, the more
     return _MENDS.index(cause.mended_by), around, not cause.by_rule, -(cause.fits or 0.0)
+
+
+def _largest_weight(model: nn.Module) -> float:
+    return largest_of(one for one in model.parameters() if not is_lazy(one))
 
 
 def _gradients_of(optimizer: Optimizer) -> tuple[Any, ...]:

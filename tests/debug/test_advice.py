@@ -12,8 +12,10 @@ import pytest
 import torch
 from plants import WIDTH, Scores, around, prepared, square, the_cause, train
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_patch.debug import Cause
+from amp_patch.debug.places import Places
 from amp_patch.debug.ranges import range_of
 from amp_patch.debug.trace import _together, tracer
 
@@ -249,6 +251,7 @@ def test_an_overflow_that_no_scale_mends_is_told_apart_from_one_of_the_scale(amp
         train(amp, model, optimizer, lambda outputs, f=factor: (outputs + 1.0).sum() * f)
     first, second = (cause for cause, _ in amp.overflow_report().causes)
     assert first.is_loss_scale
+    assert first.scale == 65536.0
     assert not second.is_loss_scale
     assert first.operator == second.operator
     # the scale that is said to fit fits all of them
@@ -349,3 +352,223 @@ def test_what_the_script_made_too_large_for_float16_before_a_part_is_told_so(amp
     assert (cause.where, cause.module, cause.dtype) == ("input", "1", "float16")
     assert "float_region" in cause.advice()
     assert "the data" in cause.advice()
+
+
+class Probabilities(nn.Module):
+    """Probabilities that half precision rounds to 0, though its inputs are small."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self.layer, self.gap = nn.Linear(WIDTH, WIDTH), gap
+
+    def forward(self, x: Tensor) -> Tensor:
+        ramp = torch.linspace(-self.gap, 0.0, WIDTH).to(x)
+        return torch.softmax(self.layer(x) + ramp, -1)
+
+
+class Sigmoid(nn.Module):
+    """One that half precision rounds to 1."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self.layer, self.gap = nn.Linear(WIDTH, WIDTH), gap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.layer(x) + self.gap)
+
+
+LOSSES_OF_ROUNDED = [
+    (Probabilities, "O2", lambda p: -p.log().mean(), (0.0,)),
+    (Probabilities, "O2", lambda p: p.sqrt().mean(), (0.0,)),
+    (Sigmoid, "O1", lambda p: -(1.0 - p).log().mean(), (1.0,)),
+]
+
+
+@pytest.mark.parametrize(("model", "level", "loss_of", "rounded"), LOSSES_OF_ROUNDED)
+def test_a_loss_of_what_half_has_rounded_to_0_or_1_is_said_to_be_of_precision(
+    amp, model: type[nn.Module], level: str, loss_of: Any, rounded: tuple[float, ...]
+) -> None:
+    torch.manual_seed(0)
+    traced, optimizer = prepared(amp, model(12.0 if level == "O1" else 30.0), level)
+    train(amp, traced, optimizer, loss_of)
+    cause = the_cause(amp)
+    assert (cause.where, cause.rounded, cause.rule) == ("loss", rounded, {"": "float"})
+    assert "precision has no part" not in cause.advice()
+    assert "log_softmax" in cause.advice()
+    assert "Else look at the loss and its targets" in cause.advice()  # it may be chance
+
+    torch.manual_seed(0)
+    mended, optimizer = prepared(
+        amp, model(12.0 if level == "O1" else 30.0), level, rules={"modules": cause.rule}
+    )
+    train(amp, mended, optimizer, loss_of)
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_no_rule_is_advised_where_float32_rounds_what_a_model_returns_as_well(amp) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepared(amp, Sigmoid(16.8), "O1")
+    train(amp, model, optimizer, lambda p: -(1.0 - p.float()).log().mean())
+    cause = the_cause(amp)
+    assert (cause.rounded, cause.rule) == ((1.0,), {})
+    assert "float32 is not enough" in cause.advice()
+
+
+def test_a_loss_of_0_that_a_model_returns_in_every_precision_is_to_be_seen_at_float32(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O2")
+    train(amp, model, optimizer, lambda outputs: (outputs.float() * 0.0).log().mean())
+    cause = the_cause(amp)
+    assert (cause.rounded, cause.rule) == ((), {})
+    assert "precision has no part" not in cause.advice()
+    assert "at O0" in cause.advice()
+
+
+class Spread(nn.Module):
+    """A standard deviation as the difference of large squares, which half precision rounds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large, apart = (48.0, 0.25) if x.dtype == torch.float16 else (36.0, 1.0)
+        x = x * 0.0 + large + apart * (torch.arange(WIDTH) < 3).to(x)
+        variance = (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2
+        return x / torch.sqrt(variance + 1e-5)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_no_wider_range_is_advised_where_a_number_was_rounded_to_below_0(amp, level: str) -> None:
+    torch.manual_seed(0)
+    model, optimizer = prepared(amp, around(nn.Sequential(Spread())), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator) == ("forward", "sqrt")
+    assert ("four digits" if level == "O2" else "three digits") in cause.advice()
+    assert "a little above 0 may be 0, or below it" in cause.advice()
+    assert not any(one in cause.advice() for one in ("O4", "O5", "range"))
+
+
+@pytest.mark.parametrize(
+    ("operator", "said"), [("acos", "at most 1 may be above it"), ("rsqrt", "or below it")]
+)
+def test_what_half_rounds_beyond_a_bound_is_told_with_the_bound(operator: str, said: str) -> None:
+    cause = Cause(
+        "forward",
+        1.0,
+        operator=operator,
+        level="O1",
+        mended_by="module",
+        operands=(range_of("operand 0", torch.ones(1)),),
+        result=range_of("result", torch.tensor([math.nan])),
+    )
+    assert said in cause.advice()
+    assert "O4" not in cause.advice()
+    large = range_of("operand 0", torch.tensor([math.inf]))
+    assert "O4" in replace(cause, operands=(large,)).advice()
+
+
+@pytest.mark.parametrize(("lr", "diverges"), [(1.0, True), (1e-6, False)])
+def test_weights_that_grow_are_told_before_any_precision_is(amp, lr: float, diverges: bool) -> None:
+    class Later(Scores):
+        is_on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.is_on else x
+
+    model, optimizer = prepared(amp, around(Later()), "O1", loss_scale=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    train(amp, model, optimizer, lambda outputs: (outputs.float() * 100.0).sum())
+    model[1][1].is_on = True
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.growth >= 10.0) == ("forward", diverges)
+    assert cause.advice().startswith("The model's largest weight is") == diverges
+    assert ("learning rate too high? Train at O0" in cause.advice()) == diverges
+    assert (cause.rule == {}) == diverges
+
+
+def test_what_came_up_before_weights_grew_is_no_matter_of_the_learning_rate() -> None:
+    early = Cause("forward", 1.0, module="a", mended_by="module")
+    late = replace(early, growth=50.0)
+    assert late.advice().startswith("The model's largest weight")
+    for order in ((early, late), (late, early)):
+        assert _together(*order).advice() == early.advice()
+
+
+def test_the_steps_that_a_dynamic_scale_needs_are_counted_from_its_first_overflow(amp) -> None:
+    model, optimizer = prepared(amp, nn.Linear(WIDTH, WIDTH), "O2", loss_scale="dynamic")
+    # beyond float16 from a scale of 32 on
+    train(amp, model, optimizer, lambda outputs: (outputs + 1.0).mean() * 5e4, steps=3)
+    cause = the_cause(amp)
+    assert (cause.is_loss_scale, cause.scale) == (True, 65536.0)
+    steps = round(math.log2(65536.0 / (cause.fits or 0.0)))
+    assert steps > 3
+    assert f"with {steps} steps skipped" in cause.advice()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_exponential_that_float32_cannot_hold_is_advised_to_subtract(amp, level: str) -> None:
+    def by_hand(outputs: Tensor) -> Tensor:
+        scores = torch.exp(outputs.float() * 0.0 + 89.0)
+        return -torch.log(scores[:, 0] / scores.sum(1)).mean()
+
+    model, optimizer = prepared(amp, around(nn.Tanh()), level)
+    train(amp, model, optimizer, by_hand)
+    cause = the_cause(amp)
+    assert (cause.where, cause.spoiled_by, cause.rule) == ("loss", "exp", {})
+    assert "more than 88.7 is inf in float32, too" in cause.advice()
+    assert "logsumexp" in cause.advice()
+    assert "NaN in the data" not in cause.advice()
+
+
+class LargePower(nn.Module):
+    """An exponential that float32 cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp2(x.float() * 0.0 + 128.0).to(x.dtype)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exponential_in_a_model_that_float32_cannot_hold_is_told_so(amp, level: str) -> None:
+    model, optimizer = prepared(amp, around(LargePower()), level)
+    train(amp, model, optimizer)
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.mended_by) == ("forward", "exp2", "nothing")
+    assert "`exp2` of more than 128 is inf in float32, too" in cause.advice()
+
+
+class LargerGradient(torch.autograd.Function):
+    """A function of the user's own whose backward multiplies."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * 1e9
+
+
+class OwnBackward(nn.Module):
+    """Calls `LargerGradient`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LargerGradient.apply(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_no_loss_is_questioned_where_a_function_of_the_users_own_multiplies(amp, level) -> None:
+    model, optimizer = prepared(amp, around(OwnBackward()), level)
+    train(amp, model, optimizer, lambda outputs: square(outputs + 1.0))
+    cause = the_cause(amp)
+    assert (cause.where, cause.operator, cause.is_own) == ("backward", "LargerGradient", True)
+    assert "is the loss a sum" not in cause.advice()
+    assert "look at what it multiplies by" in cause.advice()
+
+
+def test_a_function_of_torchs_is_none_of_the_users_own() -> None:
+    inputs = torch.ones(1, requires_grad=True)
+    checkpointed = checkpoint(torch.exp, inputs, use_reentrant=True)
+    places = [
+        Places({}).of_node(one.grad_fn) for one in (checkpointed, LargerGradient.apply(inputs))
+    ]
+    assert [one.operator for one in places] == ["CheckpointFunction", "LargerGradient"]
+    assert [one.is_own for one in places] == [False, True]
