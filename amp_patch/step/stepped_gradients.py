@@ -79,11 +79,11 @@ class SteppedGradients:
         left = set(map(id, self._used.left()))
         for param, master in self.shown:
             used, grad = stored_grad(param), stored_grad(master)
-            if grad is not None and not self._own.has(master):
+            if grad is None:
+                continue
+            if not self._own.has(master):
                 written.add(id(master))
-            elif (
-                grad is not None and used is not None and id(used) in left
-            ):  # ``grad.data`` moves no version
+            elif used is not None and id(used) in left:  # ``grad.data`` moves no version
                 unmoved[id(master)] = _are_same_numbers(used, grad)
         if unmoved:
             device = next(iter(unmoved.values())).device
