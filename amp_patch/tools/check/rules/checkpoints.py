@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.trace import Call, Trace
-from amp_patch.tools.check.values import Items, Table, Value, root
+from amp_patch.tools.check.values import Items, Table, Value, alternatives, root
 
 from .registry import rule
 
@@ -81,9 +81,10 @@ def _is_scaled(trace: Trace, call: Call) -> bool:
 
 
 def _inside(value: Value, depth: int = 4) -> Iterator[Value]:
-    """Yield a value and what is in it, in lists and dicts."""
-    yield value
-    held: list[Value] = value.items if isinstance(value, Items) else []
-    held = [*value.entries.values()] if isinstance(value, Table) else held
-    for one in held if depth else ():
-        yield from _inside(one, depth - 1)
+    """Yield what a value may be, and what is in it, in lists and dicts."""
+    for _, one in alternatives(value):
+        yield one
+        held: list[Value] = one.items if isinstance(one, Items) else []
+        held = [*one.entries.values()] if isinstance(one, Table) else held
+        for inner in held if depth else ():
+            yield from _inside(inner, depth - 1)

@@ -116,7 +116,7 @@ def initialize_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     "model = amp.initialize(model) where no optimizer is given",
 )
 def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A pair that is used as a model, and a model that is unpacked."""
+    """A pair that is used as a model or is more than two, and a model that is unpacked."""
     for call in trace.named("=initialize"):
         one = Initialization(call)
         count = call.arguments.keywords["="]
@@ -124,6 +124,8 @@ def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         is_list = isinstance(call.arguments.get("models", 0), Items)
         if is_parted and not one.optimizers and not is_list:
             yield call.node, "amp.initialize without an optimizer, which returns the model only"
+        elif is_parted and one.optimizers and count.value > 2:
+            yield call.node, "amp.initialize with an optimizer, which returns a pair"
     pairs = {one.call.result: one for one in _all(trace) if one.optimizers}
     for call in trace.calls:
         if isinstance(call.receiver, Items) and call.receiver in pairs:
