@@ -119,12 +119,12 @@ def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A pair that is used as a model or is more than two, and a model that is unpacked."""
     for call in trace.named("=initialize"):
         one = Initialization(call)
-        count = call.arguments.keywords["="]
-        is_parted = isinstance(count, Const) and count.value > 1 and not call.arguments.is_open
+        parts = call.arguments.keywords["="]
+        count = parts.value if isinstance(parts, Const) and not call.arguments.is_open else 1
         is_list = isinstance(call.arguments.get("models", 0), Items)
-        if is_parted and not one.optimizers and not is_list:
+        if count > 1 and not one.optimizers and not is_list:
             yield call.node, "amp.initialize without an optimizer, which returns the model only"
-        elif is_parted and one.optimizers and count.value > 2:
+        elif count > 2 and one.optimizers:
             yield call.node, "amp.initialize with an optimizer, which returns a pair"
     pairs = {one.call.result: one for one in _all(trace) if one.optimizers}
     for call in trace.calls:
