@@ -27,7 +27,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
-- "uncast": in no such model, nor is anything that it calls: it runs as if no level cast.
+- "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones

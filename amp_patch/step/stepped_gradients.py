@@ -38,7 +38,7 @@ class SteppedGradients:
     @property
     def are_left(self) -> bool:
         """True where there may be some, and the next backward outside of a block adds to them."""
-        return bool(self._used)
+        return self._used.are_left
 
     def show(self, pairs: ParamPairs) -> None:
         """Let masters have copies of those that are still as the step left them."""

@@ -51,10 +51,11 @@ class UsedGradients:
 
     def left(self) -> list[Tensor]:
         """Return those of `unwritten` that a backward may add to; none before `note_versions`."""
-        return [one for one in self.unwritten() if id(one) in self._versions] if self else []
+        return [one for one in self.unwritten() if id(one) in self._versions]
 
-    def __bool__(self) -> bool:
-        """Whether a backward may add to some."""
+    @property
+    def are_left(self) -> bool:
+        """True where `left` may return some."""
         return bool(self._versions)
 
     def add(self, grads: Iterable[Reference]) -> None:

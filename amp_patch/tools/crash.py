@@ -90,9 +90,8 @@ def _is_the_users(file: str) -> bool:
 
 def _from_here(file: str) -> str:
     """Return a path as it is from this folder, if it is in it."""
-    return (
-        str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
-    )
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file
 
 
 def plain(line: str) -> str:

@@ -488,10 +488,6 @@ def zero_by_hand(params):
 CLEARS = {
     "by hand": lambda model, optimizer: zero_by_hand(model.parameters()),
     "by the model": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "in the groups": lambda model, optimizer: zero_by_hand(stepped_by(optimizer)),
-    "to None in the groups": lambda model, optimizer: clear(stepped_by(optimizer)),
-    "the first one": lambda model, optimizer: drop_first(stepped_by(optimizer)),
-    "to half of it": lambda model, optimizer: halve(stepped_by(optimizer)),
     "in the groups and the model": lambda model, optimizer: (
         zero_by_hand(stepped_by(optimizer)[:2]),
         zero_by_hand([*model.parameters()][2:]),
