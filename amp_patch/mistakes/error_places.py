@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from amp_patch.casting.mode import FLOATS
 from amp_patch.levels import OptLevel
 
 #: Operands that are listed.
@@ -88,15 +87,16 @@ def _is_calling(frame: types.FrameType) -> bool:
 
 def operands(place: Place) -> list[tuple[str, Tensor]]:
     """Return the floating tensors at hand: the module's own, and the variables of its forward."""
-    found: dict[str, Tensor] = {}
     own = {**place.module._parameters, **place.module._buffers}
-    for name, value in place.frame.f_locals.items():
-        if isinstance(value, Tensor) and value.dtype in FLOATS:
-            found[name] = value
-    for name, value in own.items():
-        if isinstance(value, Tensor) and value.dtype in FLOATS:
-            found[f"self.{name}"] = value
-    return list(found.items())[:_MOST_OPERANDS]
+    own_ids = set(map(id, own.values()))
+    found = {
+        **{name: value for name, value in place.frame.f_locals.items() if id(value) not in own_ids},
+        **{f"self.{name}": value for name, value in own.items()},
+    }
+    floats = (
+        one for one in found.items() if isinstance(one[1], Tensor) and one[1].is_floating_point()
+    )
+    return list(floats)[:_MOST_OPERANDS]
 
 
 def is_within(model: nn.Module, frame: types.FrameType) -> bool:

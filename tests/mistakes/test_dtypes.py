@@ -358,7 +358,10 @@ def test_the_model_in_float64(amp: ModuleType, level: str) -> None:
 @pytest.mark.parametrize("level", HALF)
 def test_inputs_in_float64(amp: ModuleType, level: str) -> None:
     model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), opt_level=level, verbosity=0)
-    assert "A float64 tensor is never cast: pass x.float()" in fail(lambda: model(X.double()))
+    note = fail(lambda: model(X.double()))
+    half = DTYPES[level]
+    assert f"with input torch.float64, self.weight {half}, self.bias {half}. " in note
+    assert "A float64 tensor is never cast: pass x.float()" in note
 
 
 @pytest.mark.parametrize("level", HALF)
