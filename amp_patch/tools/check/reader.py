@@ -18,6 +18,7 @@ from .values import (
     Instance,
     Items,
     Member,
+    Module,
     Scope,
     Table,
     Value,
@@ -102,7 +103,8 @@ class Reader:
         return self.for_each(owner, lambda one: self._attribute(one, name))
 
     def _attribute(self, owner: Value, name: str) -> Value:
-        if isinstance(owner, Imported):
+        is_defined = isinstance(owner, Module) and name in owner.attrs
+        if isinstance(owner, Imported) and not is_defined:
             return Imported(f"{owner.dotted}.{name}")
         if name in owner.attrs:
             inherited = self._of_class(owner, name) if isinstance(owner, Instance) else None

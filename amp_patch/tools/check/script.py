@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import io
-import re
-import tokenize
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .project import Project
 from .rules import RULES
 from .rules.registry import line_of
+from .source import Source, Unreadable, read, source_of
 from .statements import Statements
-
-_IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
 @dataclass(frozen=True, order=True)
@@ -22,32 +18,30 @@ class Finding:
     """What a rule found.
 
     Attributes:
-        line: counted from 1.
+        path: of the script, or of a file that it imports.
+        line: counted from 1; of a notebook, as if its cells were one file.
         rule: its name.
+        place: path and line, as they are told.
         text: what was found, and the mend.
     """
 
+    path: str
     line: int
     rule: str
+    place: str
     text: str
 
 
-class Unreadable(Exception):
-    """A file that is no Python; says why."""
-
-
-def findings(path: Path) -> list[Finding]:
-    """Return what the rules find in a script, by line.
+def findings(path: Path, project: Project | None = None) -> list[Finding]:
+    """Return what the rules find in a script, and in what it uses of its project, by line.
 
     Raises:
         Unreadable: the file is not there, not text, or not Python.
     """
-    try:
-        with tokenize.open(path) as file:
-            text = file.read()
-        return findings_in(text, str(path))
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        raise Unreadable(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if project is None:
+        return _look(read(path), None)
+    script = project.read(path)
+    return _look(script, project if project.is_started(script) else None)
 
 
 def findings_in(text: str, name: str = "script.py") -> list[Finding]:
@@ -56,28 +50,27 @@ def findings_in(text: str, name: str = "script.py") -> list[Finding]:
     Raises:
         Unreadable: it is not Python.
     """
-    try:
-        tree = ast.parse(text, filename=name)
-        return _look(tree, text)
-    except SyntaxError as error:
-        raise Unreadable(f"{name}:{error.lineno or 1}: {error.msg}") from error
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise Unreadable(f"{name}: {error}") from error
+    return _look(Source(text, Path(name)), None)
 
 
-def _look(tree: ast.Module, text: str) -> list[Finding]:
-    if "apex" not in text and "amp_patch" not in text:  # by whichever name, it is imported
+def _look(script: Source, project: Project | None) -> list[Finding]:
+    if not (script.names_amp if project is None else project.uses_amp(script)):
         return []
-    silenced = _silenced(text)
-    trace = Statements().read(tree)
-    found: dict[tuple[int, str], Finding] = {}
+    try:
+        trace = Statements(project).read(script.tree)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Unreadable(f"{script.path}: {error}") from error
+    found: dict[tuple[str, int, str], Finding] = {}
     for rule in RULES.values():
         for node, what in rule.look(trace):
+            source = source_of(node) or script
             lines = range(line_of(node), _last_line(node) + 1)
-            if not any(rule.name in silenced.get(line, ()) for line in lines):
-                place = (line_of(node), rule.name)
-                found.setdefault(place, Finding(*place, f"{what}; {rule.mend}"))
-    return sorted(found.values())
+            if not any(rule.name in source.silenced.get(line, ()) for line in lines):
+                key = (str(source.path), line_of(node), rule.name)
+                place = source.place(line_of(node))
+                found.setdefault(key, Finding(*key, place, f"{what}; {rule.mend}"))
+    # what stands in the script itself comes first
+    return sorted(found.values(), key=lambda one: (one.path != str(script.path), one))
 
 
 def _last_line(node: ast.AST) -> int:
@@ -85,21 +78,3 @@ def _last_line(node: ast.AST) -> int:
     is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     last = None if is_definition else getattr(node, "end_lineno", None)
     return int(last or line_of(node))
-
-
-def _silenced(text: str) -> dict[int, set[str]]:
-    """Return for each line the rules that its comment silences."""
-    return {
-        line: set(RULES) if names is None else {name.strip() for name in names.split(",")}
-        for line, names in _comments(text)
-    }
-
-
-def _comments(text: str) -> Iterator[tuple[int, str | None]]:
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            match = _IGNORE.search(token.string) if token.type == tokenize.COMMENT else None
-            if match:
-                yield token.start[0], match.group(1)
-    except (tokenize.TokenError, IndentationError):
-        return

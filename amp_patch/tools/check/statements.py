@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from . import names
 from .calls import MOST_CALLS_ELSEWHERE
-from .contexts import Contexts
 from .guards import NO_GUARDS, Guard, Guards, Truth, contradict, opaque, together
+from .imports import Imports
+from .project import Project
 from .reader import MOST_ELEMENTS
+from .source import source_of
 from .trace import Trace
 from .truth import truth_of
 from .values import (
@@ -31,17 +33,21 @@ _AUTOGRAD = {"torch.autograd.Function", "torch.autograd.function.Function"}
 _NUMBERS = itertools.count()
 
 
-class Statements(Contexts):
-    """A reading of one script."""
+class Statements(Imports):
+    """A reading of one script, and of what it uses of its project.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Args:
+        project: whose other files the script may import; None for none.
+    """
+
+    def __init__(self, project: Project | None = None) -> None:
+        super().__init__(project)
         self._defined: list[Function] = []
         self._methods: list[tuple[Class, Function]] = []
         self._objects: dict[Class, Value] = {}
 
     def read(self, tree: ast.Module) -> Trace:
-        """Read a script as it runs, then the functions that nothing in it has called."""
+        """Read a script as it runs, then the functions in it that nothing has called."""
         self.scope.write("__name__", NO_GUARDS, Const("__main__"))
         self.read_body(tree.body)
         self.guards = NO_GUARDS
@@ -49,12 +55,13 @@ class Statements(Contexts):
         named = _names_in(tree)
         classes: dict[Class, int] = {}
         for cls, method in sorted(self._methods, key=lambda pair: _name_of(pair[1]) in named):
-            if method.node not in self.read_functions:
+            if source_of(method.node) is source_of(tree) and method.node not in self.read_functions:
                 self._start(classes.setdefault(cls, len(classes) + 1))
                 self._read_method(cls, method)
         functions = sorted(self._defined, key=lambda function: _name_of(function) in named)
         for number, function in enumerate(functions, start=len(classes) + 1):
-            if function.node not in self.read_functions:
+            node = function.node
+            if source_of(node) is source_of(tree) and node not in self.read_functions:
                 self._start(number)
                 self.call_function(function, Arguments(is_open=True))
         return self.trace
@@ -83,7 +90,7 @@ class Statements(Contexts):
                     self.evaluate(child)
         return False
 
-    # --- definitions and imports ---
+    # --- definitions ---
 
     def _do_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         decorators = [self.evaluate(one) for one in node.decorator_list]
@@ -121,22 +128,6 @@ class Statements(Contexts):
             self._methods.append((cls, method))
             if _name_of(method) == "backward" and any(map(_is_autograd, cls.ancestry())):
                 self.note("def backward", method.node, Arguments())
-
-    def _do_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            dotted = alias.name if alias.asname else name
-            self.scope.write(name, self.guards, Imported(dotted))
-
-    def _do_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = "." * node.level + (node.module or "")
-        for alias in node.names:
-            if alias.name == "*":
-                for name in _STARS.get(module, ()):
-                    self.scope.write(name, self.guards, Imported(f"{module}.{name}"))
-            else:
-                value = Imported(f"{module}.{alias.name}")
-                self.scope.write(alias.asname or alias.name, self.guards, value)
 
     def _do_Global(self, node: ast.Global) -> None:
         for name in node.names:
@@ -322,16 +313,3 @@ def _loaded(target: ast.expr) -> ast.expr:
     read = copy.copy(target)
     vars(read)["ctx"] = ast.Load()
     return read
-
-
-#: What ``from MODULE import *`` gives, of the modules that rules know.
-_STARS = {
-    "apex": ("amp", "optimizers", "parallel", "fp16_utils"),
-    "apex.amp": ("initialize", "scale_loss", "state_dict", "load_state_dict", "master_params"),
-    "amp_patch": ("amp",),
-    "amp_patch.amp": ("initialize", "scale_loss", "state_dict", "load_state_dict"),
-    "torch.cuda.amp": ("GradScaler", "autocast"),
-    "torch.amp": ("GradScaler", "autocast"),
-    "torch.optim": ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad"),
-    "torch.nn.utils": ("clip_grad_norm_", "clip_grad_value_"),
-}

@@ -62,6 +62,14 @@ class Imported(Value):
         self.dotted = dotted
 
 
+class Module(Imported):
+    """A module of the project, with what its file defines."""
+
+    def __init__(self, dotted: str, scope: Scope) -> None:
+        super().__init__(dotted)
+        self.attrs = scope.names
+
+
 class Function(Value):
     """A function of the script, with the object that it is a method of."""
 

@@ -1,0 +1,175 @@
+"""The files of a project: which of them an import in a script finds; runs nothing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .source import Source, Unreadable, read
+
+#: What rules know by name, also where a copy lies beside the script.
+_KNOWN = {"amp_patch", "apex", "torch", "torchvision"}
+#: What lies in the folder of a project.
+_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+
+
+class Project:
+    """What scripts of one's own import of each other.
+
+    Args:
+        paths: files that are looked at; these are named as they are here.
+        folders: where modules are looked for, besides the folders of the importing file and of its
+            project.
+    """
+
+    def __init__(self, paths: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
+        self._folders = [folder.resolve() for folder in folders]
+        self._names = {path.resolve(): path for path in paths}
+        self._sources: dict[Path, Source] = {}
+        self._imports: dict[Path, set[Path]] = {}
+        self._found: dict[tuple[Path, int, str], Path | None] = {}
+
+    def read(self, path: Path) -> Source:
+        """Return a file of the project.
+
+        Raises:
+            Unreadable: it is no Python.
+        """
+        path = path.resolve()
+        if path not in self._sources:
+            self._sources[path] = read(self._names.get(path) or _shown(path))
+        return self._sources[path]
+
+    def read_if_python(self, path: Path) -> Source | None:
+        """Return a file that is imported; None where it is no Python."""
+        try:
+            return self.read(path)
+        except Unreadable:
+            return None
+
+    def find(self, importer: Path, level: int, dotted: str) -> Path | None:
+        """Return the file, or the folder without an ``__init__.py``, that an import reads.
+
+        Args:
+            importer: the file with the statement.
+            level: number of dots before the name.
+            dotted: the name, ``"package.module"``.
+
+        Returns:
+            None for what is not of the project.
+        """
+        key = importer.parent, level, dotted
+        if key not in self._found:
+            self._found[key] = self._find(importer.parent.resolve(), level, dotted)
+        return self._found[key]
+
+    def _find(self, folder: Path, level: int, dotted: str) -> Path | None:
+        first, _, rest = dotted.partition(".")
+        if level:
+            folders = [*folder.parents][level - 2 : level - 1] if level > 1 else [folder]
+        elif first in _KNOWN:
+            return None
+        else:
+            folders = [*_search_path(folder), *self._folders]
+        modules = [one for folder in folders if (one := _module(folder, first)) is not None]
+        # a folder without an __init__.py comes behind all that is a package or a file
+        found = next((one for one in modules if one.is_file()), next(iter(modules), None))
+        for name in rest.split(".") if rest else ():
+            package = None if found is None else _folder_of(found)
+            found = None if package is None else _module(package, name)
+        is_no_module = found is not None and found.is_dir() and first in sys.stdlib_module_names
+        return None if is_no_module and not level else found
+
+    def is_started(self, script: Source) -> bool:
+        """Return whether a script may be what is run, and not only what others import.
+
+        It says so itself, by asking for its ``__name__``, or no other file imports it.
+        """
+        asks = any(isinstance(one, ast.If) and _is_about_name(one.test) for one in script.tree.body)
+        return asks or script.path.resolve() not in self._imported
+
+    @functools.cached_property
+    def _imported(self) -> set[Path]:
+        """The files that others of those that are looked at import."""
+        sources = filter(None, map(self.read_if_python, self._names))
+        return {path for one in sources for path in self._imported_by(one)}
+
+    def uses_amp(self, script: Source) -> bool:
+        """Return whether a script, or a file that it imports, imports amp."""
+        seen = {script.path.resolve()}
+        waiting = [script]
+        while waiting:
+            one = waiting.pop()
+            if one.names_amp:
+                return True
+            new = self._imported_by(one) - seen
+            seen |= new
+            waiting += [found for found in map(self.read_if_python, new) if found is not None]
+        return False
+
+    def _imported_by(self, importer: Source) -> set[Path]:
+        """Return the files that a file imports, in whichever function."""
+        path = importer.path
+        if path not in self._imports:
+            nodes = ast.walk(importer.tree)
+            found = (self.find(path, *one) for node in nodes for one in _imported(node))
+            self._imports[path] = {one for one in found if one is not None and one.is_file()}
+        return self._imports[path]
+
+
+def _is_about_name(test: ast.expr) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(test))
+
+
+def _shown(path: Path) -> Path:
+    """Return a path as one writes it here: without the folders that one is in."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _imported(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield what an import statement may read: number of dots and name."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield 0, alias.name
+    if isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        yield node.level, module
+        for alias in node.names:
+            yield node.level, f"{module}.{alias.name}".lstrip(".")
+
+
+def _search_path(folder: Path) -> list[Path]:
+    """Return where the modules of a project may lie that a file in a folder imports.
+
+    These are the folders from that of the file up to that of the project, and its ``src``; without
+    a project, up to where the package lies that the file is of.
+    """
+    above = [folder, *folder.parents]
+    for number, one in enumerate(above):
+        if any((one / mark).exists() for mark in _MARKS):
+            return [*above[: number + 1], one / "src"]
+    packages = next(n for n, one in enumerate(above) if not (one / "__init__.py").exists())
+    return above[: packages + 1]
+
+
+def _module(folder: Path, name: str) -> Path | None:
+    """Return the file of a module in a folder, or the folder that it is.
+
+    Args:
+        folder: of the package.
+        name: without dots; empty for the package itself.
+    """
+    path = folder / name
+    files = [path / "__init__.py", *([folder / f"{name}.py"] if name else [])]
+    return next((one for one in files if one.is_file()), path if path.is_dir() else None)
+
+
+def _folder_of(package: Path) -> Path | None:
+    """Return the folder in which the modules of a package lie; None where it is no package."""
+    if package.is_dir():
+        return package
+    return package.parent if package.name == "__init__.py" else None
