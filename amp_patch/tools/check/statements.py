@@ -62,6 +62,7 @@ class Statements(Contexts):
     def _start(self, run: int) -> None:
         self.run = run
         self.budget = len(self.trace.calls) + MOST_CALLS_ELSEWHERE
+        self.followed = 0
 
     def _read_method(self, cls: Class, method: Function) -> None:
         owner = self._objects.get(cls)
