@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from . import names
 from .calls import MOST_CALLS_ELSEWHERE
 from .contexts import Contexts
-from .guards import NO_GUARDS, Guard, Guards, Truth, contradict, opaque, together
+from .guards import NO_GUARDS, Guards, Truth, contradict, of_try, opaque, together
 from .reader import MOST_ELEMENTS
 from .trace import Trace
 from .truth import truth_of
@@ -244,7 +244,7 @@ class Statements(Contexts):
 
     def _do_Try(self, node: ast.Try) -> bool:
         """Read a try statement; what follows it goes on as if nothing had been raised."""
-        raised = Guard(f"?try{next(_NUMBERS)}", None, True)
+        raised = of_try(next(_NUMBERS))
         before = self.guards
         ended = self.read_body(node.body) or self.read_body(node.orelse)
         after = self.guards

@@ -44,6 +44,7 @@ class Group:
         self._by_run: dict[int, list[Call]] = {}
         for call in self.calls:
             self._by_run.setdefault(call.run, []).append(call)
+        self._near: dict[int, list[Call]] = {}
 
     def of_run(self, run: int) -> list[Call]:
         """Return the calls of one run."""
@@ -51,8 +52,18 @@ class Group:
 
     def with_call(self, call: Call) -> list[Call]:
         """Return those that a run can make as well as this one."""
-        near = [*self.of_run(0), *self.of_run(call.run)] if call.run else self.calls
-        return [one for one in near if not contradict(one.guards, call.guards)]
+        if call.run not in self._near:
+            self._near[call.run] = self._near_to(call.run)
+        return [one for one in self._near[call.run] if not contradict(one.guards, call.guards)]
+
+    def _near_to(self, run: int) -> list[Call]:
+        """Return the calls of a run, and those of the top of the script or of what it calls.
+
+        What a run has read itself, ``__init__`` say, it makes with objects of its own.
+        """
+        own = {call.node for call in self.of_run(run)}
+        others = [*self.of_run(0), *self.of_run(run)] if run else self.calls
+        return [one for one in others if one.run == run or one.node not in own]
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import bisect
 import math
 from collections.abc import Iterator
 
-from amp_patch.tools.check.guards import Guards, contradict
+from amp_patch.tools.check.guards import Guards, contradict, is_of_try
 from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, once, owners_of
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Const, Value, alternatives, flat, root
@@ -216,8 +216,12 @@ def _comes_between(trace: Trace, block: Block, call: Call, zero: Call, optimizer
     turn = next((one for one in turns if not contradict(one.guards, guards)), None)
     if turn is None or turn.order < zero.order or turn.name != ".step":
         return False
-    # `if "last" in name: p.grad = None` freezes a layer
     asked = zero.guards - turn.guards - block.call.guards
+    if any(
+        one.answer and is_of_try(one) for one in asked
+    ):  # an error in the block, out of memory say
+        return False
+    # `if "last" in name: p.grad = None` freezes a layer
     return zero.name != "=grad" or all("grad" in str(one.subject) for one in asked)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from amp_patch.tools.check.guards import Guards
+from amp_patch.tools.check.guards import Guards, is_of_try
 from amp_patch.tools.check.trace import Call, Initialization, Trace, is_constant
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Made, Value, root
@@ -144,4 +144,4 @@ def _are_nested(some: Guards, others: Guards) -> bool:
 
 def _chosen(guards: Guards) -> Guards:
     """Return guards without those of ``try``."""
-    return frozenset(g for g in guards if g.answer or not str(g.subject).startswith("?try"))
+    return frozenset(one for one in guards if one.answer or not is_of_try(one))
