@@ -22,9 +22,10 @@ from click.testing import CliRunner
 
 from amp_patch import amp, levels
 from amp_patch.tools import command_line
-from amp_patch.tools.check import names, script
+from amp_patch.tools.check import calls, names, script
 from amp_patch.tools.check.rules import RULES, arguments, initialization, registry
 from amp_patch.tools.check.script import Unreadable, findings_in
+from amp_patch.tools.check.statements import Statements
 from amp_patch.tools.check.trace import Trace
 
 ROOT = Path(__file__).parents[2]
@@ -321,6 +322,85 @@ def test_odd_scripts_are_read(text: str) -> None:
         pytest.skip("Python 3.10 has no except*")
     ast.parse(text)
     findings_in(text)
+
+
+# --- a long script takes a time that grows as its length does ---
+
+IN_A_FUNCTION = """
+def train_{number}(args, loader, {given}):
+    {made}
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if args.fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        print(loss.item())
+"""
+MADE = """
+    model = nn.Linear(8, 2).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+""".strip()
+
+
+def calls_to_find(script: str) -> int:
+    """Return how many functions are called while a script is looked at."""
+    count = 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(counted)
+    try:
+        assert findings_in(script) == []
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("start", "given", "made", "end"),
+    [
+        ("", "", MADE, ""),
+        ("", "", MADE, "train_{number}(args, loader)"),
+        ("", "model, optimizer", "", ""),
+        (MADE.replace("\n    ", "\n"), "", "", ""),
+        (MADE.replace("\n    ", "\n"), "", "", "train_{number}(args, loader)"),
+    ],
+    ids=["each its own", "all called", "given", "one for all", "one for all, called"],
+)
+def test_the_time_grows_as_the_number_of_blocks(
+    start: str, given: str, made: str, end: str
+) -> None:
+    def script(length: int) -> str:
+        texts = [SETUP, start]
+        for number in range(length):
+            texts += [IN_A_FUNCTION.format(number=number, given=given, made=made)]
+            texts += [end.format(number=number)]
+        return "\n".join(texts)
+
+    assert calls_to_find(script(80)) < 2.6 * calls_to_find(script(40))
+
+
+def test_a_key_stays_short() -> None:
+    lines = "\n".join("x = x + layer(x)" for _ in range(16))
+    read = Statements().read(ast.parse(f"from apex import amp\n{lines}\nx.sum()"))
+    assert max(len(call.result.key) for call in read.calls) < 5000
+
+
+def test_functions_that_call_each_other_many_times_are_followed_to_a_limit(monkeypatch) -> None:
+    monkeypatch.setattr(calls, "MOST_FUNCTIONS", 100)
+    functions = [f"def f{n}(x): return f{n + 1}(x) + f{n + 1}(-x)" for n in range(9)]
+    functions += ["def f9(x): return x", "f0(1)"]
+    reading = Statements()
+    reading.read(ast.parse("\n".join(functions)))
+    assert reading.followed <= 101
 
 
 def test_a_deep_expression_is_refused_or_read() -> None:

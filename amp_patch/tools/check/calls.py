@@ -35,6 +35,10 @@ DEEPEST = 12
 #: from each function that it does not reach.
 MOST_CALLS = 10_000
 MOST_CALLS_ELSEWHERE = 500
+#: Functions of the script that are followed, from each of these. Such a call does not count above,
+#: and where each function calls the next one twice, the last of `DEEPEST` is called thousands of
+#: times.
+MOST_FUNCTIONS = 10_000
 #: Methods that return the object itself.
 _CHAINED = {"cuda", "cpu", "to", "train", "eval", "requires_grad_", "xpu", "share_memory", "apply"}
 _PARAMETERS = {"parameters", "named_parameters"}
@@ -66,6 +70,7 @@ class Calls(Expressions):
         returned: of each function that is being read: what it returns, and where.
         read_functions: that were called, by their nodes.
         budget: calls in the trace from which on functions are not followed.
+        followed: functions, so far.
     """
 
     def __init__(self) -> None:
@@ -73,6 +78,7 @@ class Calls(Expressions):
         self.returned: list[list[tuple[Guards, Value]]] = []
         self.read_functions: set[ast.AST] = set()
         self.budget = MOST_CALLS
+        self.followed = 0
         self._active: list[ast.AST] = []
 
     def read_body(self, body: list[ast.stmt]) -> bool:
@@ -106,12 +112,9 @@ class Calls(Expressions):
         """Read a function's body with these arguments; return what it returns."""
         node = function.node
         self.read_functions.add(node)
-        if (
-            node in self._active
-            or len(self._active) > DEEPEST
-            or len(self.trace.calls) > self.budget
-        ):
+        if node in self._active or len(self._active) > DEEPEST or self._is_spent():
             return Value(parts=arguments.values())
+        self.followed += 1
         scope, guards = self.scope, self.guards
         self.scope = Scope(function.scope)
         for decorator in filter(_is_autocast, function.decorators):
@@ -128,6 +131,9 @@ class Calls(Expressions):
             self.returned.pop()
             self._active.pop()
             self.scope, self.guards = scope, guards
+
+    def _is_spent(self) -> bool:
+        return len(self.trace.calls) > self.budget or self.followed > MOST_FUNCTIONS
 
     def _result(self, returned: list[tuple[Guards, Value]], guards: Guards) -> Value:
         if not returned:

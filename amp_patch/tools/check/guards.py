@@ -18,6 +18,8 @@ class Guard(NamedTuple):
 
 Guards = frozenset[Guard]
 NO_GUARDS: Guards = frozenset()
+#: How the subjects begin that stand for what a ``try`` raises.
+_TRY = "?try"
 #: Guards under which a value is true, and those under which it is false; None: it never is.
 Truth = tuple[Guards | None, Guards | None]
 
@@ -55,3 +57,13 @@ def together(some: Guards | None, others: Guards | None) -> Guards | None:
 def opaque(key: str, equals: str | None = None) -> Truth:
     """Return the truth of what nothing is known of but its text."""
     return frozenset({Guard(key, equals, True)}), frozenset({Guard(key, equals, False)})
+
+
+def of_try(number: int) -> Guard:
+    """Return the guard under which the handlers of a ``try`` statement are read."""
+    return Guard(f"{_TRY}{number}", None, True)
+
+
+def is_of_try(guard: Guard) -> bool:
+    """Return whether a guard asks what a ``try`` raised; where it is true, a handler runs."""
+    return str(guard.subject).startswith(_TRY)

@@ -1,4 +1,4 @@
-"""A file as it is read: a script or the code of a notebook, and which rules its comments silence."""
+"""A file as it is read: a script, or a notebook's code, and the rules that its comments silence."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from . import names
 from .calls import MOST_CALLS_ELSEWHERE
-from .guards import NO_GUARDS, Guard, Guards, Truth, contradict, opaque, together
+from .guards import NO_GUARDS, Guards, Truth, contradict, of_try, opaque, together
 from .imports import Imports
 from .project import Project
 from .reader import MOST_ELEMENTS
@@ -69,6 +69,7 @@ class Statements(Imports):
     def _start(self, run: int) -> None:
         self.run = run
         self.budget = len(self.trace.calls) + MOST_CALLS_ELSEWHERE
+        self.followed = 0
 
     def _read_method(self, cls: Class, method: Function) -> None:
         owner = self._objects.get(cls)
@@ -234,7 +235,7 @@ class Statements(Imports):
 
     def _do_Try(self, node: ast.Try) -> bool:
         """Read a try statement; what follows it goes on as if nothing had been raised."""
-        raised = Guard(f"?try{next(_NUMBERS)}", None, True)
+        raised = of_try(next(_NUMBERS))
         before = self.guards
         ended = self.read_body(node.body) or self.read_body(node.orelse)
         after = self.guards

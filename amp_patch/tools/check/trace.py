@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from . import names
 from .guards import NO_GUARDS, Guards, contradict
 from .truth import truth_of
 from .values import Arguments, Const, Instance, Made, Member, Params, Value, flat, root
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def once(
+    ask: Callable[Concatenate[Trace, P], T],
+) -> Callable[Concatenate[Trace, P], T]:
+    """Make a function of a trace work out each answer once: rules look when the script is read.
+
+    Rules ask the same of each block and of each step. Without it the time would grow with the
+    square of a script's length.
+    """
+
+    @functools.wraps(ask)
+    def asked(trace: Trace, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        question = (ask, args, *kwargs.items())
+        if question not in trace.answers:
+            trace.answers[question] = ask(trace, *args, **kwargs)
+        return cast(T, trace.answers[question])
+
+    return asked
+
+
+class Group:
+    """Calls in order, and those of each run."""
+
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self.calls = list(calls)
+        self._by_run: dict[int, list[Call]] = {}
+        for call in self.calls:
+            self._by_run.setdefault(call.run, []).append(call)
+        self._near: dict[int, list[Call]] = {}
+
+    def of_run(self, run: int) -> list[Call]:
+        """Return the calls of one run."""
+        return self._by_run.get(run, [])
+
+    def with_call(self, call: Call) -> list[Call]:
+        """Return those that a run can make as well as this one."""
+        if call.run not in self._near:
+            self._near[call.run] = self._near_to(call.run)
+        return [one for one in self._near[call.run] if not contradict(one.guards, call.guards)]
+
+    def _near_to(self, run: int) -> list[Call]:
+        """Return the calls of a run, and those of the top of the script or of what it calls.
+
+        What a run has read itself, ``__init__`` say, it makes with objects of its own.
+        """
+        own = {call.node for call in self.of_run(run)}
+        others = [*self.of_run(0), *self.of_run(run)] if run else self.calls
+        return [one for one in others if one.run == run or one.node not in own]
 
 
 @dataclass(eq=False)
@@ -77,10 +131,15 @@ class Call:
 
 @dataclass(eq=False)
 class Trace:
-    """All calls of a script in order, and its blocks."""
+    """All calls of a script in order, and its blocks.
+
+    Attributes:
+        answers: to what was asked `once`.
+    """
 
     calls: list[Call] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
+    answers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     _by_name: dict[str, list[Call]] = field(default_factory=dict)
 
@@ -91,46 +150,63 @@ class Trace:
 
     def named(self, *found: str) -> list[Call]:
         """Return the calls of these names, in order."""
-        calls = [call for name in found for call in self._by_name.get(name, ())]
-        return sorted(calls, key=lambda call: call.order) if len(found) > 1 else calls
+        return self._named(*found).calls
 
-    def with_call(self, call: Call, others: Iterable[Call]) -> list[Call]:
-        """Return those of other calls that a run can make as well as this one."""
-        return [
-            one
-            for one in others
-            if (one.run == call.run or 0 in (one.run, call.run))
-            and not contradict(one.guards, call.guards)
-        ]
+    def with_call(self, call: Call, *found: str) -> list[Call]:
+        """Return the calls of these names that a run can make as well as this one."""
+        return self._named(*found).with_call(call)
+
+    @once
+    def _named(self, *found: str) -> Group:
+        calls = [call for name in found for call in self._by_name.get(name, ())]
+        return Group(sorted(calls, key=lambda call: call.order))
+
+    @once
+    def scaled(self) -> Group:
+        """Return the calls of ``scale_loss`` whose blocks are entered."""
+        return Group(block.call for block in self.blocks)
 
     def initializations(self, call: Call) -> list[Initialization]:
         """Return the calls of ``initialize`` in runs that come to a call, and were not undone."""
-        found = self.with_call(call, self.named("amp.initialize"))
-        ends = [one.order for one in self.with_call(call, self.named("amp.deactivate"))]
-        return [
-            one
-            for one in map(Initialization, found)
-            if one.is_enabled
+        found = self.with_call(call, "amp.initialize")
+        return [one for one in map(self._initialization, found) if self._is_on(one, call)]
+
+    @once
+    def _initialization(self, call: Call) -> Initialization:
+        return Initialization(call)
+
+    def _is_on(self, one: Initialization, call: Call) -> bool:
+        return (
+            one.is_enabled
             and not contradict(one.guards, call.guards)
-            and not any(one.call.order < end < call.order for end in ends)
-        ]
+            and not any(
+                one.call.order < end.order < call.order
+                for end in self.with_call(call, "amp.deactivate")
+            )
+        )
 
     def uses_amp(self, call: Call) -> bool:
         """Return whether a run that comes to a call initializes amp, or scales losses."""
-        blocks = (block.call for block in self.blocks)
-        return bool(self.initializations(call) or self.with_call(call, blocks))
+        return bool(self.initializations(call) or self.scaled().with_call(call))
 
     def initializations_of(self, value: Value, call: Call) -> list[Initialization]:
         """Return the calls of ``initialize`` that a model or optimizer is given to."""
-        return [
-            one
-            for one in self.initializations(call)
-            if root(value) in [*map(root, one.models), *map(root, one.optimizers)]
-        ]
+        given = self._given().get(root(value))
+        found = given.with_call(call) if given else ()
+        return [one for one in map(self._initialization, found) if self._is_on(one, call)]
+
+    @once
+    def _given(self) -> dict[Value, Group]:
+        """Return the calls of ``initialize`` that each model and optimizer is given to."""
+        found: dict[Value, list[Call]] = {}
+        for one in map(self._initialization, self.named("amp.initialize")):
+            for value in {*map(root, one.models), *map(root, one.optimizers)}:
+                found.setdefault(value, []).append(one.call)
+        return {value: Group(calls) for value, calls in found.items()}
 
     def of_models(self, value: Value, call: Call) -> list[Initialization]:
         """Return the calls of ``initialize`` that a model is given to."""
-        found = self.initializations(call)
+        found = self.initializations_of(value, call)
         return [one for one in found if root(value) in map(root, one.models)]
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from .guards import NO_GUARDS, Guards, Truth, contradict, negated
 
+#: A longer key is hashed: after ``x = x + f(x)`` that of x is more than twice as long.
+_LONGEST_KEY = 2000
+
 
 class Value:
     """An object of the script.
@@ -33,6 +36,8 @@ class Value:
 
     def __init__(self, key: str = "", parts: Iterable[Value] = ()) -> None:
         self.key = key or f"?{next(self._numbers)}"
+        if len(self.key) > _LONGEST_KEY:
+            self.key = f"?{hash(self.key):x}"
         self.deps: frozenset[Value] = frozenset().union(*(_with_deps(part) for part in parts))
         self.attrs = Slots()
         self.truth: Truth | None = None

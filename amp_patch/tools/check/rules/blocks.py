@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import ast
+import bisect
+import math
 from collections.abc import Iterator
 
-from amp_patch.tools.check.guards import contradict
-from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, owners_of
+from amp_patch.tools.check.guards import Guards, contradict, is_of_try
+from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, once, owners_of
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Const, Value, alternatives, flat, root
 
 from .registry import rule
-from .steps import WRITES, backwards, gradient_of, steps_of, zeroed
+from .steps import (
+    WRITES,
+    Step,
+    backwards,
+    backwards_in,
+    gradient_of,
+    order_of,
+    steps_of,
+    turns_after,
+    zeroed,
+)
 
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "amp.clip_grad_norm_")
 
@@ -57,9 +69,8 @@ def unscaled_loss(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         if not call.blocks:
             continue
         block = call.blocks[-1]
-        inside = [one for other, one in backwards(trace) if block in other.blocks]
         is_loss = block.loss is not None and root(block.loss) is value
-        is_alone = not any(_is_scaled(one, block) for one in inside)
+        is_alone = not any(_is_scaled(one, block) for _, one in backwards_in(trace, block))
         if _goes_on(call) and not is_alone:
             continue
         if is_loss or is_alone or _is_beside(trace, call, value, block):
@@ -105,11 +116,21 @@ def backward_after_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     for call, value in backwards(trace):
         if any(_is_scaled(value, block) for block in call.blocks):
             continue
-        for block in trace.blocks:
+        for block in _scaled_into(trace, value):
             is_over = block.end is not None and block.end <= call.order
-            is_met = not contradict(block.call.guards, call.guards)
-            if is_over and is_met and _is_scaled(value, block):
+            if is_over and not contradict(block.call.guards, call.guards):
                 yield call.node, "the backward of a scaled loss outside of its block"
+
+
+def _scaled_into(trace: Trace, value: Value) -> list[Block]:
+    """Return the blocks from whose scaled losses a value comes."""
+    blocks = _blocks_by_scaled_loss(trace)
+    return [blocks[one] for one in (value.deps | {value}) & blocks.keys()]
+
+
+@once
+def _blocks_by_scaled_loss(trace: Trace) -> dict[Value, Block]:
+    return {block.scaled: block for block in trace.blocks}
 
 
 @rule(
@@ -119,36 +140,45 @@ def backward_after_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 )
 def unscaled_backward(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A backward outside of any block, at a level with a loss scale."""
-    plain = [(call, value) for call, value in backwards(trace) if not call.blocks]
-    for optimizer, window, step in steps_of(trace):
-        inits = trace.initializations_of(optimizer, step)
-        if not any(one.scales and one.call.order < step.order for one in inits):
+    plain = [
+        (call, value)
+        for call, value in backwards(trace)
+        if not call.blocks and _is_meant_for_amp(trace, call, value)
+    ]
+    for step in steps_of(trace) if plain else ():
+        inits = trace.initializations_of(step.optimizer, step.call)
+        if not any(one.scales and one.call.order < step.call.order for one in inits):
             continue
-        blocks = [one for one in trace.blocks if one.call in window and one.steps(optimizer)]
+        blocks = step.blocks(trace)
         for call, value in plain:
-            if call not in window or contradict(call.guards, step.guards):
+            if not step.ends(call) or contradict(call.guards, step.call.guards):
                 continue
-            counts = not blocks or _adds_to(trace, call, value, optimizer, step)
-            if counts and _is_meant_for_amp(trace, call, value):
+            if not blocks or _adds_to(trace, call, value, step):
                 yield call.node, "a backward outside of scale_loss"
 
 
-def _adds_to(trace: Trace, call: Call, value: Value, optimizer: Value, step: Call) -> bool:
+def _adds_to(trace: Trace, call: Call, value: Value, step: Step) -> bool:
     """Return whether a backward certainly adds to gradients that came through a block."""
-    models = [root(m) for one in trace.initializations_of(optimizer, step) for m in one.models]
-    zeros = [z for z in zeroed(trace, optimizer) if call.order < z.order < step.order]
-    return not zeros and any(model in value.deps for model in models)
+    inits = trace.initializations_of(step.optimizer, step.call)
+    zeros = zeroed(trace, step.optimizer)
+    is_zeroed = any(call.order < zero.order < step.call.order for zero in zeros)
+    return not is_zeroed and any(root(m) in value.deps for one in inits for m in one.models)
 
 
 def _is_meant_for_amp(trace: Trace, call: Call, value: Value) -> bool:
     """Return False in the branch for runs without amp, and for what others scale."""
-    if any(contradict(block.call.guards, call.guards) for block in trace.blocks):
+    if any(contradict(guards, call.guards) for guards in _guards_of_blocks(trace)):
         return False
     if any(
         one.source and one.source.name in (".scale", ".scale_loss") for one in (value, *value.deps)
     ):
         return False
-    return not any(block.scaled in value.deps or value is block.scaled for block in trace.blocks)
+    return not _scaled_into(trace, value)
+
+
+@once
+def _guards_of_blocks(trace: Trace) -> list[Guards]:
+    return list(dict.fromkeys(block.call.guards for block in trace.blocks))
 
 
 @rule(
@@ -159,26 +189,39 @@ def _is_meant_for_amp(trace: Trace, call: Call, value: Value) -> bool:
 def zero_grad(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A zero_grad after which the step comes, with no other backward."""
     for block in trace.blocks:
-        for optimizer in block.optimizers():
-            for call in zeroed(trace, optimizer):
-                if _comes_between(trace, block, call, optimizer):
-                    yield call.node, "zero_grad() between the backward and the step"
+        for call, _ in backwards_in(trace, block)[:1]:
+            for optimizer in block.optimizers():
+                for zero in _zeroed_after(trace, block, call, optimizer):
+                    if _comes_between(trace, block, call, zero, optimizer):
+                        yield zero.node, "zero_grad() between the backward and the step"
 
 
-def _comes_between(trace: Trace, block: Block, zero: Call, optimizer: Value) -> bool:
-    done = [one for one, _ in backwards(trace) if block in one.blocks]
-    if not done or zero.order < done[0].order or contradict(zero.guards, block.call.guards):
+def _zeroed_after(trace: Trace, block: Block, call: Call, optimizer: Value) -> Iterator[Call]:
+    """Yield what clears gradients after a backward, up to what certainly is the next turn."""
+    turns = turns_after(trace, optimizer, call)
+    last = next((one.order for one in turns if one.guards <= block.call.guards), math.inf)
+    zeros = zeroed(trace, root(optimizer))
+    for place in range(bisect.bisect_right(zeros, call.order, key=order_of), len(zeros)):
+        if zeros[place].order > last:
+            return
+        yield zeros[place]
+
+
+def _comes_between(trace: Trace, block: Block, call: Call, zero: Call, optimizer: Value) -> bool:
+    """Return whether the next turn after a backward is a step, and a zero_grad comes first."""
+    if contradict(zero.guards, block.call.guards):
         return False
-    others = [one.call for one in trace.blocks if one is not block and one.steps(optimizer)]
-    steps = [call for one, _, call in steps_of(trace) if one is root(optimizer)]
-    turns = sorted([*others, *steps], key=lambda call: call.order)
-    turns = [one for one in turns if not contradict(one.guards, zero.guards | block.call.guards)]
-    between = [one for one in turns if done[0].order < one.order < zero.order]
-    after = [one for one in turns if one.order > zero.order]
-    if between or not after or after[0] not in steps:
+    guards = zero.guards | block.call.guards
+    turns = turns_after(trace, optimizer, call)
+    turn = next((one for one in turns if not contradict(one.guards, guards)), None)
+    if turn is None or turn.order < zero.order or turn.name != ".step":
+        return False
+    asked = zero.guards - turn.guards - block.call.guards
+    if any(
+        one.answer and is_of_try(one) for one in asked
+    ):  # an error in the block, out of memory say
         return False
     # `if "last" in name: p.grad = None` freezes a layer
-    asked = zero.guards - after[0].guards - block.call.guards
     return zero.name != "=grad" or all("grad" in str(one.subject) for one in asked)
 
 
@@ -189,19 +232,15 @@ def _comes_between(trace: Trace, block: Block, zero: Call, optimizer: Value) -> 
 )
 def delay_unscale(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """``delay_unscale=True`` in the nearest block before a step."""
-    for optimizer, window, step in steps_of(trace):
+    for step in steps_of(trace):
         blocks = [
-            one
-            for one in trace.blocks
-            if one.call in window
-            and one.steps(optimizer)
-            and not contradict(one.call.guards, step.guards)
+            one for one in step.blocks(trace) if not contradict(one.call.guards, step.call.guards)
         ]
-        if not blocks or not _is_delayed(blocks[-1], step):
+        if not blocks or not _is_delayed(blocks[-1], step.call):
             continue
         last = blocks[-1].call
         others = [one for one in blocks if contradict(one.call.guards, last.guards)]
-        if all(_is_delayed(one, step) for one in others):
+        if all(_is_delayed(one, step.call) for one in others):
             yield last.node, "delay_unscale=True in the last block before the step"
 
 
@@ -247,10 +286,10 @@ def num_losses(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """loss_ids that nobody uses, where all are literals."""
     for call in trace.named("amp.initialize"):
         count = _num_losses(call) or 1
-        blocks = trace.with_call(call, (one.call for one in trace.blocks))
-        ids = [_loss_id(one) for one in blocks if one.run == 0]
+        blocks = trace.scaled().of_run(0) if count > 1 else []
+        ids = [_loss_id(one) for one in blocks if not contradict(one.guards, call.guards)]
         used = {one for one in ids if one is not None}
-        if ids and None not in ids and count > 1 and used < set(range(count)):
+        if ids and None not in ids and used < set(range(count)):
             named = ", ".join(map(str, sorted(used)))
             yield call.node, f"num_losses={count}, of which only loss_id {named} is used"
 

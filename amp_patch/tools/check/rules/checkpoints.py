@@ -50,7 +50,7 @@ def amp_not_loaded(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 def amp_loaded_early(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """An ``amp.load_state_dict`` before each initialize of its run."""
     for call in trace.named("amp.load_state_dict"):
-        inits = trace.with_call(call, trace.named("amp.initialize", "amp.init"))
+        inits = trace.with_call(call, "amp.initialize", "amp.init")
         inits = [one for one in inits if one.run == call.run]
         if inits and all(call.order < one.order for one in inits):
             yield call.node, "amp.load_state_dict before amp.initialize"

@@ -47,7 +47,7 @@ def _default_dtype(trace: Trace, model: Value) -> Call | None:
     made = root(model)
     if not isinstance(made, Made) or made.source is None or not is_module(made):
         return None
-    calls = trace.with_call(made.source, trace.named(*_DEFAULTS))
+    calls = trace.with_call(made.source, *_DEFAULTS)
     last = [one for one in calls if one.order < made.source.order][-1:]
     given = [value for one in last for value in one.arguments.values()]
     is_half = any(

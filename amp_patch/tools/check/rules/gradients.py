@@ -9,7 +9,7 @@ from amp_patch.tools.check.trace import Block, Call, Trace, is_constant, is_opti
 from amp_patch.tools.check.values import Cast, Const, Params, Value, root
 
 from .registry import rule
-from .steps import WRITES, backwards, gradient_of, is_loss_scale, steps_of
+from .steps import WRITES, backwards_in, gradient_of, is_loss_scale, steps_of
 
 _READS = {
     *(f".{name}" for name in ("norm", "abs", "mean", "std", "sum", "pow", "square", "max", "item")),
@@ -31,8 +31,8 @@ def grad_in_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     for call in trace.calls:
         if call.blocks and call.name in _READS and _scales(trace, call.blocks[-1]):
             read = call.receiver or call.arguments.get("input", 0)
-            done = [one for one, _ in backwards(trace) if call.blocks[-1] in one.blocks]
-            if gradient_of(read) is not None and done and done[0].order < call.order:
+            done = backwards_in(trace, call.blocks[-1])
+            if gradient_of(read) is not None and done and done[0][0].order < call.order:
                 yield call.node, "a gradient that is read inside of scale_loss"
 
 
@@ -86,16 +86,15 @@ def _is_unscaled(trace: Trace, call: Call, owner: Value) -> bool:
 )
 def grad_write(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A write to ``.grad`` of ``model.parameters()`` at O2 and O5, between block and step."""
-    for optimizer, window, step in steps_of(trace):
-        inits = [one for one in trace.initializations_of(optimizer, step) if one.is_at("O2", "O5")]
+    for step in steps_of(trace):
+        inits = trace.initializations_of(step.optimizer, step.call)
+        inits = [one for one in inits if one.is_at("O2", "O5")]
         models = {root(model) for one in inits for model in one.models}
-        blocks = [one for one in trace.blocks if one.call in window and one.steps(optimizer)]
-        for call in window if models and blocks else ():
-            if call.blocks or call.order < blocks[0].call.order:
-                continue
-            owner = _written(call)
-            if owner is not None and _is_of(owner, models):
-                yield call.node, "a write to .grad of model.parameters()"
+        for block in step.blocks(trace)[:1] if models else ():
+            for call in trace.calls[block.call.order : step.call.order]:
+                owner = None if call.blocks else _written(call)
+                if owner is not None and _is_of(owner, models):
+                    yield call.node, "a write to .grad of model.parameters()"
 
 
 def _written(call: Call) -> Value | None:

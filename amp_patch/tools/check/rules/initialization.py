@@ -95,11 +95,11 @@ def _is_parallel(model: Value) -> bool:
 )
 def initialize_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """The same optimizer, or a model that is in half then, in runs that make both calls."""
-    for first, second in itertools.combinations(_all(trace), 2):
+    ends = [call.order for call in trace.named("amp.deactivate")]
+    for first, second in _again(trace):
         if not (first.call.guards <= second.call.guards or second.call.guards <= first.call.guards):
             continue
-        between = trace.calls[first.call.order : second.call.order]
-        if any(call.name == "amp.deactivate" for call in between):
+        if any(first.call.order < end < second.call.order for end in ends):
             continue
         is_loop = first.call.node is second.call.node
         where = "in a loop" if is_loop else f"after that in line {line_of(first.call.node)}"
@@ -107,6 +107,16 @@ def initialize_twice(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             yield second.call.node, f"amp.initialize of the same optimizer {where}"
         elif first.is_at(*_HALF) and {*map(root, first.models)} & {*map(root, second.models)}:
             yield second.call.node, f"amp.initialize of a model in half {where}"
+
+
+def _again(trace: Trace) -> list[tuple[Initialization, Initialization]]:
+    """Return the pairs of calls that get the same optimizer or model, in order."""
+    calls: dict[Value, list[Initialization]] = {}
+    for one in _all(trace):
+        for value in {*map(root, one.optimizers), *map(root, one.models)}:
+            calls.setdefault(value, []).append(one)
+    pairs = (pair for each in calls.values() for pair in itertools.combinations(each, 2))
+    return sorted(dict.fromkeys(pairs), key=lambda pair: [one.call.order for one in pair])
 
 
 @rule(
@@ -164,14 +174,14 @@ def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 
     Without state a late move is right: torch moves the very parameters that the optimizer holds.
     """
-    moves: list[Call] = []
+    moved: set[Value] = set()
     for call in trace.named(".cuda", ".to"):
         if call.receiver is None or not _is_move(call):
             continue
         model = root(call.receiver)
-        earlier = any(root(one.receiver or model) is model for one in moves)
-        moves.append(call)
-        for one in () if earlier else trace.of_models(model, call):
+        inits = [] if model in moved else trace.of_models(model, call)
+        moved.add(model)
+        for one in inits:
             for optimizer in one.optimizers:
                 state = _state_before(trace, root(optimizer), call)
                 if state and model in owners_of(optimizer) and not _follows(one, call):
@@ -181,7 +191,7 @@ def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 def _state_before(trace: Trace, optimizer: Value, move: Call) -> int | None:
     """Return the line in which an optimizer has got state before a move; None if it has none."""
     made = optimizer.source
-    calls = trace.with_call(move, trace.named(".load_state_dict"))
+    calls = trace.with_call(move, ".load_state_dict")
     gave = [call for call in calls if call.receiver and root(call.receiver) is optimizer]
     gave += [made] if isinstance(optimizer, Made) and optimizer.dotted in _WITH_STATE else []
     return next((line_of(one.node) for one in gave if one and one.order < move.order), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from amp_patch.tools.check.guards import Guards
+from amp_patch.tools.check.guards import Guards, is_of_try
 from amp_patch.tools.check.trace import Call, Initialization, Trace, is_constant
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Made, Value, root
@@ -90,9 +90,9 @@ def _is_touched(trace: Trace, scaler: Call) -> bool:
 
 def _can_meet_amp(trace: Trace, use: Call) -> bool:
     """Return whether a run that comes to this use scales by amp, which is initialized then."""
-    if trace.blocks and not trace.with_call(use, (block.call for block in trace.blocks)):
+    if trace.blocks and not trace.scaled().with_call(use):
         return False
-    inits = trace.with_call(use, trace.named("amp.initialize", "amp.init"))
+    inits = trace.with_call(use, "amp.initialize", "amp.init")
     return not inits or any(init.run != use.run or _is_on(trace, init, use) for init in inits)
 
 
@@ -132,7 +132,7 @@ def _is_beside_amp(trace: Trace, call: Call) -> bool:
             return False
         guards |= when_true
     inits: list[Initialization | Call] = [*trace.initializations(call)]
-    uses = inits or trace.with_call(call, (block.call for block in trace.blocks))
+    uses = inits or trace.scaled().with_call(call)
     return any(_are_nested(guards, use.guards) for use in uses) and not is_constant(enabled, False)
 
 
@@ -144,4 +144,4 @@ def _are_nested(some: Guards, others: Guards) -> bool:
 
 def _chosen(guards: Guards) -> Guards:
     """Return guards without those of ``try``."""
-    return frozenset(g for g in guards if g.answer or not str(g.subject).startswith("?try"))
+    return frozenset(one for one in guards if one.answer or not is_of_try(one))

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.names import canonical
-from amp_patch.tools.check.trace import Call, Trace, is_module, is_optimizer
+from amp_patch.tools.check.trace import Call, Trace, is_module, is_optimizer, once
 from amp_patch.tools.check.values import Imported, Member, Value, flat, root
 
 from .registry import rule
@@ -30,20 +30,24 @@ def scaled_loss_read(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         inits = [one for o in block.optimizers() for one in trace.initializations_of(o, block.call)]
         if not any(one.scales for one in inits):
             continue
-        reads = list(_reads(trace, block.scaled))
-        if block.loss is None or any(_reads(trace, root(block.loss))):
+        reads = _reads(trace)
+        if block.loss is None or root(block.loss) in reads:
             continue
-        for call in reads:
+        for call in reads.get(block.scaled, ()):
             if not _is_asked(trace, call):
                 yield call.node, "the value of a scaled loss"
 
 
-def _reads(trace: Trace, loss: Value) -> Iterator[Call]:
+@once
+def _reads(trace: Trace) -> dict[Value, list[Call]]:
+    """Return the calls that read the number of each value."""
+    found: dict[Value, list[Call]] = {}
     for call in trace.named(*_READS, *_GIVEN):
         own = [] if call.receiver is None else [call.receiver]
         given = own if call.name in _READS else call.arguments.values()
-        if any(root(one) is loss for value in given for one in flat(value, call.guards)):
-            yield call
+        for one in {root(one) for value in given for one in flat(value, call.guards)}:
+            found.setdefault(one, []).append(call)
+    return found
 
 
 def _is_asked(trace: Trace, read: Call) -> bool:

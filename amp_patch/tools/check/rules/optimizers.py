@@ -13,10 +13,10 @@ from amp_patch.tools.check.trace import (
     is_part_of,
     owners_of,
 )
-from amp_patch.tools.check.values import Value, root
+from amp_patch.tools.check.values import Value, flat, root
 
 from .registry import line_of, rule
-from .steps import backwards, steps_of
+from .steps import blocks_of, plain_backwards, steps_of
 
 
 @rule(
@@ -28,13 +28,15 @@ from .steps import backwards, steps_of
 def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """An optimizer of the script that is stepped, or given to scale_loss."""
     seen: set[Value] = set()
-    uses = [(one, call) for one, _, call in steps_of(trace)]
+    uses = [(step.optimizer, step.call) for step in steps_of(trace)]
     uses += [(one, block.call) for block in trace.blocks for one in block.optimizers()]
     for optimizer, call in uses:
-        inits = trace.initializations(call)
-        if optimizer in seen or not inits or not is_optimizer(optimizer):
+        if optimizer in seen or not is_optimizer(optimizer):
             continue
-        is_out = not any(_may_hold(one, optimizer) for one in inits)
+        if trace.initializations_of(optimizer, call):
+            continue
+        inits = trace.initializations(call)
+        is_out = bool(inits) and not any(_may_hold(one, optimizer) for one in inits)
         if is_out and _meets_amp(trace, optimizer, call, inits):
             seen.add(optimizer)
             made = root(optimizer).source
@@ -54,10 +56,9 @@ def _meets_amp(trace: Trace, optimizer: Value, call: Call, inits: list[Initializ
     models = [model for one in inits for model in one.models]
     if any(is_part_of(owner, model) for owner in owners_of(optimizer) for model in models):
         return True
-    if any(block.steps(optimizer) for block in trace.blocks):
+    if blocks_of(trace, optimizer):
         return True
-    plain = [one for one, _ in backwards(trace) if not one.blocks]
-    return bool(trace.blocks) and not trace.with_call(call, plain)
+    return bool(trace.blocks) and not plain_backwards(trace).with_call(call)
 
 
 @rule(
@@ -69,12 +70,12 @@ def _meets_amp(trace: Trace, optimizer: Value, call: Call, inits: list[Initializ
 def optimizer_not_scaled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """An initialized optimizer, where there are blocks for others only."""
     for optimizer, _, step in steps_of(trace):
-        inits = [one for one in trace.initializations_of(optimizer, step) if one.scales]
-        blocks = [one for one in trace.blocks if one.call in trace.with_call(step, [one.call])]
-        plain = [one for one, _ in backwards(trace) if not one.blocks]
-        if not inits or not blocks or trace.with_call(step, plain):
+        if not any(one.scales for one in trace.initializations_of(optimizer, step)):
             continue
-        given = [other for block in blocks for other in block.optimizers()]
+        blocks = trace.scaled().with_call(step)
+        if not blocks or plain_backwards(trace).with_call(step):
+            continue
+        given = [root(one) for call in blocks for one in flat(call.arguments.get("optimizers", 1))]
         if not all(is_optimizer(other) for other in (*given, optimizer)):
             continue
         if not any(optimizer is other or optimizer in other.deps for other in given):
@@ -90,7 +91,7 @@ def scale_loss_without_initialize(trace: Trace) -> Iterator[tuple[ast.AST, str]]
     """Where the optimizer is made in the script, and nobody else gets it."""
     for block in trace.blocks:
         call = block.call
-        found = trace.with_call(call, trace.named("amp.initialize", "amp.init"))
+        found = trace.with_call(call, "amp.initialize", "amp.init")
         if any(one.order < call.order for one in found) or call.run != 0:
             continue
         optimizers = block.optimizers()
