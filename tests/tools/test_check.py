@@ -146,14 +146,6 @@ def test_what_is_no_python_is_one_line_and_the_rest_is_looked_at(
     assert second.startswith(f"{other}:7: opt-level")
 
 
-def test_a_notebook_is_refused_with_what_makes_a_script_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "train.ipynb"
-    path.write_text('{"cells": [], "metadata": {}}')
-    code, output = checked(str(path))
-    assert code == 2
-    assert f"call jupyter nbconvert --to script {path}" in output
-
-
 def test_a_missing_file_is_refused() -> None:
     code, output = checked("no.py")
     assert code == 2

@@ -161,7 +161,7 @@ class Calls(Expressions):
 
     def make_instance(self, cls: Class, arguments: Arguments) -> Value:
         """Return an object of a class of the script; its ``__init__`` is read."""
-        instance = Instance(cls, arguments.values())
+        instance = Instance(cls, arguments.values(), len(self.trace.calls))
         init = self._of_class(instance, "__init__")
         if isinstance(init, Function):
             self.call_function(init, arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .reader import Reader
-from .values import Arguments, Const, Imported, Items, Made, Partial, Table, Value
+from .values import Arguments, Const, Imported, Items, Made, Partial, Table, Value, flat
 
 _GROUPS = {"add_argument_group", "add_mutually_exclusive_group", "add_parser"}
 
@@ -94,6 +94,22 @@ def _getattr(reader: Reader, arguments: Arguments) -> Value | None:
     return None
 
 
+def _isinstance(reader: Reader, arguments: Arguments) -> Value | None:
+    """Tell what is known of lists, tuples and dicts that the script itself has made."""
+    if len(arguments.positional) != 2:
+        return None
+    value, of = arguments.positional
+    asked = {one.dotted for one in flat(of) if isinstance(one, Imported)}
+    if isinstance(value, Table):
+        return Const("builtins.dict" in asked) if asked else None
+    if not isinstance(value, Items):
+        return None
+    may_be = asked & {"builtins.list", "builtins.tuple", "builtins.set"}
+    if not may_be:
+        return Const(False) if asked else None
+    return Const(True) if {"builtins.list", "builtins.tuple"} <= may_be else None
+
+
 def _import_module(reader: Reader, arguments: Arguments) -> Value | None:
     name = arguments.get("name", 0)
     return Imported(name.value) if isinstance(name, Const) and name.value else None
@@ -117,6 +133,7 @@ RESULTS: dict[str, Callable[[Reader, Arguments], Value | None]] = {
     "builtins.zip": _zip,
     "builtins.dict": _dict,
     "builtins.getattr": _getattr,
+    "builtins.isinstance": _isinstance,
     "importlib.import_module": _import_module,
     "functools.partial": _partial,
     "itertools.chain": _chain,

@@ -8,7 +8,7 @@ from pathlib import Path
 from .contexts import Contexts
 from .guards import NO_GUARDS
 from .project import Project
-from .source import source_of
+from .source import Source
 from .values import Const, Imported, Module, Scope
 
 #: Imports inside of imports that are followed.
@@ -27,6 +27,10 @@ class Imports(Contexts):
         self._project = project
         self._modules: dict[Path, Module] = {}
         self._importing = 0
+
+    def source_of(self, node: ast.AST) -> Source | None:
+        """Return the file in which a node stands; None where no project is followed."""
+        return None if self._project is None else self._project.source_of(node)
 
     def _do_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -76,7 +80,7 @@ class Imports(Contexts):
             dotted: its name.
         """
         text = "." * level + dotted
-        importer = source_of(node)
+        importer = self.source_of(node)
         if self._project is None or importer is None or self._importing > DEEPEST_IMPORT:
             return Imported(text)
         path = self._project.find(importer.path, level, dotted)

@@ -31,6 +31,7 @@ class Project:
         self._sources: dict[Path, Source] = {}
         self._imports: dict[Path, set[Path]] = {}
         self._found: dict[tuple[Path, int, str], Path | None] = {}
+        self._by_node: dict[int, Source] = {}  # of trees that are kept, so ids stay
 
     def read(self, path: Path) -> Source:
         """Return a file of the project.
@@ -40,8 +41,13 @@ class Project:
         """
         path = path.resolve()
         if path not in self._sources:
-            self._sources[path] = read(self._names.get(path) or _shown(path))
+            source = self._sources[path] = read(self._names.get(path) or _shown(path))
+            self._by_node |= dict.fromkeys(map(id, ast.walk(source.tree)), source)
         return self._sources[path]
+
+    def source_of(self, node: ast.AST) -> Source | None:
+        """Return the file in which a node stands; None for a node that no file was read for."""
+        return self._by_node.get(id(node))
 
     def read_if_python(self, path: Path) -> Source | None:
         """Return a file that is imported; None where it is no Python."""

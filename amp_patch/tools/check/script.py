@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .project import Project
 from .rules import RULES
 from .rules.registry import line_of
-from .source import Source, Unreadable, read, source_of
+from .source import Source, Unreadable
 from .statements import Statements
 
 
@@ -32,14 +33,12 @@ class Finding:
     text: str
 
 
-def findings(path: Path, project: Project | None = None) -> list[Finding]:
+def findings(path: Path, project: Project) -> list[Finding]:
     """Return what the rules find in a script, and in what it uses of its project, by line.
 
     Raises:
         Unreadable: the file is not there, not text, or not Python.
     """
-    if project is None:
-        return _look(read(path), None)
     script = project.read(path)
     return _look(script, project if project.is_started(script) else None)
 
@@ -57,20 +56,25 @@ def _look(script: Source, project: Project | None) -> list[Finding]:
     if not (script.names_amp if project is None else project.uses_amp(script)):
         return []
     try:
-        trace = Statements(project).read(script.tree)
+        found = _found(script, project)
     except (ValueError, RecursionError, MemoryError) as error:
         raise Unreadable(f"{script.path}: {error}") from error
+    # what stands in the script itself comes first
+    return sorted(found, key=lambda one: (one.path != str(script.path), one))
+
+
+def _found(script: Source, project: Project | None) -> Iterable[Finding]:
+    trace = Statements(project).read(script.tree)
     found: dict[tuple[str, int, str], Finding] = {}
     for rule in RULES.values():
         for node, what in rule.look(trace):
-            source = source_of(node) or script
+            source = (project and project.source_of(node)) or script
             lines = range(line_of(node), _last_line(node) + 1)
             if not any(rule.name in source.silenced.get(line, ()) for line in lines):
                 key = (str(source.path), line_of(node), rule.name)
                 place = source.place(line_of(node))
                 found.setdefault(key, Finding(*key, place, f"{what}; {rule.mend}"))
-    # what stands in the script itself comes first
-    return sorted(found.values(), key=lambda one: (one.path != str(script.path), one))
+    return found.values()
 
 
 def _last_line(node: ast.AST) -> int:

@@ -29,8 +29,6 @@ class Unreadable(Exception):
 class Source:
     """The text of a file, as Python.
 
-    `source_of` returns it for each node of its tree.
-
     Args:
         text: of the script, or of all cells of code of a notebook.
         path: of the file.
@@ -49,8 +47,6 @@ class Source:
             raise Unreadable(f"{self.place(error.lineno or 1)}: {error.msg}") from error
         except (ValueError, RecursionError, MemoryError) as error:
             raise Unreadable(f"{path}: {error}") from error
-        for node in ast.walk(self.tree):
-            vars(node)["source"] = self
         self.names_amp = "apex" in text or "amp_patch" in text  # by whichever name, it is imported
         self.silenced = _silenced(text)
 
@@ -60,11 +56,6 @@ class Source:
             return f"{self.path}:{line}"
         cell = bisect.bisect(self._cells, line)
         return f"{self.path}:cell {cell}:{line - self._cells[cell - 1] + 1}"
-
-
-def source_of(node: ast.AST) -> Source | None:
-    """Return the file in which a node stands; None for a tree that was made otherwise."""
-    return getattr(node, "source", None)
 
 
 def read(path: Path) -> Source:

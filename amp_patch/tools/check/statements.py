@@ -13,7 +13,6 @@ from .guards import NO_GUARDS, Guards, Truth, contradict, of_try, opaque, togeth
 from .imports import Imports
 from .project import Project
 from .reader import MOST_ELEMENTS
-from .source import source_of
 from .trace import Trace
 from .truth import truth_of
 from .values import (
@@ -52,16 +51,16 @@ class Statements(Imports):
         self.read_body(tree.body)
         self.guards = NO_GUARDS
         # What others may call comes last, and only where they have not.
-        named = _names_in(tree)
+        main, named = self.source_of(tree), _names_in(tree)
         classes: dict[Class, int] = {}
         for cls, method in sorted(self._methods, key=lambda pair: _name_of(pair[1]) in named):
-            if source_of(method.node) is source_of(tree) and method.node not in self.read_functions:
+            if self.source_of(method.node) is main and method.node not in self.read_functions:
                 self._start(classes.setdefault(cls, len(classes) + 1))
                 self._read_method(cls, method)
         functions = sorted(self._defined, key=lambda function: _name_of(function) in named)
         for number, function in enumerate(functions, start=len(classes) + 1):
             node = function.node
-            if source_of(node) is source_of(tree) and node not in self.read_functions:
+            if self.source_of(node) is main and node not in self.read_functions:
                 self._start(number)
                 self.call_function(function, Arguments(is_open=True))
         return self.trace

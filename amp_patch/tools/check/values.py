@@ -119,11 +119,11 @@ class Class(Value):
 
 
 class Instance(Value):
-    """An object of a class of the script."""
+    """An object of a class of the script; ``order`` is that of the call that comes next."""
 
-    def __init__(self, cls: Class, parts: Iterable[Value] = ()) -> None:
+    def __init__(self, cls: Class, parts: Iterable[Value] = (), order: int = 0) -> None:
         super().__init__(parts=parts)
-        self.cls = cls
+        self.cls, self.order = cls, order
 
 
 class Made(Value):

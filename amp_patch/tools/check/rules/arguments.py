@@ -5,8 +5,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from amp_patch.tools.check.guards import Guards
 from amp_patch.tools.check.trace import Trace, is_module, is_optimizer
-from amp_patch.tools.check.values import Items, Made, Params, Table, Value, flat, root
+from amp_patch.tools.check.values import (
+    Items,
+    Made,
+    Params,
+    Table,
+    Value,
+    alternatives,
+    root,
+)
 
 from .registry import rule
 
@@ -46,9 +55,8 @@ def argument(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             (0, "models", "model") if is_initialize else (0, "loss", "loss"),
             (1, "optimizers", "optimizer"),
         ):
-            for one in flat(call.arguments.get(name, place), call.guards):
-                if what := _what(one, wanted):
-                    yield call.node, f"{call.name}() with {what} in the place of the {wanted}"
+            if what := _wrong(call.arguments.get(name, place), wanted, call.guards):
+                yield call.node, f"{call.name}() with {what} in the place of the {wanted}"
     yield from _of_other_calls(trace)
 
 
@@ -60,6 +68,18 @@ def _of_other_calls(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         given = call.arguments.get("optimizer", 0)
         if given is not None and (what := _what(given, "optimizer")):
             yield call.node, f"{call.name}() with {what} in the place of the optimizer"
+
+
+def _wrong(value: Value | None, wanted: str, guards: Guards) -> str:
+    """Return what is not wanted of a value, or of the list that it is; "" where it may be right."""
+    found = []
+    for _, one in alternatives(value, guards):
+        held = one.items if isinstance(one, Items) else []
+        found.append(
+            next(filter(None, (_wrong(item, wanted, guards) for item in held)), "")
+            or _what(one, wanted)
+        )
+    return found[0] if all(found) and found else ""
 
 
 def _what(value: Value, wanted: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 
 from amp_patch.tools.check import names
 from amp_patch.tools.check.trace import Call, Initialization, Trace, is_module, lies_in
-from amp_patch.tools.check.values import Cast, Made, Value, flat, root
+from amp_patch.tools.check.values import Cast, Instance, Made, Value, flat, root
 
 from .registry import rule
 
@@ -34,7 +35,7 @@ def replaced_layer(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         if owner is None or new is None or not _has_weights(new):
             continue
         for one in trace.initializations(call):
-            is_new = new.source is None or new.source.order > one.call.order
+            is_new = _order_of(new) > one.call.order
             is_inside = any(lies_in(owner, model) for model in one.models)
             is_late = one.call.order < call.order and is_new and is_inside
             if is_late and not (_is_served(new, one) and _is_stepped(trace, new)):
@@ -52,6 +53,14 @@ def _put(call: Call) -> tuple[Value | None, Value | None]:
     if call.name.startswith("=") and call.name != "=initialize":
         return call.receiver, given[0]
     return None, None
+
+
+def _order_of(new: Value) -> float:
+    """Return when a module was made; where that is not known, it is taken for new."""
+    made = root(new)
+    if isinstance(made, Instance):
+        return made.order
+    return math.inf if new.source is None else new.source.order
 
 
 def _has_weights(new: Value) -> bool:
