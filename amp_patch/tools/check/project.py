@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -86,8 +85,7 @@ class Project:
         for name in rest.split(".") if rest else ():
             package = None if found is None else _folder_of(found)
             found = None if package is None else _module(package, name)
-        is_no_module = found is not None and found.is_dir() and first in sys.stdlib_module_names
-        return None if is_no_module and not level else found
+        return found
 
     def is_started(self, script: Source) -> bool:
         """Return whether a script may be what is run, and not only what others import.
