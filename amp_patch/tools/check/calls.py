@@ -148,16 +148,21 @@ class Calls(Expressions):
         given = list(arguments.positional)
         if function.owner is not None:
             given.insert(0, function.owner)
-        values: dict[str, Value] = {**function.defaults, **dict(zip(names_, given, strict=False))}
+        defaults = function.defaults
+        if arguments.is_open:
+            defaults = {name: _option(default) for name, default in defaults.items()}
+        values: dict[str, Value] = {**defaults, **dict(zip(names_, given, strict=False))}
         known = {*names_, *(argument.arg for argument in spec.kwonlyargs)}
         values |= {name: one for name, one in arguments.keywords.items() if name in known}
         for name in known:
             self.scope.write(name, NO_GUARDS, values.get(name) or Value())
         if spec.vararg:
-            self.scope.write(spec.vararg.arg, NO_GUARDS, Items(given[len(names_) :]))
+            more = Value() if arguments.is_open else Items(given[len(names_) :])
+            self.scope.write(spec.vararg.arg, NO_GUARDS, more)
         if spec.kwarg:
             rest = {repr(k): v for k, v in arguments.keywords.items() if k not in known}
-            self.scope.write(spec.kwarg.arg, NO_GUARDS, Table(rest))
+            named = Value() if arguments.is_open else Table(rest)
+            self.scope.write(spec.kwarg.arg, NO_GUARDS, named)
 
     def make_instance(self, cls: Class, arguments: Arguments) -> Value:
         """Return an object of a class of the script; its ``__init__`` is read."""
@@ -261,6 +266,15 @@ class Calls(Expressions):
                 if isinstance(value, Imported) and value.dotted in names.DTYPES:
                     return names.DTYPES[value.dotted]
         return None
+
+
+def _option(default: Value) -> Value:
+    """Return what a parameter may be where a call is not seen: something else than its literal."""
+    if not isinstance(default, Const):
+        return default
+    option = Value()
+    option.default = default
+    return option
 
 
 def _is_autocast(decorator: Value) -> bool:

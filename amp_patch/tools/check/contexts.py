@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from . import names
 from .calls import Calls
-from .trace import Block
+from .trace import Block, enabled_of, is_constant
 from .values import Arguments, Choice, Const, Function, Made, Value
 
 
@@ -118,7 +118,6 @@ def _is_manager(function: Function) -> bool:
 def _region(name: str, value: Value) -> str:
     """Return the name of what a context manager does; casts may be off in it."""
     call = value.source
-    enabled = call.arguments.keywords.get("enabled") if call is not None else None
-    if name == "autocast" and isinstance(enabled, Const) and enabled.value is False:
+    if name == "autocast" and call is not None and is_constant(enabled_of(call), False):
         return "amp.disable_casts"
     return name

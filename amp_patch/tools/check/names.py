@@ -69,19 +69,24 @@ def canonical(dotted: str) -> str:
     return dotted
 
 
+def is_class(dotted: str) -> bool:
+    """Return whether a name is written as that of a class."""
+    return dotted.rpartition(".")[2][:1].isupper()
+
+
 def is_optimizer(dotted: str) -> bool:
     """Return whether a class is an optimizer's, by where it lies."""
     return (
         dotted.startswith(_OPTIMIZERS)
         and not dotted.startswith(_NO_OPTIMIZERS)
-        and dotted.rpartition(".")[2][:1].isupper()
+        and is_class(dotted)
     )
 
 
 def is_module(dotted: str) -> bool:
     """Return whether calling this makes a module, by its name."""
     last = dotted.rpartition(".")[2]
-    in_torch = dotted.startswith(("torch.nn.", "apex.normalization.")) and last[:1].isupper()
+    in_torch = dotted.startswith(("torch.nn.", "apex.normalization.")) and is_class(dotted)
     return (in_torch and last not in ("Parameter", "Buffer")) or dotted.startswith(
         "torchvision.models."
     )

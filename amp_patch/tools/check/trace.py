@@ -17,6 +17,14 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+_PLACES_OF_ENABLED = {
+    ("autocast", True): 0,
+    ("autocast", False): 2,
+    ("GradScaler", True): 4,
+    ("GradScaler", False): 5,
+}
+
+
 def once(
     ask: Callable[Concatenate[Trace, P], T],
 ) -> Callable[Concatenate[Trace, P], T]:
@@ -253,6 +261,14 @@ class Initialization:
         if scale is not None and not is_constant(scale, None):
             return not is_constant(scale, 1.0)
         return not self.levels or self.is_at("O1", "O2")
+
+
+def enabled_of(call: Call) -> Value | None:
+    """Return what switches an autocast on, or a GradScaler; None where nothing is said."""
+    dotted = call.result.dotted if isinstance(call.result, Made) else ""
+    is_of_device = dotted.startswith(("torch.cuda.", "torch.cpu."))  # others are told the device
+    place = _PLACES_OF_ENABLED[call.name, is_of_device]
+    return call.arguments.get("enabled", place)
 
 
 def is_constant(value: Value | None, wanted: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import names
 from .guards import NO_GUARDS, Guards, Truth, opaque
 from .values import (
     Choice,
@@ -29,7 +30,7 @@ def truth_of(value: Value, guards: Guards) -> Truth:
         return (NO_GUARDS, None) if value.value else (None, NO_GUARDS)
     if isinstance(value, Items):
         return (NO_GUARDS, None) if value.items else opaque(value.key)
-    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper):
+    if _is_object(value):
         return NO_GUARDS, None
     return opaque(value.key)
 
@@ -45,11 +46,21 @@ def _truth_of_choice(value: Choice, guards: Guards) -> Truth:
     return one_of(true, unclear[0]), one_of(false, unclear[1])
 
 
+def _is_object(value: Value) -> bool:
+    """Return whether a value certainly is an object that is true and equals no literal.
+
+    What a function returns may be a number, a text or None: `os.environ.get`, `numpy.isnan`.
+    """
+    if isinstance(value, Made):
+        return names.is_class(value.dotted) or names.is_module(value.dotted)
+    return isinstance(value, Function | Class | Instance | Params | Wrapper)
+
+
 def equality(value: Value, constant: Const) -> Truth:
     """Return when a value equals a literal and when not."""
     if isinstance(value, Const):
         return (NO_GUARDS, None) if value.value == constant.value else (None, NO_GUARDS)
-    if isinstance(value, Function | Class | Instance | Made | Params | Wrapper | Items | Table):
+    if _is_object(value) or isinstance(value, Items | Table):
         return None, NO_GUARDS
     return opaque(value.key, constant.key)
 

@@ -7,7 +7,7 @@ import bisect
 import math
 from collections.abc import Iterator
 
-from amp_patch.tools.check.guards import Guards, contradict, is_of_try
+from amp_patch.tools.check.guards import contradict, is_of_try
 from amp_patch.tools.check.trace import Block, Call, Trace, is_optimizer, once, owners_of
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Const, Value, alternatives, flat, root
@@ -19,6 +19,7 @@ from .steps import (
     backwards,
     backwards_in,
     gradient_of,
+    is_without_amp,
     order_of,
     steps_of,
     turns_after,
@@ -167,18 +168,13 @@ def _adds_to(trace: Trace, call: Call, value: Value, step: Step) -> bool:
 
 def _is_meant_for_amp(trace: Trace, call: Call, value: Value) -> bool:
     """Return False in the branch for runs without amp, and for what others scale."""
-    if any(contradict(guards, call.guards) for guards in _guards_of_blocks(trace)):
+    if is_without_amp(trace, call):
         return False
     if any(
         one.source and one.source.name in (".scale", ".scale_loss") for one in (value, *value.deps)
     ):
         return False
     return not _scaled_into(trace, value)
-
-
-@once
-def _guards_of_blocks(trace: Trace) -> list[Guards]:
-    return list(dict.fromkeys(block.call.guards for block in trace.blocks))
 
 
 @rule(

@@ -111,8 +111,8 @@ def half_range(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     functions = [f"torch.{name}" for name in _OVERFLOW]
     functions += [f"torch.nn.functional.{name}" for name in ("softmax", "log_softmax", *_LOSSES)]
     for call in trace.named(*functions, *(f".{name}" for name in _OVERFLOW)):
-        tensor = call.receiver or call.arguments.get("input", 0)
-        if isinstance(tensor, Cast) and _is_half(tensor) and trace.uses_amp(call):
+        tensors = list(flat(call.receiver or call.arguments.get("input", 0), call.guards))
+        if tensors and all(map(_is_half, tensors)) and trace.uses_amp(call):
             yield call.node, f"{call.name.rpartition('.')[2]} of a tensor in half"
     for block in trace.blocks:
         if block.loss is not None and _is_half(block.loss):

@@ -11,6 +11,7 @@ from amp_patch.tools.check.trace import (
     Initialization,
     Trace,
     is_module,
+    is_optimizer,
     is_part_of,
     owners_of,
 )
@@ -23,6 +24,8 @@ from .registry import line_of, rule
 _HALF = ("O2", "O3", "O5")
 #: Half of the smallest number above 0 of float16: less is rounded to 0.
 _ZERO_IN_HALF = 2.0**-25
+#: What initialize returns again, in this order.
+_GIVEN = ("models", "optimizers")
 #: They make state for their parameters at once; others do in the first step.
 _WITH_STATE = {"torch.optim.Adagrad"}
 #: The optimizers of torch that divide by a root plus eps: where eps stands, and what it is else.
@@ -126,7 +129,7 @@ def _again(trace: Trace) -> list[tuple[Initialization, Initialization]]:
     "model = amp.initialize(model) where no optimizer is given",
 )
 def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
-    """A pair that is used as a model or is more than two, and a model that is unpacked."""
+    """A pair that is used as a model, more than two or swapped; a model that is unpacked."""
     for call in trace.named("=initialize"):
         one = Initialization(call)
         parts = call.arguments.keywords["="]
@@ -136,11 +139,33 @@ def unpacking(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             yield call.node, "amp.initialize without an optimizer, which returns the model only"
         elif count > 2 and one.optimizers:
             yield call.node, "amp.initialize with an optimizer, which returns a pair"
+        elif _is_permuted(trace, call) and not any(map(is_optimizer, one.models)):
+            yield call.node, "the result of amp.initialize in another order than what it gets"
     pairs = {one.call.result: one for one in _all(trace) if one.optimizers}
     for call in trace.calls:
         if isinstance(call.receiver, Items) and call.receiver in pairs:
             node = pairs[call.receiver].call.node
             yield node, "amp.initialize with an optimizer, which returns a pair"
+
+
+def _is_permuted(trace: Trace, unpacking: Call) -> bool:
+    """Return whether the very names that a call is given stand left of it in another order."""
+    call = trace.calls[unpacking.order - 1].node
+    if not isinstance(call, ast.Call):
+        return False
+    keywords = {one.arg: one.value for one in call.keywords}
+    given = [*call.args[:2], *(keywords[name] for name in _GIVEN if name in keywords)]
+    before, after = list(_names(ast.Tuple(given))), list(_names(unpacking.node))
+    return before != after and sorted(before) == sorted(after)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield what stands in a tuple or list, in order."""
+    if isinstance(node, ast.Tuple | ast.List):
+        for one in node.elts:
+            yield from _names(one)
+    else:
+        yield ast.unparse(node)
 
 
 @rule(

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.guards import Guards, is_of_try
-from amp_patch.tools.check.trace import Call, Initialization, Trace, is_constant
+from amp_patch.tools.check.trace import Call, Initialization, Trace, enabled_of, is_constant
 from amp_patch.tools.check.truth import truth_of
 from amp_patch.tools.check.values import Made, Value, root
 
@@ -47,7 +47,7 @@ def grad_scaler(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 def autocast(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """An autocast that is not for switching casts off, nor on where they are on."""
     for call in trace.named("autocast"):
-        enabled = call.arguments.keywords.get("enabled")
+        enabled = enabled_of(call)
         if enabled is not None and _tells_of_casts(enabled):
             continue
         if _is_beside_amp(trace, call) and _is_entered_beside_amp(trace, call):
@@ -125,14 +125,14 @@ def _is_known(source: Call) -> bool:
 def _is_beside_amp(trace: Trace, call: Call) -> bool:
     """Return whether runs that come to a call use amp too, and not only may."""
     guards = call.guards
-    enabled = call.arguments.keywords.get("enabled")
+    enabled = enabled_of(call) if call.name in ("autocast", "GradScaler") else None
     if enabled is not None:
         when_true, _ = truth_of(enabled, guards)
         if when_true is None:
             return False
         guards |= when_true
-    inits: list[Initialization | Call] = [*trace.initializations(call)]
-    uses = inits or trace.scaled().with_call(call)
+    uses: list[Initialization | Call] = [*trace.initializations(call)]
+    uses += trace.scaled().with_call(call)
     return any(_are_nested(guards, use.guards) for use in uses) and not is_constant(enabled, False)
 
 

@@ -45,9 +45,15 @@ def _reads(trace: Trace) -> dict[Value, list[Call]]:
     for call in trace.named(*_READS, *_GIVEN):
         own = [] if call.receiver is None else [call.receiver]
         given = own if call.name in _READS else call.arguments.values()
-        for one in {root(one) for value in given for one in flat(value, call.guards)}:
+        for one in {_tensor(one) for value in given for one in flat(value, call.guards)}:
             found.setdefault(one, []).append(call)
     return found
+
+
+def _tensor(value: Value) -> Value:
+    """Return the tensor whose ``.data`` a value is, or itself."""
+    value = root(value)
+    return root(value.owner) if isinstance(value, Member) and value.name == "data" else value
 
 
 def _is_asked(trace: Trace, read: Call) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from amp_patch.tools.check.guards import contradict
 from amp_patch.tools.check.trace import (
     Call,
     Initialization,
@@ -69,17 +70,29 @@ def _meets_amp(trace: Trace, optimizer: Value, call: Call, inits: list[Initializ
 )
 def optimizer_not_scaled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """An initialized optimizer, where there are blocks for others only."""
-    for optimizer, _, step in steps_of(trace):
-        if not any(one.scales for one in trace.initializations_of(optimizer, step)):
+    for step in steps_of(trace):
+        optimizer, call = step.optimizer, step.call
+        own = [one.call for one in step.blocks(trace)]
+        inits = trace.initializations_of(optimizer, call)
+        if not any(one.scales for one in inits) or any(_can_meet(one, call) for one in own):
             continue
-        blocks = trace.scaled().with_call(step)
-        if not blocks or plain_backwards(trace).with_call(step):
+        blocks = trace.scaled().with_call(call)
+        if not blocks or plain_backwards(trace).with_call(call):
             continue
-        given = [root(one) for call in blocks for one in flat(call.arguments.get("optimizers", 1))]
-        if not all(is_optimizer(other) for other in (*given, optimizer)):
+        given = [root(one) for it in blocks for one in flat(it.arguments.get("optimizers", 1))]
+        if not given or not all(_is_known(trace, one, call) for one in (*given, optimizer)):
             continue
         if not any(optimizer is other or optimizer in other.deps for other in given):
-            yield step.node, "the step of an optimizer that scale_loss never gets"
+            yield call.node, "the step of an optimizer that scale_loss never gets"
+
+
+def _can_meet(block: Call, step: Call) -> bool:
+    return not contradict(block.guards, step.guards)
+
+
+def _is_known(trace: Trace, optimizer: Value, call: Call) -> bool:
+    """Return whether a value is one optimizer for sure: the script makes it or initializes it."""
+    return is_optimizer(optimizer) or bool(trace.initializations_of(optimizer, call))
 
 
 @rule(

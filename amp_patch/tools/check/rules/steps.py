@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from amp_patch.tools.check.guards import contradict
+from amp_patch.tools.check.guards import Guards, contradict
 from amp_patch.tools.check.trace import (
     Block,
     Call,
@@ -76,8 +76,19 @@ def backwards_in(trace: Trace, block: Block) -> list[tuple[Call, Value]]:
 
 @once
 def plain_backwards(trace: Trace) -> Group:
-    """Return the backwards that are in no block."""
-    return Group(call for call, _ in backwards(trace) if not call.blocks)
+    """Return the backwards that are in no block, nor in the branch for runs without any."""
+    plain = (call for call, _ in backwards(trace) if not call.blocks)
+    return Group(call for call in plain if not is_without_amp(trace, call))
+
+
+def is_without_amp(trace: Trace, call: Call) -> bool:
+    """Return whether a call is in a branch that another one with a block excludes."""
+    return any(contradict(guards, call.guards) for guards in _guards_of_blocks(trace))
+
+
+@once
+def _guards_of_blocks(trace: Trace) -> list[Guards]:
+    return list(dict.fromkeys(block.call.guards for block in trace.blocks))
 
 
 @once
