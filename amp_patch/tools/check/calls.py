@@ -8,6 +8,7 @@ from . import names
 from .expressions import Expressions
 from .functions import RESULTS, of_container, of_parser
 from .guards import NO_GUARDS, Guards
+from .truth import equality
 from .values import (
     Arguments,
     Cast,
@@ -216,7 +217,7 @@ class Calls(Expressions):
         if name == "amp.initialize":
             models = arguments.get("models", 0) or Const(None)
             optimizers = arguments.get("optimizers", 1)
-            return models if optimizers is None else Items([models, optimizers])
+            return models if optimizers is None else self._pair(models, optimizers)
         if name in _SAME and arguments.positional:
             return first
         if name in _WRAPPERS:
@@ -226,6 +227,15 @@ class Calls(Expressions):
         if names.is_optimizer(dotted) or names.is_module(dotted) or name == "GradScaler":
             key = ""  # two of these are two objects
         return Made(dotted, key, arguments.values())
+
+    def _pair(self, models: Value, optimizers: Value) -> Value:
+        """Return what ``initialize`` returns; of an optimizer that may be None, either of both."""
+        pair = Items([models, optimizers])
+        if not (isinstance(optimizers.default, Const) and optimizers.default.value is None):
+            return pair
+        is_none, is_given = equality(optimizers, Const(None))
+        either = ((is_given, pair), (is_none, models))
+        return Choice([(guards, one) for guards, one in either if guards is not None])
 
     # --- methods of what is not the script's own ---
 

@@ -72,6 +72,16 @@ class Contexts(Calls):
             given = self.open(arguments.positional[0])
             self._stacks[owner] += self.blocks[opened:]
             return given
+        if name == "__enter__":
+            opened = len(self.blocks)
+            given = self.open(owner)
+            self._stacks[owner] = list(self.blocks[opened:])
+            return given
+        if name == "__exit__":
+            left = self._stacks.pop(owner, [])
+            for block in left:
+                block.end = len(self.trace.calls)
+            self.blocks = tuple(block for block in self.blocks if block not in left)
         return super()._call_method(owner, name, arguments, node)
 
     def _enter_function(

@@ -57,8 +57,8 @@ def _meets_amp(trace: Trace, optimizer: Value, call: Call, inits: list[Initializ
     models = [model for one in inits for model in one.models]
     if any(is_part_of(owner, model) for owner in owners_of(optimizer) for model in models):
         return True
-    if blocks_of(trace, optimizer):
-        return True
+    if own := blocks_of(trace, optimizer):
+        return any(_can_meet(one.call, call) for one in own)
     return bool(trace.blocks) and not plain_backwards(trace).with_call(call)
 
 
