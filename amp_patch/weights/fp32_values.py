@@ -9,6 +9,7 @@ A half buffer has a value as well, where half precision cannot hold it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, MutableMapping, Sequence
 from itertools import chain, count
 from typing import Any
@@ -272,6 +273,8 @@ class FP32Values:
 
     def write_state(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Put the values of what was converted in ``module`` itself into a state dict."""
+        if _is_exporting():
+            return
         self.handed_out.take_over([module])
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             if tensor is None or prefix + name not in state:
@@ -319,6 +322,12 @@ class FP32Values:
             entry.value.copy_(new)
             entry.note_equal()
             self.loads += 1
+
+
+def _is_exporting() -> bool:
+    """Return whether ONNX's exporter by tracing asks for a state: for the traced parameters."""
+    onnx = sys.modules.get("torch.onnx")  # an import that a script without it need not wait for
+    return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
 def _fits(value: Tensor, param: Tensor) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
+from types import ModuleType
 
 import pytest
 import torch
@@ -141,6 +144,22 @@ def test_a_state_dict_is_written_and_read_in_fp32(numbers: list[float]) -> None:
     state = {"a.weight": module.weight.detach()}
     values.write_state(module, state, "a.")
     assert torch.equal(state["a.weight"], value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the exporter
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_onnx_finds_the_parameters_that_it_traces(amp: ModuleType, level: str) -> None:
+    """The exporter by tracing looks parameters up in a state dict, and stops at other tensors."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    states: list[list[Tensor]] = []
+    model.register_state_dict_post_hook(lambda *hooked: states.append(list(hooked[1].values())))
+    with contextlib.suppress(torch.onnx.errors.OnnxExporterError):  # onnx is not installed
+        torch.onnx.export(model, (torch.ones(2, 4),), io.BytesIO(), dynamo=False)
+    params = {param.data_ptr() for param in model.parameters()}
+    assert states
+    assert all(params <= {value.data_ptr() for value in state} for state in states)
+    assert all(value.dtype is torch.float32 for value in model.state_dict().values())
 
 
 def test_a_master_lives_in_the_memory_of_the_value_and_has_its_gradient() -> None:
