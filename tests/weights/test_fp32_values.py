@@ -159,7 +159,7 @@ def test_onnx_finds_the_parameters_that_it_traces(amp: ModuleType, level: str) -
     params = {param.data_ptr() for param in model.parameters()}
     assert states
     assert all(params <= {value.data_ptr() for value in state} for state in states)
-    assert all(value.dtype is torch.float32 for value in model.state_dict().values())
+    assert model.state_dict()["0.weight"].dtype is torch.float32
 
 
 def test_a_master_lives_in_the_memory_of_the_value_and_has_its_gradient() -> None:
