@@ -197,12 +197,7 @@ class Statements(Contexts):
     # --- branches ---
 
     def _do_If(self, node: ast.If) -> bool:
-        asked = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
-        if isinstance(asked, ast.Attribute | ast.Name):
-            value = self.evaluate(asked)
-            if isinstance(value, Imported):  # a function, which is always true
-                self.note("not called", asked, Arguments([value]))
-        truth = truth_of(self.evaluate(node.test), self.guards)
+        truth = truth_of(self.asked(node.test), self.guards)
         return self._branches([(truth[0], node.body), (truth[1], node.orelse)])
 
     def _branches(self, branches: list[tuple[Guards | None, list[ast.stmt]]]) -> bool:
@@ -283,7 +278,7 @@ class Statements(Contexts):
 
     def _while(self, test: ast.expr) -> Iterator[Guards]:
         for _ in range(2):
-            when_true, _never = truth_of(self.evaluate(test), self.guards)
+            when_true, _never = truth_of(self.asked(test), self.guards)
             if when_true is None:
                 return
             yield when_true
