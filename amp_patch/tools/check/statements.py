@@ -117,8 +117,10 @@ class Statements(Contexts):
                 cls.attrs.write(name, NO_GUARDS, value)
         own = [one for one in self._defined[defined:] if one.scope is inner]
         self._defined[defined:] = []
+        around = Scope(outer)
+        around.write("__class__", NO_GUARDS, cls)  # as Python has it, for super()
         for method in own:
-            method.scope = outer
+            method.scope = around
             self._methods.append((cls, method))
             if _name_of(method) == "backward" and any(map(_is_autograd, cls.ancestry())):
                 self.note("def backward", method.node, Arguments())

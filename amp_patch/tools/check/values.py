@@ -104,10 +104,7 @@ class Class(Value):
         """Yield the class and its bases, those of the script and those that it imports."""
         yield self
         for base in self.bases if depth else ():
-            if isinstance(base, Class):
-                yield from base.ancestry(depth - 1)
-            else:
-                yield base
+            yield from base.ancestry(depth - 1) if isinstance(base, Class) else [base]
 
 
 class Instance(Value):
@@ -116,6 +113,14 @@ class Instance(Value):
     def __init__(self, cls: Class, parts: Iterable[Value] = ()) -> None:
         super().__init__(parts=parts)
         self.cls = cls
+
+
+class Super(Value):
+    """``super()`` in a method of a class of the script: the object, with what its bases define."""
+
+    def __init__(self, owner: Instance, bases: Sequence[Value]) -> None:
+        super().__init__(parts=[owner])
+        self.owner, self.bases = owner, bases
 
 
 class Made(Value):
