@@ -24,6 +24,7 @@ from .values import (
     Params,
     Partial,
     Scope,
+    Super,
     Table,
     Value,
     Wrapper,
@@ -149,6 +150,7 @@ class Calls(Expressions):
         given = list(arguments.positional)
         if function.owner is not None:
             given.insert(0, function.owner)
+            self.scope.write("(self)", NO_GUARDS, function.owner)
         defaults = function.defaults
         if arguments.is_open:
             defaults = {name: _option(default) for name, default in defaults.items()}
@@ -199,6 +201,8 @@ class Calls(Expressions):
     # --- what it imports ---
 
     def _call_imported(self, dotted: str, arguments: Arguments, node: ast.AST) -> Value:
+        if dotted == "builtins.super":
+            return self._super(arguments)
         name = names.canonical(dotted)
         simple = RESULTS.get(name)
         if simple is not None:
@@ -211,6 +215,14 @@ class Calls(Expressions):
         if not isinstance(call.result, Items) and call.result.source is None:
             call.result.source = call
         return call.result
+
+    def _super(self, arguments: Arguments) -> Value:
+        """Return what ``super()`` gives in a method, or ``super(Class, self)``."""
+        cls, owner = (self.scope.read(name, self.guards) for name in ("__class__", "(self)"))
+        cls = arguments.get("type", 0) or cls
+        if isinstance(cls, Class) and isinstance(owner, Instance):
+            return Super(owner, cls.bases)
+        return Value(parts=[owner])
 
     def _returned_by(self, name: str, dotted: str, arguments: Arguments) -> Value:
         first = arguments.positional[0] if arguments.positional else Const(None)

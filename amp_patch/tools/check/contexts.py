@@ -8,7 +8,7 @@ from collections.abc import Callable
 from . import names
 from .calls import Calls
 from .trace import Block, enabled_of, is_constant
-from .values import Arguments, Choice, Const, Function, Made, Value
+from .values import Arguments, Choice, Const, Function, Instance, Made, Value
 
 
 class Contexts(Calls):
@@ -39,15 +39,26 @@ class Contexts(Calls):
         if first.optional_vars is not None:
             self.assign(first.optional_vars, given)
         ended = self._enter(others, body)
-        for block in (*self.blocks[len(blocks) :], *self._stacks.pop(value, ())):
-            block.end = len(self.trace.calls)
+        if isinstance(value, Instance):
+            nothing_raised = Arguments([Const(None), Const(None), Const(None)])
+            self.call(self.attribute(value, "__exit__"), nothing_raised, first.context_expr)
+        self._end(*self.blocks[len(blocks) :], *self._stacks.pop(value, ()))
         self.blocks, self.regions = blocks, regions
         return ended
+
+    def _end(self, *blocks: Block) -> None:
+        for block in blocks:
+            block.end = len(self.trace.calls)
 
     def open(self, value: Value) -> Value:
         """Enter a context manager; return what it gives."""
         if isinstance(value, Choice):
             return self.for_each(value, self.open)
+        if isinstance(value, Instance):
+            enter = self.attribute(value, "__enter__")
+            return (
+                self.call(enter, Arguments(), enter.node) if isinstance(enter, Function) else value
+            )
         dotted = value.dotted if isinstance(value, Made) else ""
         name = names.canonical(dotted)
         if name == "amp.scale_loss" and isinstance(value, Made) and value.source is not None:
@@ -72,16 +83,16 @@ class Contexts(Calls):
             given = self.open(arguments.positional[0])
             self._stacks[owner] += self.blocks[opened:]
             return given
-        if name == "__enter__":
+        if name == "__enter__" and isinstance(owner, Made):  # by the manager of the script's own
             opened = len(self.blocks)
             given = self.open(owner)
-            self._stacks[owner] = list(self.blocks[opened:])
+            self._stacks[owner] = [*self.blocks[opened:]]
             return given
-        if name == "__exit__":
-            left = self._stacks.pop(owner, [])
-            for block in left:
-                block.end = len(self.trace.calls)
-            self.blocks = tuple(block for block in self.blocks if block not in left)
+        if name == "__exit__" and owner in self._stacks:
+            closed = self._stacks.pop(owner)
+            self._end(*closed)
+            self.blocks = tuple(one for one in self.blocks if one not in closed)
+            return Const(None)
         return super()._call_method(owner, name, arguments, node)
 
     def _enter_function(

@@ -16,6 +16,7 @@ from .values import (
     Choice,
     Const,
     Function,
+    Imported,
     Items,
     Table,
     Value,
@@ -47,6 +48,13 @@ class Expressions(Reader):
         return Value(
             parts=[self.evaluate(child) for child in children if isinstance(child, ast.expr)]
         )
+
+    def asked(self, node: ast.expr) -> Value:
+        """Return what is asked whether it is true, and note a function, which always is."""
+        value = self.evaluate(node)
+        if isinstance(value, Imported) and isinstance(node, ast.Attribute | ast.Name):
+            self.note("not called", node, Arguments([value]))
+        return value
 
     # --- one method for each kind of expression that is understood ---
 
@@ -116,7 +124,7 @@ class Expressions(Reader):
         return Value(":".join(part.key for part in parts), parts)
 
     def _read_IfExp(self, node: ast.IfExp) -> Value:
-        when_true, when_false = truth_of(self.evaluate(node.test), self.guards)
+        when_true, when_false = truth_of(self.asked(node.test), self.guards)
         found = [
             (condition, self.under(condition, functools.partial(self.evaluate, one)))
             for condition, one in ((when_true, node.body), (when_false, node.orelse))
@@ -131,7 +139,7 @@ class Expressions(Reader):
         for operand in node.values:
             if together is None:
                 break
-            value = self.under(together, lambda one=operand: self.evaluate(one))  # type: ignore[misc]
+            value = self.under(together, lambda one=operand: self.asked(one))  # type: ignore[misc]
             values.append(value)
             goes_on = truth_of(value, self.guards | together)[0 if is_and else 1]
             together = None if goes_on is None else together | goes_on
@@ -148,8 +156,9 @@ class Expressions(Reader):
         return result
 
     def _read_UnaryOp(self, node: ast.UnaryOp) -> Value:
-        value = self.evaluate(node.operand)
-        if isinstance(node.op, ast.Not):
+        is_not = isinstance(node.op, ast.Not)
+        value = self.asked(node.operand) if is_not else self.evaluate(node.operand)
+        if is_not:
             when_true, when_false = truth_of(value, self.guards)
             result = Value(f"(not {value.key})", [value])
             result.truth = when_false, when_true

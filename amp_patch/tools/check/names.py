@@ -47,6 +47,11 @@ CASTING_METHODS = {
     "float": "float32",
     "double": "float64",
 }
+#: Classes that are not written as such, and what returns an object of a class for sure.
+_OBJECTS = {
+    *("amp.scale_loss", "autocast", "contextlib.nullcontext", "contextlib.suppress"),
+    *("torch.device", "torch.no_grad", "torch.enable_grad"),
+}
 HALVES = ("float16", "bfloat16")
 
 
@@ -72,6 +77,11 @@ def canonical(dotted: str) -> str:
 def is_class(dotted: str) -> bool:
     """Return whether a name is written as that of a class."""
     return dotted.rpartition(".")[2][:1].isupper()
+
+
+def makes_object(dotted: str) -> bool:
+    """Return whether what a call of this returns certainly is no number, text or None."""
+    return is_class(dotted) or is_module(dotted) or canonical(dotted) in _OBJECTS
 
 
 def is_optimizer(dotted: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .guards import NO_GUARDS, Guards, contradict
 from .trace import Block, Call, Trace
@@ -20,6 +20,7 @@ from .values import (
     Member,
     Module,
     Scope,
+    Super,
     Table,
     Value,
     Wrapper,
@@ -115,16 +116,25 @@ class Reader:
             return owner.base
         if isinstance(owner, Cast) and isinstance(root(owner), Instance):
             return self._attribute(owner.base, name)
-        if isinstance(owner, Instance):
-            found = self._of_class(owner, name)
-            if found is not None:
-                return found
+        found = self._by_class(owner, name)
+        if found is not None:
+            return found
         member = Member(owner, name)
         owner.attrs.write(name, NO_GUARDS, member)
         return member
 
+    def _by_class(self, owner: Value, name: str) -> Value | None:
+        """Return what the class of an object, or its bases for ``super()``, have by a name."""
+        if isinstance(owner, Super):
+            classes = [one for base in owner.bases for one in _ancestry(base)]
+            return self._of_classes(owner.owner, classes, name)
+        return self._of_class(owner, name) if isinstance(owner, Instance) else None
+
     def _of_class(self, owner: Instance, name: str) -> Value | None:
-        for base in owner.cls.ancestry():
+        return self._of_classes(owner, owner.cls.ancestry(), name)
+
+    def _of_classes(self, owner: Instance, classes: Iterable[Value], name: str) -> Value | None:
+        for base in classes:
             found = base.attrs.read(name, self.guards) if isinstance(base, Class) else None
             if isinstance(found, Function):
                 method = found.bound_to(owner)
@@ -203,6 +213,10 @@ class Reader:
                 self.assign(target, items[number])
             else:
                 self.assign(target, self.item(value, Const(number)) if not starred else value)
+
+
+def _ancestry(base: Value) -> Iterable[Value]:
+    return base.ancestry() if isinstance(base, Class) else [base]
 
 
 def _is_literal(text: str) -> bool:

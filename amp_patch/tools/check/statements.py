@@ -123,8 +123,10 @@ class Statements(Imports):
                 cls.attrs.write(name, NO_GUARDS, value)
         own = [one for one in self._defined[defined:] if one.scope is inner]
         self._defined[defined:] = []
+        around = Scope(outer)
+        around.write("__class__", NO_GUARDS, cls)  # as Python has it, for super()
         for method in own:
-            method.scope = outer
+            method.scope = around
             self._methods.append((cls, method))
             if _name_of(method) == "backward" and any(map(_is_autograd, cls.ancestry())):
                 self.note("def backward", method.node, Arguments())
@@ -187,12 +189,7 @@ class Statements(Imports):
     # --- branches ---
 
     def _do_If(self, node: ast.If) -> bool:
-        asked = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
-        if isinstance(asked, ast.Attribute | ast.Name):
-            value = self.evaluate(asked)
-            if isinstance(value, Imported):  # a function, which is always true
-                self.note("not called", asked, Arguments([value]))
-        truth = truth_of(self.evaluate(node.test), self.guards)
+        truth = truth_of(self.asked(node.test), self.guards)
         return self._branches([(truth[0], node.body), (truth[1], node.orelse)])
 
     def _branches(self, branches: list[tuple[Guards | None, list[ast.stmt]]]) -> bool:
@@ -273,7 +270,7 @@ class Statements(Imports):
 
     def _while(self, test: ast.expr) -> Iterator[Guards]:
         for _ in range(2):
-            when_true, _never = truth_of(self.evaluate(test), self.guards)
+            when_true, _never = truth_of(self.asked(test), self.guards)
             if when_true is None:
                 return
             yield when_true

@@ -52,7 +52,7 @@ def _is_object(value: Value) -> bool:
     What a function returns may be a number, a text or None: `os.environ.get`, `numpy.isnan`.
     """
     if isinstance(value, Made):
-        return names.is_class(value.dotted) or names.is_module(value.dotted)
+        return names.makes_object(value.dotted)
     return isinstance(value, Function | Class | Instance | Params | Wrapper)
 
 

@@ -112,10 +112,7 @@ class Class(Value):
         """Yield the class and its bases, those of the script and those that it imports."""
         yield self
         for base in self.bases if depth else ():
-            if isinstance(base, Class):
-                yield from base.ancestry(depth - 1)
-            else:
-                yield base
+            yield from base.ancestry(depth - 1) if isinstance(base, Class) else [base]
 
 
 class Instance(Value):
@@ -124,6 +121,14 @@ class Instance(Value):
     def __init__(self, cls: Class, parts: Iterable[Value] = (), order: int = 0) -> None:
         super().__init__(parts=parts)
         self.cls, self.order = cls, order
+
+
+class Super(Value):
+    """``super()`` in a method of a class of the script: the object, with what its bases define."""
+
+    def __init__(self, owner: Instance, bases: Sequence[Value]) -> None:
+        super().__init__(parts=[owner])
+        self.owner, self.bases = owner, bases
 
 
 class Made(Value):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check.trace import Call, Trace
-from amp_patch.tools.check.values import Items, Table, Value, alternatives, root
+from amp_patch.tools.check.values import Items, Table, Value, alternatives, flat, root
 
 from .registry import rule
 
@@ -38,7 +38,7 @@ def amp_not_loaded(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     if any(trace.named("amp.load_state_dict")):
         return
     for call in trace.named(".load_state_dict"):
-        if _is_scaled(trace, call):
+        if _is_scaled(trace, call) and not _is_of_this_run(call):
             yield call.node, "the optimizer's load_state_dict without amp's"
 
 
@@ -69,6 +69,17 @@ def model_pickled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             if any(one.is_at("O2", "O3", "O5") and one.call.order < call.order for one in inits):
                 yield call.node, "torch.save of the model itself"
                 break
+
+
+def _is_of_this_run(load: Call) -> bool:
+    """Return whether a state was taken in the run that loads it, for a search of rates say."""
+    given = load.arguments.get("state_dict", 0)
+    return any(
+        source.name == ".state_dict"
+        for value in flat(given, load.guards)
+        for source in (one.source for one in (value, *value.deps))
+        if source is not None
+    )
 
 
 def _is_scaled(trace: Trace, call: Call) -> bool:

@@ -6,6 +6,7 @@ import ast
 import itertools
 from collections.abc import Iterator
 
+from amp_patch.tools.check import names
 from amp_patch.tools.check.trace import (
     Call,
     Initialization,
@@ -181,12 +182,23 @@ def other_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
             known = [*owners, *map(root, one.models)]
             if not owners or not one.models or not all(map(_is_seen, known)):
                 continue
-            if not any(is_part_of(owner, model) for owner in owners for model in one.models):
+            others = [other for other in one.optimizers if other is not optimizer]
+            if not _steps_any(optimizer, one.models) and not all(
+                any(_steps_any(other, [model]) for other in others) for model in one.models
+            ):
                 yield one.call.node, "amp.initialize of a model and the optimizer of another one"
 
 
+def _steps_any(optimizer: Value, models: list[Value]) -> bool:
+    """Return whether an optimizer was made with parameters of one of some models."""
+    return any(is_part_of(owner, model) for owner in owners_of(optimizer) for model in models)
+
+
 def _is_seen(model: Value) -> bool:
-    return isinstance(model, Instance) or is_module(model)
+    """Return whether an object is one that nothing else returns."""
+    if isinstance(model, Made):
+        return names.is_class(model.dotted.removesuffix(".from_pretrained")) or is_module(model)
+    return isinstance(model, Instance)
 
 
 @rule(
