@@ -243,11 +243,10 @@ class Calls(Expressions):
     def _pair(self, models: Value, optimizers: Value) -> Value:
         """Return what ``initialize`` returns; of an optimizer that may be None, either of both."""
         pair = Items([models, optimizers])
-        if not (isinstance(optimizers.default, Const) and optimizers.default.value is None):
-            return pair
         is_none, is_given = equality(optimizers, Const(None))
         either = ((is_given, pair), (is_none, models))
-        return Choice([(guards, one) for guards, one in either if guards is not None])
+        found = [(guards, one) for guards, one in either if guards is not None]
+        return found[0][1] if len(found) == 1 else Choice(found)
 
     # --- methods of what is not the script's own ---
 

@@ -260,6 +260,8 @@ class Initialization:
         scale = self.call.arguments.get("loss_scale", 8)
         if scale is not None and not is_constant(scale, None):
             return not is_constant(scale, 1.0)
+        if self.call.arguments.is_open and self.call.arguments.get("opt_level", 3) is None:
+            return False  # a level of a configuration, which may be O0
         return not self.levels or self.is_at("O1", "O2")
 
 
