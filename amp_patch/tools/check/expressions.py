@@ -10,7 +10,7 @@ from typing import Any
 
 from .guards import NO_GUARDS, Guards, Truth, contradict, negated, opaque
 from .reader import MOST_ELEMENTS, Reader
-from .truth import equality, one_of, truth_of
+from .truth import equality, is_constant, one_of, truth_of
 from .values import (
     Arguments,
     Choice,
@@ -177,17 +177,15 @@ class Expressions(Reader):
         return result
 
     def _truth_of_comparison(self, op: ast.cmpop, left: Value, right: Value) -> Truth | None:
-        if isinstance(left, Const) and not isinstance(right, Const):
+        if is_constant(left) and not is_constant(right):
             left, right = right, left
-        if not isinstance(right, Const) or not isinstance(
-            op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq
-        ):
+        if not is_constant(right) or not isinstance(op, ast.Is | ast.IsNot | ast.Eq | ast.NotEq):
             return None
         truth = self.truth_of_equality(left, right)
         return truth if isinstance(op, ast.Is | ast.Eq) else (truth[1], truth[0])
 
-    def truth_of_equality(self, value: Value, constant: Const) -> Truth:
-        """Return when a value that may be one of several equals a literal, and when not."""
+    def truth_of_equality(self, value: Value, constant: Value) -> Truth:
+        """Return when a value that may be one of several equals a constant, and when not."""
         true: list[Guards] = []
         false: list[Guards] = []
         for condition, one in alternatives(value, self.guards):

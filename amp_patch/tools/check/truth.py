@@ -1,4 +1,4 @@
-"""When a value of a script is true, and when it equals a literal."""
+"""When a value of a script is true, and when it equals a constant."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .values import (
     Class,
     Const,
     Function,
+    Imported,
     Instance,
     Items,
     Made,
@@ -56,9 +57,16 @@ def _is_object(value: Value) -> bool:
     return isinstance(value, Function | Class | Instance | Params | Wrapper)
 
 
-def equality(value: Value, constant: Const) -> Truth:
-    """Return when a value equals a literal and when not."""
-    if isinstance(value, Const):
+def is_constant(value: Value) -> bool:
+    """Return whether a value is a literal, or by its name the member of an enumeration."""
+    return isinstance(value, Const) or (
+        isinstance(value, Imported) and value.dotted.rpartition(".")[2].isupper()
+    )
+
+
+def equality(value: Value, constant: Value) -> Truth:
+    """Return when a value equals a constant (`is_constant`) and when not."""
+    if isinstance(value, Const) and isinstance(constant, Const):
         return (NO_GUARDS, None) if value.value == constant.value else (None, NO_GUARDS)
     if _is_object(value) or isinstance(value, Items | Table):
         return None, NO_GUARDS
