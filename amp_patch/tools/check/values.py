@@ -29,7 +29,7 @@ class Value:
         attrs: what was assigned to its attributes, and, as ``"[key]"``, to its items.
         truth: when it is true, where that follows from something else.
         source: the call that returned it, a `trace.Call`.
-        default: of an option of the command line.
+        default: of an option of the command line or the environment, a parameter, ``get()``.
     """
 
     _numbers = itertools.count()
