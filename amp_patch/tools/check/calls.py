@@ -239,6 +239,8 @@ class Calls(Expressions):
         key = f"{dotted}({', '.join(one.key for one in arguments.values())})"
         if names.is_optimizer(dotted) or names.is_module(dotted) or name == "GradScaler":
             key = ""  # two of these are two objects
+        if name == "copy.deepcopy":  # no gradient of its own goes to what it was copied from
+            return Made(dotted)
         return Made(dotted, key, arguments.values())
 
     # --- methods of what is not the script's own ---
