@@ -188,11 +188,18 @@ class Partial(Value):
 
 
 class Choice(Value):
-    """One of several values, by the branch that was taken."""
+    """One of several values, by the branch that was taken; a choice of choices is one of all."""
+
+    #: Alternatives that are kept.
+    MOST = 16
 
     def __init__(self, choices: Sequence[tuple[Guards, Value]]) -> None:
         super().__init__(parts=(value for _, value in choices))
-        self.choices = list(choices)
+        found: list[tuple[Guards, Value]] = []
+        for condition, value in choices:
+            inner = value.choices if isinstance(value, Choice) else [(NO_GUARDS, value)]
+            found += [(condition | also, one) for also, one in inner]
+        self.choices: list[tuple[Guards, Value]] = found[: self.MOST]
 
 
 class Arguments:
