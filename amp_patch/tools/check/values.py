@@ -86,7 +86,13 @@ class Function(Value):
         """Return the method of an object; a static method is bound to nothing."""
         if self.is_decorated_by("builtins.staticmethod"):
             return self
+        if self.is_decorated_by("builtins.classmethod") and isinstance(owner, Instance):
+            owner = owner.cls
         return Function(self.node, self.scope, self.defaults, self.decorators, owner)
+
+    def bound_to_class(self, cls: Class) -> Function:
+        """Return what a class gives by the name of a method: bound if it is a class method."""
+        return self.bound_to(cls) if self.is_decorated_by("builtins.classmethod") else self
 
     def is_decorated_by(self, dotted: str) -> bool:
         """Return whether a decorator has that name."""
