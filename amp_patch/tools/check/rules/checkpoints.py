@@ -37,8 +37,10 @@ def amp_not_loaded(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A load of an optimizer's state in a script that never loads amp's."""
     if any(trace.named("amp.load_state_dict")):
         return
-    for call in trace.named(".load_state_dict"):
-        if _is_scaled(trace, call) and not _is_of_this_run(call):
+    loads = trace.named(".load_state_dict")
+    again = {call.node for call in loads if _is_of_this_run(call)}  # not in a loop's first round
+    for call in loads:
+        if _is_scaled(trace, call) and call.node not in again:
             yield call.node, "the optimizer's load_state_dict without amp's"
 
 
