@@ -212,6 +212,8 @@ class Calls(Expressions):
         call = self.note(name, node, arguments)
         self._call_back(arguments)
         call.result = self._returned_by(name, dotted, arguments)
+        if name in ("os.environ.get", "os.getenv"):
+            call.result.default = arguments.get("default", 1)
         if not isinstance(call.result, Items) and call.result.source is None:
             call.result.source = call
         return call.result
@@ -238,6 +240,8 @@ class Calls(Expressions):
         key = f"{dotted}({', '.join(one.key for one in arguments.values())})"
         if names.is_optimizer(dotted) or names.is_module(dotted) or name == "GradScaler":
             key = ""  # two of these are two objects
+        if name == "copy.deepcopy":  # no gradient of its own goes to what it was copied from
+            return Made(dotted)
         return Made(dotted, key, arguments.values())
 
     def _pair(self, models: Value, optimizers: Value) -> Value:
@@ -275,8 +279,10 @@ class Calls(Expressions):
         if name in _PARAMETERS:
             return Params(owner)
         key = f"{owner.key}.{name}({', '.join(one.key for one in arguments.values())})"
-        # no gradient goes back from it to what it was made from
-        return Value(key) if name == "detach" else Value(key, [owner, *arguments.values()])
+        # no gradient goes back from what is detached to what it was made from
+        result = Value(key, [owner, *arguments.values()] if name != "detach" else [])
+        result.default = arguments.get("default", 1) if name == "get" else None
+        return result
 
     def _dtype_of(self, name: str, arguments: Arguments) -> str | None:
         """Return the dtype of ``.to(torch.float16)``, ``.to(dtype=...)``, ``.type(...)``."""

@@ -107,7 +107,7 @@ class Reader:
         is_defined = isinstance(owner, Module) and name in owner.attrs
         if isinstance(owner, Imported) and not is_defined:
             return Imported(f"{owner.dotted}.{name}")
-        if name in owner.attrs:
+        if name in owner.attrs and not isinstance(owner, Class):
             inherited = self._of_class(owner, name) if isinstance(owner, Instance) else None
             known = owner.attrs.read(name, self.guards, inherited)
             if known is not None:
@@ -124,10 +124,15 @@ class Reader:
         return member
 
     def _by_class(self, owner: Value, name: str) -> Value | None:
-        """Return what the class of an object, or its bases for ``super()``, have by a name."""
+        """Return what a class, that of an object, or its bases for ``super()``, have by a name."""
         if isinstance(owner, Super):
             classes = [one for base in owner.bases for one in _ancestry(base)]
             return self._of_classes(owner.owner, classes, name)
+        if isinstance(owner, Class):
+            slots = (one.attrs for one in owner.ancestry() if isinstance(one, Class))
+            values = (one.read(name, self.guards) for one in slots)
+            found = next((one for one in values if one is not None), None)
+            return found.bound_to_class(owner) if isinstance(found, Function) else found
         return self._of_class(owner, name) if isinstance(owner, Instance) else None
 
     def _of_class(self, owner: Instance, name: str) -> Value | None:
@@ -140,10 +145,18 @@ class Reader:
                 method = found.bound_to(owner)
                 if found.is_decorated_by("builtins.property"):
                     return self.call(method, Arguments(), method.node)
+                if found.is_decorated_by("functools.cached_property"):
+                    return self._cached(owner, name, method)
                 return method
             if found is not None:
                 return found
         return None
+
+    def _cached(self, owner: Instance, name: str, method: Function) -> Value | None:
+        if name not in owner.attrs:
+            value = self.call(method, Arguments(), method.node)
+            owner.attrs.write(name, NO_GUARDS, value)
+        return owner.attrs.read(name, self.guards)
 
     def elements(self, value: Value) -> list[Value] | None:
         """Return what a loop over a value gets one by one; None where that is not known."""

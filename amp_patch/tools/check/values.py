@@ -29,7 +29,7 @@ class Value:
         attrs: what was assigned to its attributes, and, as ``"[key]"``, to its items.
         truth: when it is true, where that follows from something else.
         source: the call that returned it, a `trace.Call`.
-        default: of an option of the command line.
+        default: of an option of the command line or the environment, a parameter, ``get()``.
     """
 
     _numbers = itertools.count()
@@ -94,7 +94,13 @@ class Function(Value):
         """Return the method of an object; a static method is bound to nothing."""
         if self.is_decorated_by("builtins.staticmethod"):
             return self
+        if self.is_decorated_by("builtins.classmethod") and isinstance(owner, Instance):
+            owner = owner.cls
         return Function(self.node, self.scope, self.defaults, self.decorators, owner)
+
+    def bound_to_class(self, cls: Class) -> Function:
+        """Return what a class gives by the name of a method: bound if it is a class method."""
+        return self.bound_to(cls) if self.is_decorated_by("builtins.classmethod") else self
 
     def is_decorated_by(self, dotted: str) -> bool:
         """Return whether a decorator has that name."""
@@ -196,11 +202,18 @@ class Partial(Value):
 
 
 class Choice(Value):
-    """One of several values, by the branch that was taken."""
+    """One of several values, by the branch that was taken; a choice of choices is one of all."""
+
+    #: Alternatives that are kept.
+    MOST = 16
 
     def __init__(self, choices: Sequence[tuple[Guards, Value]]) -> None:
         super().__init__(parts=(value for _, value in choices))
-        self.choices = list(choices)
+        found: list[tuple[Guards, Value]] = []
+        for condition, value in choices:
+            inner = value.choices if isinstance(value, Choice) else [(NO_GUARDS, value)]
+            found += [(condition | also, one) for also, one in inner]
+        self.choices: list[tuple[Guards, Value]] = found[: self.MOST]
 
 
 class Arguments:

@@ -26,6 +26,7 @@ from .steps import (
     zeroed,
 )
 
+_BY_A_FACTOR = (".div_", ".mul_", "Div=", "Mult=")
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "amp.clip_grad_norm_")
 
 
@@ -40,8 +41,18 @@ def clip_in_block(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         if call.blocks:
             yield call.node, f"{call.name.removeprefix('amp.')} inside of scale_loss"
     for call in trace.named(*WRITES):
-        if call.blocks and gradient_of(call.receiver) is not None:
+        if call.blocks and gradient_of(call.receiver) is not None and not _is_linear(call):
             yield call.node, "a write to .grad inside of scale_loss"
+
+
+def _is_linear(write: Call) -> bool:
+    """Return whether a write hands on the scale: by a factor of its own, as the number of ranks.
+
+    A factor that clips is computed from gradients.
+    """
+    given = write.arguments.values()
+    factors = {one for value in given for one in (value, *value.deps)}
+    return write.name in _BY_A_FACTOR and all(gradient_of(one) is None for one in factors)
 
 
 @rule(

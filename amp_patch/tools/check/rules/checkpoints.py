@@ -37,8 +37,10 @@ def amp_not_loaded(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """A load of an optimizer's state in a script that never loads amp's."""
     if any(trace.named("amp.load_state_dict")):
         return
-    for call in trace.named(".load_state_dict"):
-        if _is_scaled(trace, call) and not _is_of_this_run(call):
+    loads = trace.named(".load_state_dict")
+    again = {call.node for call in loads if _is_of_this_run(call)}  # not in a loop's first round
+    for call in loads:
+        if _is_scaled(trace, call) and call.node not in again:
             yield call.node, "the optimizer's load_state_dict without amp's"
 
 
@@ -74,12 +76,15 @@ def model_pickled(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 def _is_of_this_run(load: Call) -> bool:
     """Return whether a state was taken in the run that loads it, for a search of rates say."""
     given = load.arguments.get("state_dict", 0)
-    return any(
-        source.name == ".state_dict"
-        for value in flat(given, load.guards)
-        for source in (one.source for one in (value, *value.deps))
-        if source is not None
-    )
+    return any(_is_state(one) for value in flat(given, load.guards) for one in (value, *value.deps))
+
+
+def _is_state(value: Value) -> bool:
+    """Return whether a value is what ``state_dict()`` returned, or a copy of that."""
+    source = value.source
+    if source is not None and source.name == "copy.deepcopy":
+        return any(map(_is_state, source.arguments.values()))
+    return source is not None and source.name == ".state_dict"
 
 
 def _is_scaled(trace: Trace, call: Call) -> bool:

@@ -197,7 +197,8 @@ def _steps_any(optimizer: Value, models: list[Value]) -> bool:
 def _is_seen(model: Value) -> bool:
     """Return whether an object is one that nothing else returns."""
     if isinstance(model, Made):
-        return names.is_class(model.dotted.removesuffix(".from_pretrained")) or is_module(model)
+        is_new = names.is_class(model.dotted.removesuffix(".from_pretrained"))
+        return is_new or is_module(model) or model.dotted == "copy.deepcopy"
     return isinstance(model, Instance)
 
 

@@ -23,7 +23,7 @@ from .steps import blocks_of, plain_backwards, steps_of
 @rule(
     "optimizer-not-initialized",
     "an optimizer that initialize did not get steps gradients of scaled losses",
-    "give all optimizers to amp.initialize: models, [first, second] = "
+    "make all optimizers before amp.initialize, and give it all: models, [first, second] = "
     "amp.initialize(models, [first, second])",
 )
 def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
@@ -40,9 +40,15 @@ def optimizer_not_initialized(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
         is_out = bool(inits) and not any(_may_hold(one, optimizer) for one in inits)
         if is_out and _meets_amp(trace, optimizer, call, inits):
             seen.add(optimizer)
-            made = root(optimizer).source
-            where = f" (made in line {line_of(made.node)})" if made else ""
-            yield call.node, f"an optimizer{where} that is not initialized"
+            yield call.node, f"an optimizer{_where(optimizer, inits)} that is not initialized"
+
+
+def _where(optimizer: Value, inits: list[Initialization]) -> str:
+    made = root(optimizer).source
+    if made is None:
+        return ""
+    is_late = all(one.call.order < made.order for one in inits)
+    return f" (made in line {line_of(made.node)}{', after amp.initialize' if is_late else ''})"
 
 
 def _may_hold(one: Initialization, optimizer: Value) -> bool:
