@@ -34,12 +34,14 @@ def models_of(
         stored: ids of the parameters and buffers that `initialize` has cast to half.
 
     Raises:
-        TypeError: anything else, or a model that ``==`` does not find.
+        TypeError: anything else, a model that ``==`` does not find, or one with parameters that
+            hand their gradients on to other tensors.
         RuntimeError: a model that `initialize` has stored in half, or that trains half parameters.
     """
     found = _as_list(models, nn.Module, "models must be a torch.nn.Module or a list or tuple of")
     for model in found:
         _refuse_unequal(model)
+        _refuse_shells(model)
         if not allow_half:
             _refuse_half(model, stored)
     return found
@@ -132,6 +134,27 @@ def _refuse_unequal(model: nn.Module) -> None:
         f"{type(model).__name__}, whose == says something else. Make it an attribute of a "
         "torch.nn.Module of your own, and pass that."
     )
+
+
+def _refuse_shells(model: nn.Module) -> None:
+    """Raise for parameters that stand for other tensors, as those of hypll.
+
+    Their class answers for the other tensor, which also gets the gradients: nobody would unscale
+    or clear these. Torch itself is asked for the gradients of parameters, without their class.
+    """
+    for name, param in model.named_parameters():
+        asks_class = type(param).__torch_function__ is not nn.Parameter.__torch_function__
+        if not asks_class or isinstance(param, UninitializedParameter) or not param.requires_grad:
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            own = tuple(torch.Tensor.size(param))
+        if tuple(param.shape) != own:
+            raise TypeError(
+                "models must have parameters that get their gradients themselves, for "
+                f"amp.initialize() has these unscaled and cleared; got {name!r}, a "
+                f"{type(param).__name__} which stands for another tensor. Train this model "
+                "without amp.initialize()."
+            )
 
 
 def _refuse_half(model: nn.Module, stored: Collection[int]) -> None:

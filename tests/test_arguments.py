@@ -199,6 +199,55 @@ def test_half_parameters_are_taken_where_they_are_frozen(dtype: torch.dtype) -> 
         arguments.refuse_half_steps([optimizer(), Adam(model.parameters())])
 
 
+class Shell(nn.Parameter):
+    """A parameter that has its numbers and its gradient in another one, as hypll's."""
+
+    def __new__(cls, inner: nn.Parameter) -> Shell:
+        return super().__new__(cls)
+
+    def __init__(self, inner: nn.Parameter) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args = tuple(one.inner if isinstance(one, Shell) else one for one in args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_that_stand_for_others_are_refused(amp: ModuleType) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = Shell(nn.Parameter(torch.ones(2, 2)))
+    F.linear(torch.ones(1, 2), model[0].weight).sum().backward()
+    assert model[0].weight.grad is model[0].weight.inner.grad is not None
+    message = (
+        "models must have parameters that get their gradients themselves, for amp.initialize() has "
+        "these unscaled and cleared; got '0.weight', a Shell which stands for another tensor. "
+        "Train this model without amp.initialize()."
+    )
+    for level in OPT_LEVELS:
+        with pytest.raises(TypeError, match=exactly(message)):
+            amp.initialize(model, opt_level=level, verbosity=0)
+
+
+class Own(nn.Parameter):
+    """A parameter whose class is asked, and which is itself, as those of geoopt."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_parameters_whose_class_is_asked_are_taken(amp: ModuleType) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = Own(torch.ones(2, 2))
+    assert arguments.models_of(model) == [model]
+    assert amp.initialize(nn.LazyLinear(2), opt_level="O1", verbosity=0) is not None
+
+
 def test_a_lazy_model_without_weights_is_refused() -> None:
     model = nn.Sequential(nn.ReLU(), nn.LazyLinear(2))
     message = (
