@@ -102,7 +102,9 @@ class _Installation:
     def replace_by(self, make: Callable[[Function], Function], path: str) -> None:
         """Patch a function of torch by what ``make`` makes of it."""
         owner, name, original = resolve(path)
-        replacement = make(original)
+        replacement: Any = make(original)
+        if isinstance(owner, type):
+            replacement.traced = make(_method(name))  # see `_make`
         as_if_defined_at(replacement, path)
         self.wrappers[id(original), path, False] = original, replacement
         self._patches.replace(owner, name, replacement)

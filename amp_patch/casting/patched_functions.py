@@ -17,7 +17,14 @@ from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.levels import OptLevel
 from amp_patch.patching import Patches, resolve
 
-from . import autocast_questions, installation, layer_forwards, targets, torch_compile
+from . import (
+    autocast_questions,
+    installation,
+    layer_forwards,
+    targets,
+    torch_compile,
+    written_values,
+)
 from .held_functions import HeldFunctions
 from .mode import OFF, process
 from .wrappers import Casts
@@ -167,8 +174,9 @@ class PatchedFunctions:
             layer_forwards.install(self._patches)
             registered = self._registered.values()
             questions = autocast_questions.replacements()
+            others = {**questions, **written_values.replacements()}
             wrappers, users = installation.install(
-                self._casts.wrap, self._patches, self._rules, registered, questions
+                self._casts.wrap, self._patches, self._rules, registered, others
             )
             autocast_questions.trace(self._patches, {path: resolve(path)[2] for path in questions})
             self._held.install(wrappers, users, list(self._models))

@@ -77,9 +77,9 @@ _MEND_OF_AUTOCAST = (
     "torch.autocast is on, and casts by a list of its own: remove it, the level casts by itself."
 )
 MEND_WHERE_FUNCTIONS_CAST = (
-    "Some functions return half numbers and others float32, and what writes in place (out[mask] = "
-    "y, index_add_, scatter_add_) takes one dtype: write y.to(out.dtype), or compute this part in "
-    "`with amp.float_region():`."
+    "Some functions return half numbers and others float32, and this one takes one dtype, as "
+    "out.index_add(0, index, y) and out.scatter(0, index, y) do: write y.to(out.dtype), or compute "
+    "this part in `with amp.float_region():`."
 )
 
 MEND_OF_A_HOOK = (

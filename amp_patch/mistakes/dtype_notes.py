@@ -40,7 +40,7 @@ _NO_NUMPY = re.compile("^Got unsupported ScalarType BFloat16")
 _SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
 # What the code of a script raises where functions cast, beside any module of a model.
 _HOOK = re.compile(r"^hook .* has changed the type of value .*(Half|BFloat16)Tensor")
-_WRITES = re.compile(
+_OF_ONE_DTYPE = re.compile(
     r"source and destination dtypes match.*\b(Half|BFloat16)\b"
     r"|self \((Half|BFloat16|Float)\) and source \(\w+\) must have the same scalar type"
     r"|Expected self\.dtype to be equal to src\.dtype"
@@ -90,8 +90,8 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
 
 
 def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | None:
-    """Return what is said of a hook, or of a write in place, that no module of a model makes."""
-    mends = ((_HOOK, MEND_OF_A_HOOK), (_WRITES, MEND_WHERE_FUNCTIONS_CAST))
+    """Return what is said of a hook, or of a function of one dtype, that no module of a model calls."""
+    mends = ((_HOOK, MEND_OF_A_HOOK), (_OF_ONE_DTYPE, MEND_WHERE_FUNCTIONS_CAST))
     mend = next((mend for complaint, mend in mends if complaint.search(message)), None)
     names = " and ".join(sorted({one.name for one in levels.values() if one.casts_functions}))
     if mend is None or not names:

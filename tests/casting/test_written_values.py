@@ -1,0 +1,175 @@
+"""What a script writes to a part of a tensor comes in that tensor's dtype, where functions cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from amp_patch import amp as core
+
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+AT = torch.tensor([2, 0, 3])
+PLACES = AT[:, None].expand(3, 4)
+MASK = torch.tensor([True, False, True, True])
+
+#: Writes a (3, 4) tensor into a (4, 4) one.
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a mask": lambda out, y: out.__setitem__(MASK, y),
+    "an index": lambda out, y: out.__setitem__(AT, y),
+    "a slice": lambda out, y: out.__setitem__(slice(1, 4), y),
+    "several": lambda out, y: out.__setitem__((slice(None), AT), y.T),
+    "one number": lambda out, y: out.__setitem__((AT, 1), y[0, 0]),
+    "index_add_": lambda out, y: out.index_add_(0, AT, y, alpha=2),
+    "index_add_ by name": lambda out, y: out.index_add_(dim=0, index=AT, source=y),
+    "index_copy_": lambda out, y: out.index_copy_(0, AT, y),
+    "index_put_": lambda out, y: out.index_put_((AT,), y, accumulate=True),
+    "index_reduce_": lambda out, y: out.index_reduce_(0, AT, y, "mean"),
+    "masked_scatter_": lambda out, y: out.masked_scatter_(MASK[:, None], y),
+    "scatter_": lambda out, y: out.scatter_(0, PLACES, y),
+    "scatter_add_": lambda out, y: out.scatter_add_(0, PLACES, src=y),
+    "scatter_reduce_": lambda out, y: out.scatter_reduce_(0, PLACES, y, "amax"),
+}
+#: torch casts for these itself.
+CAST_BY_TORCH = {"a slice", "one number"}
+
+
+def prepare(amp: ModuleType, level: str) -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level=level, verbosity=0)
+
+
+def dtypes(half: torch.dtype) -> list[tuple[torch.dtype, torch.dtype]]:
+    return [(torch.float32, half), (half, torch.float32)]
+
+
+@pytest.fixture
+def y() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("level", HALF)
+def test_a_write_is_that_of_the_values_in_the_dtype_of_the_tensor(
+    amp: ModuleType, level: str, write: str, y: Tensor
+) -> None:
+    prepare(amp, level)
+    for stored, given_ in dtypes(HALF[level]):
+        values = y.to(given_).requires_grad_()
+        out, by_hand = torch.ones(4, 4, dtype=stored), torch.ones(4, 4, dtype=stored)
+        WRITES[write](out, values)
+        out.float().square().sum().backward()
+        got, values.grad = values.grad, None
+        with core.disable_casts():
+            WRITES[write](by_hand, values.to(stored))
+            by_hand.float().square().sum().backward()
+            if write not in CAST_BY_TORCH:
+                with pytest.raises(RuntimeError):
+                    WRITES[write](torch.ones(4, 4, dtype=stored), values)
+        assert out.dtype is stored
+        assert torch.equal(out, by_hand)
+        assert got is not None
+        assert got.dtype is given_
+        assert torch.equal(got, values.grad)
+
+
+@given(index=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), whole=st.booleans())
+def test_any_rows_are_written_as_one_by_one(index: list[int], whole: bool) -> None:
+    model = core.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
+    try:
+        rows = model(torch.randn(len(index), 4)).detach()
+        assert rows.dtype is torch.bfloat16
+        out, one_by_one = torch.zeros(4, 4), torch.zeros(4, 4)
+        out[(index, slice(None)) if whole else index] = rows
+        for place, row in zip(index, rows.float(), strict=True):
+            one_by_one[place].copy_(row)
+        assert torch.equal(out, one_by_one)
+    finally:
+        core.deactivate()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_tensors_of_other_dtypes_take_what_torch_lets_them_take(
+    amp: ModuleType, dtype: torch.dtype, y: Tensor
+) -> None:
+    prepare(amp, "O1")
+    with pytest.raises(RuntimeError, match="dtypes match"):
+        torch.zeros(4, 4, dtype=dtype)[AT] = y.half()
+    with pytest.raises(RuntimeError, match="dtypes match"):
+        torch.zeros(4, 4)[AT] = y.to(dtype)
+
+
+def test_indices_and_numbers_stay(amp: ModuleType) -> None:
+    prepare(amp, "O1")
+    out = torch.zeros(4, dtype=torch.float16)
+    out[AT] = 1.5
+    out[MASK] = torch.tensor(0.1, dtype=torch.float64)
+    counts = torch.zeros(4, dtype=torch.int64)
+    counts[AT] += 1
+    assert counts.tolist() == [1, 0, 1, 1]
+    assert out.tolist() == torch.tensor([0.1, 0, 0.1, 0.1]).half().tolist()
+
+
+def test_the_methods_are_torchs_own_before_and_behind() -> None:
+    def own() -> list[Any]:
+        return [vars(torch.Tensor).get(name) for name in ("__setitem__", "index_add_", "scatter_")]
+
+    before, found = own(), torch.Tensor.__setitem__
+    core.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    assert own() != before
+    core.deactivate()
+    assert own() == before
+    assert torch.Tensor.__setitem__ is found
+    core.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)  # where no function casts
+    assert own() == before
+    core.deactivate()
+
+
+class Pieces(nn.Module):
+    """A function of pieces, each for some of the rows, as a spline of a flow is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_left = x[:, 0] < 0
+        out = torch.zeros_like(x)
+        out[is_left] = self.left(x[is_left])
+        out[~is_left] = self.right(x[~is_left]).softmax(-1)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("level", HALF)
+def test_a_model_of_pieces_trains_as_in_float32(
+    amp: ModuleType, level: str, backend: str | None
+) -> None:
+    def train(prepares: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Pieces()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = torch.randn(16, 4), torch.randn(16, 4)
+        if prepares:
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        run = model if backend is None else torch.compile(model, backend=backend)
+        losses = []
+        for _ in range(5):
+            loss = F.mse_loss(run(x), y)
+            with amp.scale_loss(loss, optimizer) if prepares else torch.enable_grad() as scaled:
+                (scaled if prepares else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert train(prepares=True) == pytest.approx(train(prepares=False), rel=0.03)
