@@ -90,7 +90,7 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
 
 
 def _beside_models(message: str, levels: Mapping[nn.Module, OptLevel]) -> str | None:
-    """Return what is said of a hook, or of a function of one dtype, that no module of a model calls."""
+    """Return what is said of a hook, or of a function of one dtype, outside of all modules."""
     mends = ((_HOOK, MEND_OF_A_HOOK), (_OF_ONE_DTYPE, MEND_WHERE_FUNCTIONS_CAST))
     mend = next((mend for complaint, mend in mends if complaint.search(message)), None)
     names = " and ".join(sorted({one.name for one in levels.values() if one.casts_functions}))
