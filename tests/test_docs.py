@@ -119,6 +119,11 @@ def test_every_script_that_the_first_page_names_exists() -> None:
     assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_the_marks_of_an_open_merge(page: Path) -> None:
+    assert not re.search(r"^(<{7} |={7}$|>{7} )", text_of(page), re.MULTILINE)
+
+
 def test_a_file_that_does_not_exist_is_seen() -> None:
     assert named_files("see `amp_patch/step/skip.py` and `step.skip`") == ["amp_patch/step/skip.py"]
     assert len(named_files(ARCHITECTURE)) > 25

@@ -116,6 +116,15 @@ def test_a_folder_is_looked_through_once(train_py: Path) -> None:
     assert output.count("\n") == 1
 
 
+def test_an_environment_in_a_folder_is_not_read(train_py: Path) -> None:
+    packages = train_py.parent / "env" / "lib" / "site-packages"
+    packages.mkdir(parents=True)
+    train_py.rename(packages / "train.py")
+    (packages.parents[1] / "pyvenv.cfg").touch()
+    assert checked(str(train_py.parent))[0] == 2
+    assert checked(str(packages))[0] == 1
+
+
 def test_a_folder_without_scripts_is_refused(tmp_path: Path) -> None:
     code, output = checked(str(tmp_path))
     assert code == 2

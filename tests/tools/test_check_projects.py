@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from amp_patch.tools import command_line
+from amp_patch.tools.check.project import Project
+from amp_patch.tools.check.script import findings
+from amp_patch.tools.check.source import Source
 
 START = """
 import torch
@@ -198,6 +201,40 @@ def test_a_package_comes_before_a_folder_of_its_name(project: Path) -> None:
         project / "tools" / "train.py", f"from lib import fit{START}fit(model, optimizer, 1)\n"
     )
     assert told(train) == ["lib/__init__.py:4: step-in-block"]
+
+
+def test_what_is_installed_is_not_read(project: Path) -> None:
+    packages = project / "lib" / "site-packages"
+    write(packages / "engine.py", ENGINE)
+    train = write(
+        packages / "train" / "__init__.py", f"from engine import fit{START}fit(model, optimizer, 1)"
+    )
+    assert told(train) == []
+
+
+def test_the_imports_of_each_file_are_followed_once(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = [Path(f"m{number}.py") for number in range(30)]
+    for path in scripts:
+        write(path, "\n".join(f"import {one.stem}" for one in scripts))
+    found = Project(scripts)
+    asked: list[Path] = []
+
+    def imported_by(source: Source) -> set[Path]:
+        asked.append(source.path)
+        return Project._imported_by(found, source)
+
+    monkeypatch.setattr(found, "_imported_by", imported_by)
+    assert not any(found.uses_amp(found.read(one)) for one in scripts)
+    assert sorted(asked) == sorted(scripts)
+
+
+def test_a_file_that_is_not_followed_costs_no_tree(project: Path) -> None:
+    write(project / "other.py", "import json")
+    found = Project([Path("other.py")])
+    assert findings(Path("other.py"), found) == []
+    assert "tree" not in vars(found.read(Path("other.py")))
 
 
 # --- notebooks ---

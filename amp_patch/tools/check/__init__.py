@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -15,7 +14,7 @@ from amp_patch.tools.errors import BadArguments
 from .project import Project
 from .rules import RULES
 from .script import findings
-from .source import Source, Unreadable
+from .source import Unreadable
 
 __all__ = ["command"]
 
@@ -58,43 +57,39 @@ def command(paths: tuple[Path, ...]) -> None:
     project = Project(scripts, [*filter(Path.is_dir, paths), Path.cwd()])
     told: set[tuple[str, str]] = set()
     unreadable = False
-    with _long_lived(map(project.read_if_python, scripts)):
-        for path in scripts:
-            try:
-                for finding in findings(path, project):
-                    if (finding.place, finding.rule) not in told:
-                        told.add((finding.place, finding.rule))
-                        click.echo(f"{finding.place}: {finding.rule}: {finding.text}")
-            except Unreadable as error:
-                unreadable = True
-                click.echo(f"amp-patch check: a script must be Python; got {error}", err=True)
+    for path in scripts:
+        try:
+            for finding in findings(path, project):
+                if (finding.place, finding.rule) not in told:
+                    told.add((finding.place, finding.rule))
+                    click.echo(f"{finding.place}: {finding.rule}: {finding.text}")
+        except Unreadable as error:
+            unreadable = True
+            click.echo(f"amp-patch check: a script must be Python; got {error}", err=True)
     sys.exit(2 if unreadable else int(bool(told)))
 
 
-@contextlib.contextmanager
-def _long_lived(sources: Iterable[Source | None]) -> Iterator[None]:
-    """Make what is read here no concern of the garbage collector, which takes twice the time."""
-    kept = list(sources)
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        del kept
-
-
 def _scripts(paths: tuple[Path, ...]) -> Iterator[Path]:
-    """Yield files, and those of folders in the order of their names; hidden folders are passed."""
+    """Yield files, and those of folders in the order of their names."""
     for path in paths:
         if not path.is_dir():
             yield path
             continue
-        inside = sorted(one for kind in ("*.py", "*.ipynb") for one in path.rglob(kind))
-        shown = [one for one in inside if not _is_hidden(one.relative_to(path))]
-        if not shown:
+        inside = sorted(_files_in(path))
+        if not inside:
             raise BadArguments(f"a folder must have Python scripts in it; got none in {path}")
-        yield from shown
+        yield from inside
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Yield scripts and notebooks below a folder; what is hidden or installed is passed."""
+    for above, folders, names in os.walk(folder):
+        folders[:] = [one for one in folders if not _is_passed(Path(above, one))]
+        for name in names:
+            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
+                yield Path(above, name)
+
+
+def _is_passed(folder: Path) -> bool:
+    is_environment = any((folder / one).exists() for one in ("pyvenv.cfg", "conda-meta"))
+    return folder.name.startswith(".") or folder.name == "__pycache__" or is_environment

@@ -92,7 +92,7 @@ class Imports(Contexts):
             self._modules[path] = Module(text, scope)
             source = None if path.is_dir() else self._project.read_if_python(path)
             if source is not None:
-                self._read_module(source.tree.body, scope)
+                self._read_module(self._project.tree_of(source).body, scope)
         return self._modules[path]
 
     def _read_module(self, body: list[ast.stmt], scope: Scope) -> None:

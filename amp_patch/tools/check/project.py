@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from .source import Source, Unreadable, read
@@ -13,6 +14,8 @@ from .source import Source, Unreadable, read
 _KNOWN = {"amp_patch", "apex", "torch", "torchvision"}
 #: What lies in the folder of a project.
 _MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+#: Where packages are installed, which are no part of a project.
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 class Project:
@@ -28,8 +31,8 @@ class Project:
         self._folders = [folder.resolve() for folder in folders]
         self._names = {path.resolve(): path for path in paths}
         self._sources: dict[Path, Source] = {}
-        self._imports: dict[Path, set[Path]] = {}
         self._found: dict[tuple[Path, int, str], Path | None] = {}
+        self._search_paths: dict[Path, list[Path]] = {}
         self._by_node: dict[int, Source] = {}  # of trees that are kept, so ids stay
 
     def read(self, path: Path) -> Source:
@@ -40,12 +43,17 @@ class Project:
         """
         path = path.resolve()
         if path not in self._sources:
-            source = self._sources[path] = read(self._names.get(path) or _shown(path))
-            self._by_node |= dict.fromkeys(map(id, ast.walk(source.tree)), source)
+            self._sources[path] = read(self._names.get(path) or _shown(path))
         return self._sources[path]
 
+    def tree_of(self, source: Source) -> ast.Module:
+        """Return the statements of a file; `source_of` knows them from then on."""
+        if id(source.tree) not in self._by_node:
+            self._by_node |= dict.fromkeys(map(id, ast.walk(source.tree)), source)
+        return source.tree
+
     def source_of(self, node: ast.AST) -> Source | None:
-        """Return the file in which a node stands; None for a node that no file was read for."""
+        """Return the file in which a node stands; None for one that `tree_of` has not returned."""
         return self._by_node.get(id(node))
 
     def read_if_python(self, path: Path) -> Source | None:
@@ -64,11 +72,12 @@ class Project:
             dotted: the name, ``"package.module"``.
 
         Returns:
-            None for what is not of the project.
+            An absolute path; None for what is not of the project.
         """
         key = importer.parent, level, dotted
         if key not in self._found:
-            self._found[key] = self._find(importer.parent.resolve(), level, dotted)
+            found = self._find(importer.parent.resolve(), level, dotted)
+            self._found[key] = found and found.resolve()
         return self._found[key]
 
     def _find(self, folder: Path, level: int, dotted: str) -> Path | None:
@@ -78,7 +87,9 @@ class Project:
         elif first in _KNOWN:
             return None
         else:
-            folders = [*_search_path(folder), *self._folders]
+            if folder not in self._search_paths:
+                self._search_paths[folder] = _search_path(folder)
+            folders = [*self._search_paths[folder], *self._folders]
         modules = [one for folder in folders if (one := _module(folder, first)) is not None]
         # a folder without an __init__.py comes behind all that is a package or a file
         found = next((one for one in modules if one.is_file()), next(iter(modules), None))
@@ -92,58 +103,57 @@ class Project:
 
         It says so itself, by asking for its ``__name__``, or no other file imports it.
         """
-        asks = any(isinstance(one, ast.If) and _is_about_name(one.test) for one in script.tree.body)
-        return asks or script.path.resolve() not in self._imported
+        return script.asks_name or script.path.resolve() not in self._imported
 
     @functools.cached_property
     def _imported(self) -> set[Path]:
         """The files that others of those that are looked at import."""
-        sources = filter(None, map(self.read_if_python, self._names))
-        return {path for one in sources for path in self._imported_by(one)}
+        return {path for one in self._names for path in self._imports.get(one, ())}
 
     def uses_amp(self, script: Source) -> bool:
         """Return whether a script, or a file that it imports, imports amp."""
-        seen = {script.path.resolve()}
-        waiting = [script]
+        return script.path.resolve() in self._use_amp
+
+    @functools.cached_property
+    def _use_amp(self) -> set[Path]:
+        """The files that import amp, or one of these files."""
+        importers: dict[Path, list[Path]] = {}
+        for one, imported in self._imports.items():
+            for path in imported:
+                importers.setdefault(path, []).append(one)
+        found = {path for path in self._imports if self.read(path).names_amp}
+        waiting = list(found)
         while waiting:
-            one = waiting.pop()
-            if one.names_amp:
-                return True
-            new = self._imported_by(one) - seen
-            seen |= new
-            waiting += [found for found in map(self.read_if_python, new) if found is not None]
-        return False
+            new = set(importers.get(waiting.pop(), ())) - found
+            found |= new
+            waiting += new
+        return found
+
+    @functools.cached_property
+    def _imports(self) -> dict[Path, set[Path]]:
+        """What each file that is looked at imports, and what these files import in turn."""
+        found: dict[Path, set[Path]] = {}
+        seen = set(self._names)
+        waiting = list(seen)
+        while waiting:
+            path = waiting.pop()
+            source = self.read_if_python(path)
+            if source is not None:
+                found[path] = self._imported_by(source)
+                waiting += found[path] - seen
+                seen |= found[path]
+        return found
 
     def _imported_by(self, importer: Source) -> set[Path]:
         """Return the files that a file imports, in whichever function."""
-        path = importer.path
-        if path not in self._imports:
-            nodes = ast.walk(importer.tree)
-            found = (self.find(path, *one) for node in nodes for one in _imported(node))
-            self._imports[path] = {one for one in found if one is not None and one.is_file()}
-        return self._imports[path]
-
-
-def _is_about_name(test: ast.expr) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(test))
+        found = (self.find(importer.path, *one) for one in importer.imports)
+        return {one for one in found if one is not None and one.is_file()}
 
 
 def _shown(path: Path) -> Path:
     """Return a path as one writes it here: without the folders that one is in."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def _imported(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield what an import statement may read: number of dots and name."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield 0, alias.name
-    if isinstance(node, ast.ImportFrom):
-        module = node.module or ""
-        yield node.level, module
-        for alias in node.names:
-            yield node.level, f"{module}.{alias.name}".lstrip(".")
 
 
 def _search_path(folder: Path) -> list[Path]:
@@ -153,11 +163,12 @@ def _search_path(folder: Path) -> list[Path]:
     a project, up to where the package lies that the file is of.
     """
     above = [folder, *folder.parents]
+    above = list(itertools.takewhile(lambda one: one.name not in _INSTALLED, above))
     for number, one in enumerate(above):
         if any((one / mark).exists() for mark in _MARKS):
             return [*above[: number + 1], one / "src"]
-    packages = next(n for n, one in enumerate(above) if not (one / "__init__.py").exists())
-    return above[: packages + 1]
+    packages = itertools.takewhile(lambda one: (one / "__init__.py").exists(), above)
+    return above[: len(list(packages)) + 1]
 
 
 def _module(folder: Path, name: str) -> Path | None:

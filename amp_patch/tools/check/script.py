@@ -64,7 +64,8 @@ def _look(script: Source, project: Project | None) -> list[Finding]:
 
 
 def _found(script: Source, project: Project | None) -> Iterable[Finding]:
-    trace = Statements(project).read(script.tree)
+    tree = script.tree if project is None else project.tree_of(script)
+    trace = Statements(project).read(tree)
     found: dict[tuple[str, int, str], Finding] = {}
     for rule in RULES.values():
         for node, what in rule.look(trace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import bisect
+import functools
 import io
 import json
 import re
@@ -34,21 +35,49 @@ class Source:
         path: of the file.
         cells: of a notebook: the line in which each cell of code begins, counted from 1.
 
+    Attributes:
+        names_amp: whether apex or amp_patch is named in it: by whichever name, it is imported.
+        imports: what its import statements may read, each the number of dots and the name.
+        asks_name: whether it asks for its ``__name__``, as what is run does.
+
     Raises:
         Unreadable: it is not Python.
     """
 
     def __init__(self, text: str, path: Path, cells: list[int] | None = None) -> None:
         self.path = path
-        self._cells = cells
+        self._text, self._cells = text, cells
         try:
-            self.tree = ast.parse(text, filename=str(path))
+            tree = self._parsed()
         except SyntaxError as error:
             raise Unreadable(f"{self.place(error.lineno or 1)}: {error.msg}") from error
         except (ValueError, RecursionError, MemoryError) as error:
             raise Unreadable(f"{path}: {error}") from error
-        self.names_amp = "apex" in text or "amp_patch" in text  # by whichever name, it is imported
-        self.silenced = _silenced(text)
+        self.names_amp = "apex" in text or "amp_patch" in text
+        self.imports = set(_imports(tree))
+        self.asks_name = any(
+            isinstance(one, ast.If) and _is_about_name(one.test) for one in tree.body
+        )
+
+    def _parsed(self) -> ast.Module:
+        return ast.parse(self._text, filename=str(self.path))
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """Its statements.
+
+        They are parsed again here: of most files of a project only the imports are asked for, and
+        a tree takes many times the memory of its text.
+        """
+        return self._parsed()
+
+    @functools.cached_property
+    def silenced(self) -> dict[int, set[str]]:
+        """For each line the rules that its comment silences."""
+        return {
+            line: set(RULES) if names is None else {name.strip() for name in names.split(",")}
+            for line, names in _comments(self._text)
+        }
 
     def place(self, line: int) -> str:
         """Return ``file:line``; of a notebook ``file:cell number:line in the cell``."""
@@ -120,12 +149,25 @@ def _is_python(lines: list[str]) -> bool:
     return True
 
 
-def _silenced(text: str) -> dict[int, set[str]]:
-    """Return for each line the rules that its comment silences."""
-    return {
-        line: set(RULES) if names is None else {name.strip() for name in names.split(",")}
-        for line, names in _comments(text)
-    }
+def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield what import statements may read, in whichever function: number of dots and name."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:  # only statements: most of a tree are expressions
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield 0, alias.name
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield node.level, module
+            for alias in node.names:
+                yield node.level, f"{module}.{alias.name}".lstrip(".")
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, name, ())
+
+
+def _is_about_name(test: ast.expr) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(test))
 
 
 def _comments(text: str) -> Iterator[tuple[int, str | None]]:
