@@ -237,6 +237,25 @@ def test_a_file_that_is_not_followed_costs_no_tree(project: Path) -> None:
     assert "tree" not in vars(found.read(Path("other.py")))
 
 
+@pytest.mark.parametrize(
+    "made", ["CfgNode()", "Own()"], ids=["of an installed class", "of a class of the project"]
+)
+def test_what_a_configuration_is_given_in_a_file_is_a_default(project: Path, made: str) -> None:
+    write(
+        project / "defaults.py",
+        "from yacs.config import CfgNode\nclass Own(CfgNode): pass\n"
+        f"_C = {made}\n_C.SOLVER = {made}\n_C.SOLVER.AMP = False\n",
+    )
+    write(project / "engine.py", ENGINE)
+    start, _, initialize = START.rpartition("model, optimizer =")
+    train = write(
+        project / "train.py",
+        f"from defaults import _C as cfg\nfrom engine import fit{start}cfg.merge_from_file('x')\n"
+        f"if cfg.SOLVER.AMP:\n    model, optimizer ={initialize}    fit(model, optimizer, 1)\n",
+    )
+    assert told(train) == ["engine.py:4: step-in-block"]
+
+
 # --- notebooks ---
 
 

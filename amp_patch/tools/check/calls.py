@@ -29,6 +29,7 @@ from .values import (
     Value,
     Wrapper,
     flat,
+    option,
 )
 
 #: Calls inside of calls that are followed.
@@ -153,7 +154,7 @@ class Calls(Expressions):
             self.scope.write("(self)", NO_GUARDS, function.owner)
         defaults = function.defaults
         if arguments.is_open:
-            defaults = {name: _option(default) for name, default in defaults.items()}
+            defaults = {name: option(default) for name, default in defaults.items()}
         values: dict[str, Value] = {**defaults, **dict(zip(names_, given, strict=False))}
         known = {*names_, *(argument.arg for argument in spec.kwonlyargs)}
         values |= {name: one for name, one in arguments.keywords.items() if name in known}
@@ -293,15 +294,6 @@ class Calls(Expressions):
                 if isinstance(value, Imported) and value.dotted in names.DTYPES:
                     return names.DTYPES[value.dotted]
         return None
-
-
-def _option(default: Value) -> Value:
-    """Return what a parameter may be where a call is not seen: something else than its literal."""
-    if not isinstance(default, Const):
-        return default
-    option = Value()
-    option.default = default
-    return option
 
 
 def _is_autocast(decorator: Value) -> bool:

@@ -91,7 +91,13 @@ def _getattr(reader: Reader, arguments: Arguments) -> Value | None:
     name = arguments.get("name", 1)
     if isinstance(name, Const) and isinstance(name.value, str):
         return reader.attribute(arguments.positional[0], name.value)
-    return None
+    # which optimizer it is may be an option
+    return Imported("torch.optim.Optimizer") if _is_torch_optim(arguments) else None
+
+
+def _is_torch_optim(arguments: Arguments) -> bool:
+    owner = arguments.get("object", 0)
+    return isinstance(owner, Imported) and owner.dotted == "torch.optim"
 
 
 def _isinstance(reader: Reader, arguments: Arguments) -> Value | None:

@@ -52,6 +52,8 @@ _OBJECTS = {
     *("amp.scale_loss", "autocast", "contextlib.nullcontext", "contextlib.suppress"),
     *("torch.device", "torch.no_grad", "torch.enable_grad"),
 }
+#: Classes whose attributes are options with defaults: of yacs, fvcore, easydict, ml_collections.
+_CONFIGS = {"CfgNode", "EasyDict", "ConfigDict"}
 HALVES = ("float16", "bfloat16")
 
 
@@ -91,6 +93,11 @@ def is_optimizer(dotted: str) -> bool:
         and not dotted.startswith(_NO_OPTIMIZERS)
         and is_class(dotted)
     )
+
+
+def is_config(dotted: str) -> bool:
+    """Return whether a class is that of options, which files and command lines may set."""
+    return dotted.rpartition(".")[2] in _CONFIGS
 
 
 def is_module(dotted: str) -> bool:

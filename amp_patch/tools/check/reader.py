@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable
 
+from . import names
 from .guards import NO_GUARDS, Guards, contradict
 from .trace import Block, Call, Trace
 from .values import (
@@ -17,6 +18,7 @@ from .values import (
     Imported,
     Instance,
     Items,
+    Made,
     Member,
     Module,
     Scope,
@@ -25,6 +27,7 @@ from .values import (
     Value,
     Wrapper,
     alternatives,
+    option,
     root,
 )
 
@@ -197,7 +200,8 @@ class Reader:
             owner = self.evaluate(target.value)
             self.note(f"={target.attr}", target, Arguments([value]), owner)
             for condition, one in alternatives(owner, self.guards):
-                one.attrs.write(target.attr, self.guards | condition, value)
+                held = option(value) if _is_config(one) else value
+                one.attrs.write(target.attr, self.guards | condition, held)
         elif isinstance(target, ast.Subscript):
             owner = self.evaluate(target.value)
             self.note("=[]", target, Arguments([value]), owner)
@@ -230,6 +234,15 @@ class Reader:
 
 def _ancestry(base: Value) -> Iterable[Value]:
     return base.ancestry() if isinstance(base, Class) else [base]
+
+
+def _is_config(value: Value) -> bool:
+    """Return whether an object holds options: what the script assigns to them are defaults."""
+    if isinstance(value, Instance):
+        return any(
+            isinstance(b, Imported) and names.is_config(b.dotted) for b in value.cls.ancestry()
+        )
+    return isinstance(value, Made) and names.is_config(value.dotted)
 
 
 def _is_literal(text: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from . import names
 from .guards import NO_GUARDS, Guards, contradict
 from .truth import truth_of
-from .values import Arguments, Const, Instance, Made, Member, Params, Value, flat, root
+from .values import Arguments, Cast, Const, Instance, Made, Member, Params, Value, flat, root
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -271,6 +271,12 @@ def enabled_of(call: Call) -> Value | None:
     is_of_device = dotted.startswith(("torch.cuda.", "torch.cpu."))  # others are told the device
     place = _PLACES_OF_ENABLED[call.name, is_of_device]
     return call.arguments.get("enabled", place)
+
+
+def cast_by(call: Call) -> Cast | None:
+    """Return what a call has cast; None for ``.train()`` of what was cast before, say."""
+    result = call.result
+    return result if isinstance(result, Cast) and result is not call.receiver else None
 
 
 def is_constant(value: Value | None, wanted: object) -> bool:

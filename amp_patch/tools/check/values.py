@@ -51,6 +51,15 @@ def _with_deps(part: Value) -> frozenset[Value]:
     return part.deps | {root(part)}
 
 
+def option(default: Value) -> Value:
+    """Return what may be something else than the literal that it is by default."""
+    if not isinstance(default, Const):
+        return default
+    value = Value()
+    value.default = default
+    return value
+
+
 class Const(Value):
     """A literal, or what is computed from literals; ``node`` is where it stands."""
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from amp_patch.tools.check import names
-from amp_patch.tools.check.trace import Call, Initialization, Trace, is_module
+from amp_patch.tools.check.trace import Call, Initialization, Trace, cast_by, is_module
 from amp_patch.tools.check.values import Cast, Imported, Made, Value, Wrapper, flat, root
 
 from .registry import rule
@@ -31,7 +31,8 @@ _LOSSES = (
 def half_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """``.half()``, ``.to(torch.float16)`` of a model, before or after; a default dtype in half."""
     for call in trace.calls:
-        is_half = isinstance(call.result, Cast) and call.result.dtype in names.HALVES
+        cast = cast_by(call)
+        is_half = cast is not None and cast.dtype in names.HALVES
         if is_half and call.receiver is not None and trace.of_models(call.receiver, call):
             yield call.node, "a cast of the model to half"
     for one in trace.named("amp.initialize"):
@@ -64,10 +65,11 @@ def _default_dtype(trace: Trace, model: Value) -> Call | None:
 def cast_model(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
     """``.float()``, ``.double()`` of a model that is initialized."""
     for call in trace.calls:
-        if isinstance(call.result, Cast) and call.result.dtype not in names.HALVES:
+        cast = cast_by(call)
+        if cast is not None and cast.dtype not in names.HALVES:
             inits = trace.of_models(call.receiver, call) if call.receiver is not None else []
             if any(one.call.order < call.order for one in inits):
-                yield call.node, f"a cast of the model to {call.result.dtype} after initialize"
+                yield call.node, f"a cast of the model to {cast.dtype} after initialize"
 
 
 @rule(

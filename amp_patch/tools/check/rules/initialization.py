@@ -11,6 +11,7 @@ from amp_patch.tools.check.trace import (
     Call,
     Initialization,
     Trace,
+    cast_by,
     is_module,
     is_optimizer,
     is_part_of,
@@ -242,7 +243,7 @@ def _follows(one: Initialization, move: Call) -> bool:
 
 def _is_move(call: Call) -> bool:
     given = call.arguments
-    if isinstance(call.result, Cast) or call.name == ".to" and "memory_format" in given.keywords:
+    if cast_by(call) is not None or call.name == ".to" and "memory_format" in given.keywords:
         return False
     devices = [one for one in given.values() if isinstance(one, Const)]
     return not any(one.value == "cpu" for one in devices)
