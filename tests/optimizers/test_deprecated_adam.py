@@ -19,7 +19,7 @@ def test_lists_of_mixed_dtypes_are_stepped(
     torch.manual_seed(0)
     params = [torch.randn(4, 3).to(dtype) for dtype in DTYPES]
     moments = [[torch.zeros_like(param) for param in params] for _ in range(2)]
-    w = [param.double() for param in params]
+    w = [param.double().clone() for param in params]
     m, v = ([torch.zeros(4, 3, dtype=torch.float64) for _ in params] for _ in range(2))
     for step in (1, 2):
         grads = [torch.randn(4, 3).to(param.dtype) for param in params]
