@@ -201,11 +201,16 @@ def _mend_of_a_call(place: Place, error: BaseException) -> str:
 
 def _has_float_arguments(frame: types.FrameType) -> bool:
     """Tell whether a float32 tensor is among a function's arguments, also in containers."""
+    dtypes = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        dtypes.add(tensor.dtype)
+        return tensor
+
     names = inspect.getargs(frame.f_code)
-    found = []
     for name in filter(None, (*names.args, names.varargs, names.varkw)):
-        map_tensors(lambda x: found.append(x.dtype) or x, frame.f_locals.get(name))
-    return torch.float32 in found
+        map_tensors(note, frame.f_locals.get(name))
+    return torch.float32 in dtypes
 
 
 def _is_in_a_decorated_forward(error: BaseException) -> bool:
