@@ -11,9 +11,9 @@ from torch import Tensor
 
 from amp_patch.optimizers import registry
 from amp_patch.optimizers.adam import AdamUpdate
-from amp_patch.optimizers.deprecated_adam import deprecated_adam
 
 from ..multi_tensor_apply import multi_tensor_applier
+from .deprecated_adam import deprecated_adam
 from .explicit_gradients import explicit_gradients, group_norms
 from .grad_scaling import scaling_of
 from .group_counters import CountedByGroup
