@@ -47,7 +47,7 @@ class Installation:
 
 
 def install(*, force: bool = False) -> Installation:
-    """Let this process import ``apex``, ``amp_C`` and ``apex_C``, and find apex's version.
+    """Let this process import ``apex`` and what it compiled, and find apex's version.
 
     Args:
         force: take all of these names, also where a real apex is installed. Else its modules

@@ -185,7 +185,7 @@ def _files() -> Mapping[str, str]:
         f"{_MODULE}.py": _HOOK.read_text(encoding="utf-8"),
         f"{_INFO}/METADATA": _METADATA.format(name=NAME, version=amp_patch.__version__),
         f"{_INFO}/INSTALLER": "amp-patch\n",
-        f"{_INFO}/top_level.txt": "amp_C\namp_patch_apex\napex\napex_C\n",
+        f"{_INFO}/top_level.txt": "amp_C\namp_patch_apex\napex\napex_C\nfused_adam_cuda\n",
     }
     start = f"import {_MODULE}\n"
     rows = [_record(name, text) for name, text in {**files, _START: start}.items()]

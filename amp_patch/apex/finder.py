@@ -18,7 +18,7 @@ from .missing import advice, advice_on_compiled, is_from_import, is_import
 from .replacements import COMPILED
 
 _PACKAGES = Path(__file__).parent / "packages"
-_TOP_LEVEL = ("amp_C", "apex", "apex_C")
+_TOP_LEVEL = ("amp_C", "apex", "apex_C", "fused_adam_cuda")
 
 
 class Finder:

@@ -64,7 +64,6 @@ COMPILED = {
     "fast_self_multihead_attn_norm_add": "torch.nn.MultiheadAttention",
     "fmhalib": _ATTENTION,
     "focal_loss_cuda": "torchvision.ops.sigmoid_focal_loss",
-    "fused_adam_cuda": "apex.contrib.optimizers.FusedAdam, or amp_C.multi_tensor_adam",
     "fused_bias_swiglu": "torch.nn.functional.silu under torch.compile",
     "fused_conv_bias_relu": "torch.compile over torch.nn.Conv2d and relu",
     "fused_dense_cuda": "apex.fused_dense.FusedDense",

@@ -5,6 +5,7 @@ Knows models in half precision, and where functions cast.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from amp_patch.casting.mode import FLOATS, HALVES
+from amp_patch.casting.nested import map_tensors
 from amp_patch.casting.running_modules import running_modules
 from amp_patch.imported_modules import is_left_alone
 from amp_patch.levels import OptLevel
@@ -173,8 +175,11 @@ def _mend_of_inputs(place: Place, error: BaseException) -> str:
 
 def _mend_of_a_call(place: Place, error: BaseException) -> str:
     """Return what mends a call past the model's own: of another method of it, or of a part."""
-    within = (frame for frame in frames(error) if is_within(place.model, frame))
-    frame = next(within, place.frame)
+    within = [frame for frame in frames(error) if is_within(place.model, frame)]
+    # A trainer's own methods come first, as Lightning's optimizer_step(epoch, optimizer, closure),
+    # which have nothing to cast.
+    given = (frame for frame in within if _has_float_arguments(frame))
+    frame = next(given, within[0] if within else place.frame)
     module, name = owner_of(frame), frame.f_code.co_name
     if module is place.model and name == "forward":
         return (
@@ -192,6 +197,20 @@ def _mend_of_a_call(place: Place, error: BaseException) -> str:
         f"{register}pass x.to({place.level.half_dtype}) to {to}; with opt_level 'O1' every module "
         "takes float32."
     )
+
+
+def _has_float_arguments(frame: types.FrameType) -> bool:
+    """Tell whether a float32 tensor is among a function's arguments, also in containers."""
+    dtypes = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    names = inspect.getargs(frame.f_code)
+    for name in filter(None, (*names.args, names.varargs, names.varkw)):
+        map_tensors(note, frame.f_locals.get(name))
+    return torch.float32 in dtypes
 
 
 def _is_in_a_decorated_forward(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ PACKAGES = Path(amp_patch.apex.__file__).parent / "packages"
 SUPPLIED = sorted(
     str(path.relative_to(PACKAGES).with_suffix("")).replace("/", ".").removesuffix(".__init__")
     for path in PACKAGES.rglob("*.py")
-    if path.parent != PACKAGES or path.stem in ("apex", "amp_C", "apex_C")
+    if path.parent != PACKAGES or path.stem in ("apex", "amp_C", "apex_C", "fused_adam_cuda")
     if path.stem != "multiproc"
 )
 #: torch's gloo aborts the exit of a process now and then, of scripts without amp_patch as well.

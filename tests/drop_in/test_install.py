@@ -16,7 +16,7 @@ from running import SUPPLIED
 
 import amp_patch.apex
 
-TOP_LEVEL = ("apex", "amp_C", "apex_C")
+TOP_LEVEL = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
 
 
 @pytest.fixture

@@ -569,6 +569,35 @@ def test_a_method_or_a_part_is_told_of_with_the_call_that_mends_it(
         session.methods._registered.clear()
 
 
+class Trained(Methods):
+    """Calls its own step through methods around it, as a LightningModule does."""
+
+    def optimizer_step(self, epoch: int, closure: Callable[[], Tensor]) -> Tensor:
+        return closure()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.backbone(batch[0]).float().square().mean()
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_the_method_that_is_told_of_is_the_one_with_tensors_to_cast(
+    amp: ModuleType, level: str
+) -> None:
+    model = amp.initialize(Trained(), opt_level=level, verbosity=0)
+
+    def step() -> Tensor:
+        return model.optimizer_step(0, lambda: model.training_step([X], 0))
+
+    note = fail(step, ends_script=True)
+    assert "Trained.training_step() was called by itself" in note
+    assert "once amp.register_forward_method(Trained, 'training_step'), or pass x.to(" in note
+    amp.register_forward_method(Trained, "training_step")
+    try:
+        assert step().isfinite()
+    finally:
+        session.methods._registered.clear()
+
+
 class Shell:
     """What IPython shows errors with."""
 

@@ -6,7 +6,7 @@ imports nothing before somebody asks for apex.
 
 import sys
 
-NAMES = ("apex", "amp_C", "apex_C")
+NAMES = ("apex", "amp_C", "apex_C", "fused_adam_cuda")
 
 
 class Hook:
