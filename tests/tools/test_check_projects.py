@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -277,12 +278,21 @@ def test_a_mistake_in_a_notebook_is_named_by_cell_and_line(project: Path) -> Non
         "torch.nn.Linear??",
         "if True:\n    !nvidia-smi\n    %env",
         "text = ('%s'\n% 1)",
+        "text = ('%s'\n% 1)\n!ls",
+        'text = """\n!x\n%y\nname?\n"""\n!ls \\\n\n!ls',
+        "model[0]?",
+        "torch.*Adam*?",
+        "found = torch.nn.Linear?",
+        "scale.x = !ls",
+        "scale['x'] = !ls",
+        "scale: list = !ls",
+        "x = 1\n\x0c\ny = '\u2028'",
         "await train()",
     ],
 )
 def test_what_only_a_notebook_runs_is_passed_over(project: Path, line: str) -> None:
     path = notebook(project / "train.ipynb", START, f"{line}\n{BLOCK}")
-    place = len(f"{line}\n{BLOCK}".splitlines())
+    place = f"{line}\n{BLOCK}".count("\n") + 1
     assert told(path) == [f"train.ipynb:cell 2:{place}: step-in-block"]
 
 
@@ -292,6 +302,36 @@ def test_what_only_a_notebook_runs_is_passed_over(project: Path, line: str) -> N
 def test_a_cell_of_another_language_is_not_read(project: Path, magic: str, is_read: bool) -> None:
     path = notebook(project / "train.ipynb", START, f"{magic}\n!ls\n{BLOCK}")
     assert told(path) == (["train.ipynb:cell 2:5: step-in-block"] if is_read else [])
+
+
+def test_an_empty_line_may_come_before_the_magic_of_a_cell(project: Path) -> None:
+    path = notebook(project / "train.ipynb", START, "\n%%bash\nls -l", f"\n%%time\n{BLOCK}")
+    assert told(path) == ["train.ipynb:cell 3:5: step-in-block"]
+
+
+def test_a_notebook_may_have_line_ends_of_windows_and_a_mark_of_its_bytes(project: Path) -> None:
+    path = notebook(project / "train.ipynb", START, f"%time x = 1\n{BLOCK}".replace("\n", "\r\n"))
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert told(path) == ["train.ipynb:cell 2:4: step-in-block"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_read"),
+    [
+        ({"kernelspec": {"name": "ir", "language": "R"}}, False),
+        ({"language_info": {"name": "julia"}}, False),
+        ({"kernelspec": {"name": "python3"}, "language_info": {"name": "python"}}, True),
+        ({"kernelspec": {"language": "python"}, "language_info": {"name": "pyspark"}}, True),
+        ({"kernelspec": None}, True),
+    ],
+)
+def test_a_notebook_of_another_language_is_not_read(
+    project: Path, metadata: dict[str, Any], is_read: bool
+) -> None:
+    path = notebook(project / "train.ipynb", START, BLOCK if is_read else "f(x) = begin x end")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metadata": metadata}))
+    code, output = checked(str(path))
+    assert (code, bool(output)) == ((1, True) if is_read else (0, False))
 
 
 def test_a_notebook_imports_the_files_beside_it(project: Path) -> None:
@@ -306,6 +346,7 @@ def test_a_notebook_imports_the_files_beside_it(project: Path) -> None:
         ("not json", r"train.ipynb: no notebook of format 4 (JSONDecodeError"),
         ('{"worksheets": []}', r"train.ipynb: no notebook of format 4 (KeyError('cells'))"),
         ("[]", r"train.ipynb: no notebook of format 4 (TypeError"),
+        ("[" * 100_000, r"train.ipynb: no notebook of format 4 (RecursionError"),
     ],
 )
 def test_what_is_no_notebook_is_one_line(project: Path, text: str, said: str) -> None:

@@ -19,7 +19,9 @@ _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([\w\s,-]*)\])?")
 _AROUND = ("time", "timeit", "capture", "prun", "memit")
 _CELL_MAGIC = re.compile(r"%%(\w+)")
 #: What only IPython reads: `%magic`, `!command`, `?name`, `name?`, `x = !command`, `x = %magic`.
-_MAGIC = re.compile(r"(?P<indent>\s*)((?P<target>[\w\s,.]+=\s*)?[%!]|\?|%?[\w.]+\?{1,2}\s*$)")
+_MAGIC = re.compile(r"(?P<indent>\s*)((?P<target>[^=%!#]+=\s*)?[%!]|\?|[^#'\"]+\?\s*$)")
+#: Where Python's lines end; str.splitlines knows more ends, a form feed say.
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
 
 
@@ -104,49 +106,67 @@ def read(path: Path) -> Source:
 
 def _read_notebook(path: Path) -> Source:
     try:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        texts = ["".join(one["source"]) for one in cells if one["cell_type"] == "code"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        notebook = json.loads(path.read_text(encoding="utf-8-sig"))
+        texts = ["".join(one["source"]) for one in notebook["cells"] if one["cell_type"] == "code"]
+        language = _language(notebook.get("metadata") or {})
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"{path}: no notebook of format 4 ({error!r})") from error
     lines: list[str] = []
     starts: list[int] = []
-    for text in texts:
+    for text in texts if language == "python" else ():
         starts.append(len(lines) + 1)
-        lines += _without_magics(text.splitlines()) or [""]
+        lines += _without_magics(_LINE_END.split(text.rstrip("\r\n")))
     return Source("\n".join(lines), path, starts)
 
 
+def _language(metadata: dict[str, dict[str, str]]) -> str:
+    """Return the language of a notebook's kernel; a notebook that says nothing is Python's."""
+    kernel, language = (metadata.get(one) or {} for one in ("kernelspec", "language_info"))
+    return (kernel.get("language") or language.get("name") or "python").lower()
+
+
 def _without_magics(lines: list[str]) -> list[str]:
-    """Return the lines of a cell, without what only IPython reads."""
-    if _is_python(lines):  # a line may begin with the % that formats a text
-        return lines
-    cell = _CELL_MAGIC.match(lines[0])
-    if cell is not None:
-        rest = lines[1:] if cell[1] in _AROUND else [""] * (len(lines) - 1)
-        return ["", *_without_magics(rest)]
-    found: list[str] = []
-    goes_on = False
-    for line in lines:
-        if not goes_on:
-            line = _TIMED.sub(r"\1", line)
+    """Return the lines of a cell, without what only IPython reads.
+
+    Python itself tells which line it cannot read: one may also begin with the % of an expression.
+    """
+    found = list(lines)
+    cell = next((n for n, line in enumerate(found) if line.strip()), 0)
+    magic = _CELL_MAGIC.match(found[cell])
+    if magic is not None:
+        rest = found[cell + 1 :]
+        is_python = magic[1] in _AROUND
+        return [
+            *[""] * (cell + 1),
+            *(_without_magics(rest) if rest and is_python else _blank(rest)),
+        ]
+    while (number := _first_wrong(found)) is not None:
+        line = _TIMED.sub(r"\1", found[number])
         magic = _MAGIC.match(line)
-        if goes_on:
-            found.append("")
-        elif magic is None:
-            found.append(line)
-            continue
-        else:
-            found.append(f"{magic['indent']}{magic['target'] or ''}None")
-        goes_on = line.endswith("\\")
+        if magic is not None:
+            line = f"{magic['indent']}{magic['target'] or ''}None"
+            while found[number].endswith("\\") and number + 1 < len(found):
+                found[number] = line
+                number, line = number + 1, ""
+        elif line == found[number]:
+            break
+        found[number] = line
     return found
 
 
-def _is_python(lines: list[str]) -> bool:
+def _blank(lines: list[str]) -> list[str]:
+    return [""] * len(lines)
+
+
+def _first_wrong(lines: list[str]) -> int | None:
+    """Return the index of the line that Python cannot read; None where it can read all."""
     try:
         ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+    except SyntaxError as error:
+        return min(max(error.lineno or 1, 1), len(lines)) - 1
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    return None
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
