@@ -125,6 +125,13 @@ def test_an_environment_in_a_folder_is_not_read(train_py: Path) -> None:
     assert checked(str(packages))[0] == 1
 
 
+def test_links_that_lead_nowhere_or_around_are_passed(train_py: Path) -> None:
+    for name, target in (("a.py", "no.py"), ("b.py", "b.py"), ("again", ".")):
+        train_py.with_name(name).symlink_to(target)
+    code, output = checked(str(train_py.parent))
+    assert (code, output.count("\n")) == (1, 1)
+
+
 def test_a_folder_without_scripts_is_refused(tmp_path: Path) -> None:
     code, output = checked(str(tmp_path))
     assert code == 2
