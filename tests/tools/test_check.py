@@ -14,6 +14,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -409,6 +410,13 @@ def test_functions_that_call_each_other_many_times_are_followed_to_a_limit(monke
     reading = Statements()
     reading.read(ast.parse("\n".join(functions)))
     assert reading.followed <= 101
+
+
+def test_what_python_would_warn_of_is_not_told() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert found(MISTAKES["a level with a zero"] + "text = '\\d'\n") == {(7, "opt-level")}
+    assert told == []
 
 
 def test_a_deep_expression_is_refused_or_read() -> None:

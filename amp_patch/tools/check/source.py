@@ -9,6 +9,7 @@ import io
 import json
 import re
 import tokenize
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Source:
         self.path = path
         self._text, self._cells = text, cells
         try:
-            tree = self._parsed()
+            tree = _parsed(text)
         except SyntaxError as error:
             raise Unreadable(f"{self.place(error.lineno or 1)}: {error.msg}") from error
         except (ValueError, RecursionError, MemoryError) as error:
@@ -61,9 +62,6 @@ class Source:
             isinstance(one, ast.If) and _is_about_name(one.test) for one in tree.body
         )
 
-    def _parsed(self) -> ast.Module:
-        return ast.parse(self._text, filename=str(self.path))
-
     @functools.cached_property
     def tree(self) -> ast.Module:
         """Its statements.
@@ -71,7 +69,7 @@ class Source:
         They are parsed again here: of most files of a project only the imports are asked for, and
         a tree takes many times the memory of its text.
         """
-        return self._parsed()
+        return _parsed(self._text)
 
     @functools.cached_property
     def silenced(self) -> dict[int, set[str]]:
@@ -87,6 +85,13 @@ class Source:
             return f"{self.path}:{line}"
         cell = bisect.bisect(self._cells, line)
         return f"{self.path}:cell {cell}:{line - self._cells[cell - 1] + 1}"
+
+
+def _parsed(text: str) -> ast.Module:
+    """Return the tree of a text; what Python would warn of in it is for who runs it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
 
 
 def read(path: Path) -> Source:
@@ -161,7 +166,7 @@ def _blank(lines: list[str]) -> list[str]:
 def _first_wrong(lines: list[str]) -> int | None:
     """Return the index of the line that Python cannot read; None where it can read all."""
     try:
-        ast.parse("\n".join(lines))
+        _parsed("\n".join(lines))
     except SyntaxError as error:
         return min(max(error.lineno or 1, 1), len(lines)) - 1
     except (ValueError, RecursionError, MemoryError):
