@@ -139,12 +139,10 @@ def _without_magics(lines: list[str]) -> list[str]:
     cell = next((n for n, line in enumerate(found) if line.strip()), 0)
     magic = _CELL_MAGIC.match(found[cell])
     if magic is not None:
-        rest = found[cell + 1 :]
-        is_python = magic[1] in _AROUND
-        return [
-            *[""] * (cell + 1),
-            *(_without_magics(rest) if rest and is_python else _blank(rest)),
-        ]
+        begin, rest = [""] * (cell + 1), found[cell + 1 :]
+        if magic[1] not in _AROUND:
+            return begin + [""] * len(rest)
+        return begin + (rest and _without_magics(rest))
     while (number := _first_wrong(found)) is not None:
         line = _TIMED.sub(r"\1", found[number])
         magic = _MAGIC.match(line)
@@ -157,10 +155,6 @@ def _without_magics(lines: list[str]) -> list[str]:
             break
         found[number] = line
     return found
-
-
-def _blank(lines: list[str]) -> list[str]:
-    return [""] * len(lines)
 
 
 def _first_wrong(lines: list[str]) -> int | None:
