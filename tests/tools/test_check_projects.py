@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from amp_patch.tools import command_line
 from amp_patch.tools.check.project import Project
 from amp_patch.tools.check.script import findings
-from amp_patch.tools.check.source import Source
 
 START = """
 import torch
@@ -220,15 +219,26 @@ def test_the_imports_of_each_file_are_followed_once(
     for path in scripts:
         write(path, "\n".join(f"import {one.stem}" for one in scripts))
     found = Project(scripts)
-    asked: list[Path] = []
+    asked: list[tuple[Path, str]] = []
 
-    def imported_by(source: Source) -> set[Path]:
-        asked.append(source.path)
-        return Project._imported_by(found, source)
+    def find(importer: Path, level: int, dotted: str) -> Path | None:
+        asked.append((importer, dotted))
+        return Project.find(found, importer, level, dotted)
 
-    monkeypatch.setattr(found, "_imported_by", imported_by)
+    monkeypatch.setattr(found, "find", find)
     assert not any(found.uses_amp(found.read(one)) for one in scripts)
-    assert sorted(asked) == sorted(scripts)
+    assert sorted(asked) == sorted((one, other.stem) for one in scripts for other in scripts)
+
+
+def test_what_a_script_imports_is_not_searched_where_it_names_amp_itself(project: Path) -> None:
+    write(project / "train.py", "from apex import amp\nimport engine")
+    write(project / "engine.py", "import deep")
+    write(project / "deep.py", "")
+    found = Project([Path("train.py")])
+    script = found.read(Path("train.py"))
+    assert found.uses_amp(script)
+    assert found.is_started(script)
+    assert [path.name for path in found._sources] == ["train.py"]
 
 
 def test_a_file_that_is_not_followed_costs_no_tree(project: Path) -> None:
