@@ -7,6 +7,7 @@ no version tells. Knows no values, and no optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress
@@ -104,10 +105,26 @@ class HandedOut:
             self._places.pop(one, None)
         self.are_held = bool(self._handed or self._places)
         # What is kept of them must be no inference tensors, nor what torch.func wraps.
-        with torch.inference_mode(False), torch._C._DisableFuncTorch(), torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch._C._DisableFuncTorch(),
+            torch.no_grad(),
+            _untraced(),
+        ):
             for handed in _suspects(chain.from_iterable(found)):
                 if handed.was_written_to():
                     self._enter(handed.tensor, handed.value)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Keep what is done out of the graph that torch.jit.trace or ONNX's exporter records."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def _suspects(rows: Iterable[_Handed]) -> Iterator[_Handed]:

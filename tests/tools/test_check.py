@@ -14,6 +14,7 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,6 +124,13 @@ def test_an_environment_in_a_folder_is_not_read(train_py: Path) -> None:
     (packages.parents[1] / "pyvenv.cfg").touch()
     assert checked(str(train_py.parent))[0] == 2
     assert checked(str(packages))[0] == 1
+
+
+def test_links_that_lead_nowhere_or_around_are_passed(train_py: Path) -> None:
+    for name, target in (("a.py", "no.py"), ("b.py", "b.py"), ("again", ".")):
+        train_py.with_name(name).symlink_to(target)
+    code, output = checked(str(train_py.parent))
+    assert (code, output.count("\n")) == (1, 1)
 
 
 def test_a_folder_without_scripts_is_refused(tmp_path: Path) -> None:
@@ -402,6 +410,13 @@ def test_functions_that_call_each_other_many_times_are_followed_to_a_limit(monke
     reading = Statements()
     reading.read(ast.parse("\n".join(functions)))
     assert reading.followed <= 101
+
+
+def test_what_python_would_warn_of_is_not_told() -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert found(MISTAKES["a level with a zero"] + "text = '\\d'\n") == {(7, "opt-level")}
+    assert told == []
 
 
 def test_a_deep_expression_is_refused_or_read() -> None:

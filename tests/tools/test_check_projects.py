@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,6 @@ from click.testing import CliRunner
 from amp_patch.tools import command_line
 from amp_patch.tools.check.project import Project
 from amp_patch.tools.check.script import findings
-from amp_patch.tools.check.source import Source
 
 START = """
 import torch
@@ -219,15 +219,26 @@ def test_the_imports_of_each_file_are_followed_once(
     for path in scripts:
         write(path, "\n".join(f"import {one.stem}" for one in scripts))
     found = Project(scripts)
-    asked: list[Path] = []
+    asked: list[tuple[Path, str]] = []
 
-    def imported_by(source: Source) -> set[Path]:
-        asked.append(source.path)
-        return Project._imported_by(found, source)
+    def find(importer: Path, level: int, dotted: str) -> Path | None:
+        asked.append((importer, dotted))
+        return Project.find(found, importer, level, dotted)
 
-    monkeypatch.setattr(found, "_imported_by", imported_by)
+    monkeypatch.setattr(found, "find", find)
     assert not any(found.uses_amp(found.read(one)) for one in scripts)
-    assert sorted(asked) == sorted(scripts)
+    assert sorted(asked) == sorted((one, other.stem) for one in scripts for other in scripts)
+
+
+def test_what_a_script_imports_is_not_searched_where_it_names_amp_itself(project: Path) -> None:
+    write(project / "train.py", "from apex import amp\nimport engine")
+    write(project / "engine.py", "import deep")
+    write(project / "deep.py", "")
+    found = Project([Path("train.py")])
+    script = found.read(Path("train.py"))
+    assert found.uses_amp(script)
+    assert found.is_started(script)
+    assert [path.name for path in found._sources] == ["train.py"]
 
 
 def test_a_file_that_is_not_followed_costs_no_tree(project: Path) -> None:
@@ -296,12 +307,21 @@ def test_a_mistake_in_a_notebook_is_named_by_cell_and_line(project: Path) -> Non
         "torch.nn.Linear??",
         "if True:\n    !nvidia-smi\n    %env",
         "text = ('%s'\n% 1)",
+        "text = ('%s'\n% 1)\n!ls",
+        'text = """\n!x\n%y\nname?\n"""\n!ls \\\n\n!ls',
+        "model[0]?",
+        "torch.*Adam*?",
+        "found = torch.nn.Linear?",
+        "scale.x = !ls",
+        "scale['x'] = !ls",
+        "scale: list = !ls",
+        "x = 1\n\x0c\ny = '\u2028'",
         "await train()",
     ],
 )
 def test_what_only_a_notebook_runs_is_passed_over(project: Path, line: str) -> None:
     path = notebook(project / "train.ipynb", START, f"{line}\n{BLOCK}")
-    place = len(f"{line}\n{BLOCK}".splitlines())
+    place = f"{line}\n{BLOCK}".count("\n") + 1
     assert told(path) == [f"train.ipynb:cell 2:{place}: step-in-block"]
 
 
@@ -311,6 +331,36 @@ def test_what_only_a_notebook_runs_is_passed_over(project: Path, line: str) -> N
 def test_a_cell_of_another_language_is_not_read(project: Path, magic: str, is_read: bool) -> None:
     path = notebook(project / "train.ipynb", START, f"{magic}\n!ls\n{BLOCK}")
     assert told(path) == (["train.ipynb:cell 2:5: step-in-block"] if is_read else [])
+
+
+def test_an_empty_line_may_come_before_the_magic_of_a_cell(project: Path) -> None:
+    path = notebook(project / "train.ipynb", START, "\n%%bash\nls -l", f"\n%%time\n{BLOCK}")
+    assert told(path) == ["train.ipynb:cell 3:5: step-in-block"]
+
+
+def test_a_notebook_may_have_line_ends_of_windows_and_a_mark_of_its_bytes(project: Path) -> None:
+    path = notebook(project / "train.ipynb", START, f"%time x = 1\n{BLOCK}".replace("\n", "\r\n"))
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert told(path) == ["train.ipynb:cell 2:4: step-in-block"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "is_read"),
+    [
+        ({"kernelspec": {"name": "ir", "language": "R"}}, False),
+        ({"language_info": {"name": "julia"}}, False),
+        ({"kernelspec": {"name": "python3"}, "language_info": {"name": "python"}}, True),
+        ({"kernelspec": {"language": "python"}, "language_info": {"name": "pyspark"}}, True),
+        ({"kernelspec": None}, True),
+    ],
+)
+def test_a_notebook_of_another_language_is_not_read(
+    project: Path, metadata: dict[str, Any], is_read: bool
+) -> None:
+    path = notebook(project / "train.ipynb", START, BLOCK if is_read else "f(x) = begin x end")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metadata": metadata}))
+    code, output = checked(str(path))
+    assert (code, bool(output)) == ((1, True) if is_read else (0, False))
 
 
 def test_a_notebook_imports_the_files_beside_it(project: Path) -> None:
@@ -325,6 +375,7 @@ def test_a_notebook_imports_the_files_beside_it(project: Path) -> None:
         ("not json", r"train.ipynb: no notebook of format 4 (JSONDecodeError"),
         ('{"worksheets": []}', r"train.ipynb: no notebook of format 4 (KeyError('cells'))"),
         ("[]", r"train.ipynb: no notebook of format 4 (TypeError"),
+        ("[" * 100_000, r"train.ipynb: no notebook of format 4 (RecursionError"),
     ],
 )
 def test_what_is_no_notebook_is_one_line(project: Path, text: str, said: str) -> None:

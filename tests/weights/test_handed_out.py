@@ -224,6 +224,17 @@ def test_a_state_that_is_only_saved_is_not_held(amp: ModuleType, level: str, eve
     assert [one() for one in copies if one() is not None] == []
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_is_traced_after_its_state_was_saved(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    state = model.state_dict()
+    state["weight"].data.fill_(2.0)
+    traced = torch.jit.trace(model, (torch.ones(1, 2),))
+    assert torch.equal(model.weight, torch.full_like(model.weight, 2.0))
+    assert torch.equal(traced(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
 def test_masters_are_held_until_the_model_is_used(amp: ModuleType) -> None:
     model = nn.Linear(4, 4)
     amp.initialize(model, SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)

@@ -85,9 +85,10 @@ def _files_in(folder: Path) -> Iterator[Path]:
     """Yield scripts and notebooks below a folder; what is hidden or installed is passed."""
     for above, folders, names in os.walk(folder):
         folders[:] = [one for one in folders if not _is_passed(Path(above, one))]
-        for name in names:
-            if name.endswith((".py", ".ipynb")) and not name.startswith("."):
-                yield Path(above, name)
+        for path in (Path(above, name) for name in names):
+            is_shown = path.suffix in (".py", ".ipynb") and not path.name.startswith(".")
+            if is_shown and path.is_file():  # and no link that leads nowhere
+                yield path
 
 
 def _is_passed(folder: Path) -> bool:

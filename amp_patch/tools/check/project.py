@@ -31,6 +31,7 @@ class Project:
         self._folders = [folder.resolve() for folder in folders]
         self._names = {path.resolve(): path for path in paths}
         self._sources: dict[Path, Source] = {}
+        self._imports: dict[Path, set[Path]] = {}
         self._found: dict[tuple[Path, int, str], Path | None] = {}
         self._search_paths: dict[Path, list[Path]] = {}
         self._by_node: dict[int, Source] = {}  # of trees that are kept, so ids stay
@@ -108,46 +109,40 @@ class Project:
     @functools.cached_property
     def _imported(self) -> set[Path]:
         """The files that others of those that are looked at import."""
-        return {path for one in self._names for path in self._imports.get(one, ())}
+        return {path for one in self._names for path in self._imported_by(one)}
 
     def uses_amp(self, script: Source) -> bool:
         """Return whether a script, or a file that it imports, imports amp."""
-        return script.path.resolve() in self._use_amp
+        return script.names_amp or script.path.resolve() in self._use_amp
 
     @functools.cached_property
     def _use_amp(self) -> set[Path]:
         """The files that import amp, or one of these files."""
-        importers: dict[Path, list[Path]] = {}
-        for one, imported in self._imports.items():
-            for path in imported:
-                importers.setdefault(path, []).append(one)
-        found = {path for path in self._imports if self.read(path).names_amp}
+        importers: dict[Path, list[Path]] = {path: [] for path in self._names}
+        waiting = list(importers)
+        while waiting:
+            importer = waiting.pop()
+            for path in self._imported_by(importer):
+                if path not in importers:
+                    importers[path] = []
+                    waiting.append(path)
+                importers[path].append(importer)
+        sources = map(self.read_if_python, importers)
+        found = {one.path.resolve() for one in sources if one is not None and one.names_amp}
         waiting = list(found)
         while waiting:
-            new = set(importers.get(waiting.pop(), ())) - found
+            new = set(importers[waiting.pop()]) - found
             found |= new
             waiting += new
         return found
 
-    @functools.cached_property
-    def _imports(self) -> dict[Path, set[Path]]:
-        """What each file that is looked at imports, and what these files import in turn."""
-        found: dict[Path, set[Path]] = {}
-        seen = set(self._names)
-        waiting = list(seen)
-        while waiting:
-            path = waiting.pop()
-            source = self.read_if_python(path)
-            if source is not None:
-                found[path] = self._imported_by(source)
-                waiting += found[path] - seen
-                seen |= found[path]
-        return found
-
-    def _imported_by(self, importer: Source) -> set[Path]:
+    def _imported_by(self, importer: Path) -> set[Path]:
         """Return the files that a file imports, in whichever function."""
-        found = (self.find(importer.path, *one) for one in importer.imports)
-        return {one for one in found if one is not None and one.is_file()}
+        if importer not in self._imports:
+            source = self.read_if_python(importer)
+            found = (self.find(source.path, *one) for one in source.imports) if source else ()
+            self._imports[importer] = {one for one in found if one is not None and one.is_file()}
+        return self._imports[importer]
 
 
 def _shown(path: Path) -> Path:

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import tokenize
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ _IGNORE = re.compile(r"#\s*amp-patch:\s*ignore(?:\[([\w\s,-]*)\])?")
 _AROUND = ("time", "timeit", "capture", "prun", "memit")
 _CELL_MAGIC = re.compile(r"%%(\w+)")
 #: What only IPython reads: `%magic`, `!command`, `?name`, `name?`, `x = !command`, `x = %magic`.
-_MAGIC = re.compile(r"(?P<indent>\s*)((?P<target>[\w\s,.]+=\s*)?[%!]|\?|%?[\w.]+\?{1,2}\s*$)")
+_MAGIC = re.compile(r"(?P<indent>\s*)((?P<target>[^=%!#]+=\s*)?[%!]|\?|[^#'\"]+\?\s*$)")
+#: Where Python's lines end; str.splitlines knows more ends, a form feed say.
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _TIMED = re.compile(r"(\s*)%time\s+(?=\S)")
 
 
@@ -48,7 +51,7 @@ class Source:
         self.path = path
         self._text, self._cells = text, cells
         try:
-            tree = self._parsed()
+            tree = _parsed(text)
         except SyntaxError as error:
             raise Unreadable(f"{self.place(error.lineno or 1)}: {error.msg}") from error
         except (ValueError, RecursionError, MemoryError) as error:
@@ -59,9 +62,6 @@ class Source:
             isinstance(one, ast.If) and _is_about_name(one.test) for one in tree.body
         )
 
-    def _parsed(self) -> ast.Module:
-        return ast.parse(self._text, filename=str(self.path))
-
     @functools.cached_property
     def tree(self) -> ast.Module:
         """Its statements.
@@ -69,7 +69,7 @@ class Source:
         They are parsed again here: of most files of a project only the imports are asked for, and
         a tree takes many times the memory of its text.
         """
-        return self._parsed()
+        return _parsed(self._text)
 
     @functools.cached_property
     def silenced(self) -> dict[int, set[str]]:
@@ -85,6 +85,13 @@ class Source:
             return f"{self.path}:{line}"
         cell = bisect.bisect(self._cells, line)
         return f"{self.path}:cell {cell}:{line - self._cells[cell - 1] + 1}"
+
+
+def _parsed(text: str) -> ast.Module:
+    """Return the tree of a text; what Python would warn of in it is for who runs it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
 
 
 def read(path: Path) -> Source:
@@ -104,49 +111,61 @@ def read(path: Path) -> Source:
 
 def _read_notebook(path: Path) -> Source:
     try:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        texts = ["".join(one["source"]) for one in cells if one["cell_type"] == "code"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        notebook = json.loads(path.read_text(encoding="utf-8-sig"))
+        texts = ["".join(one["source"]) for one in notebook["cells"] if one["cell_type"] == "code"]
+        language = _language(notebook.get("metadata") or {})
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"{path}: no notebook of format 4 ({error!r})") from error
     lines: list[str] = []
     starts: list[int] = []
-    for text in texts:
+    for text in texts if language == "python" else ():
         starts.append(len(lines) + 1)
-        lines += _without_magics(text.splitlines()) or [""]
+        lines += _without_magics(_LINE_END.split(text.rstrip("\r\n")))
     return Source("\n".join(lines), path, starts)
 
 
+def _language(metadata: dict[str, dict[str, str]]) -> str:
+    """Return the language of a notebook's kernel; a notebook that says nothing is Python's."""
+    kernel, language = (metadata.get(one) or {} for one in ("kernelspec", "language_info"))
+    return (kernel.get("language") or language.get("name") or "python").lower()
+
+
 def _without_magics(lines: list[str]) -> list[str]:
-    """Return the lines of a cell, without what only IPython reads."""
-    if _is_python(lines):  # a line may begin with the % that formats a text
-        return lines
-    cell = _CELL_MAGIC.match(lines[0])
-    if cell is not None:
-        rest = lines[1:] if cell[1] in _AROUND else [""] * (len(lines) - 1)
-        return ["", *_without_magics(rest)]
-    found: list[str] = []
-    goes_on = False
-    for line in lines:
-        if not goes_on:
-            line = _TIMED.sub(r"\1", line)
+    """Return the lines of a cell, without what only IPython reads.
+
+    Python itself tells which line it cannot read: one may also begin with the % of an expression.
+    """
+    found = list(lines)
+    cell = next((n for n, line in enumerate(found) if line.strip()), 0)
+    magic = _CELL_MAGIC.match(found[cell])
+    if magic is not None:
+        begin, rest = [""] * (cell + 1), found[cell + 1 :]
+        if magic[1] not in _AROUND:
+            return begin + [""] * len(rest)
+        return begin + (rest and _without_magics(rest))
+    while (number := _first_wrong(found)) is not None:
+        line = _TIMED.sub(r"\1", found[number])
         magic = _MAGIC.match(line)
-        if goes_on:
-            found.append("")
-        elif magic is None:
-            found.append(line)
-            continue
-        else:
-            found.append(f"{magic['indent']}{magic['target'] or ''}None")
-        goes_on = line.endswith("\\")
+        if magic is not None:
+            line = f"{magic['indent']}{magic['target'] or ''}None"
+            while found[number].endswith("\\") and number + 1 < len(found):
+                found[number] = line
+                number, line = number + 1, ""
+        elif line == found[number]:
+            break
+        found[number] = line
     return found
 
 
-def _is_python(lines: list[str]) -> bool:
+def _first_wrong(lines: list[str]) -> int | None:
+    """Return the index of the line that Python cannot read; None where it can read all."""
     try:
-        ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        _parsed("\n".join(lines))
+    except SyntaxError as error:
+        return min(max(error.lineno or 1, 1), len(lines)) - 1
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    return None
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:

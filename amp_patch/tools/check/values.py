@@ -383,4 +383,5 @@ class Scope:
         while scope is not None:
             if name in scope.names:
                 self._elsewhere[name] = scope
+                return
             scope = scope.parent
