@@ -265,7 +265,7 @@ class Statements(Imports):
     def _do_For(self, node: ast.For | ast.AsyncFor) -> bool:
         value = self.evaluate(node.iter)
         elements = self.elements(value)
-        if elements is None:
+        if not elements:  # others may fill a list that is empty here
             rounds = iter([Value(parts=[value]), Value(parts=[value])])
         else:
             rounds = iter(elements[:MOST_ELEMENTS])
