@@ -111,6 +111,27 @@ def test_a_class_has_the_methods_of_a_base_in_another_file(project: Path) -> Non
     assert told(train) == ["base.py:5: step-in-block"]
 
 
+def test_what_a_class_inherits_from_another_file_is_read_where_nobody_calls_it(
+    project: Path,
+) -> None:
+    """A factory that looks for the class by its name, as in models/__init__.py of many projects."""
+    write(project / "models/__init__.py", "")
+    write(
+        project / "models/base.py",
+        "import torch\nclass Base:\n    def save(self):\n"
+        "        torch.save({'optimizer': self.optimizer.state_dict()}, 'x.pt')\n"
+        "    def own(self):\n        torch.save(self.optimizer.state_dict(), 'x.pt')\n",
+    )
+    body = START.replace("model, optimizer = amp", "model, self.optimizer = amp").splitlines()
+    lines = "".join(f"        {one}\n" for one in body[3:])
+    write(
+        project / "models/own.py",
+        f"import torch\nfrom apex import amp\nfrom .base import Base\nclass Own(Base):\n"
+        f"    def __init__(self):\n{lines}    def own(self): pass\n",
+    )
+    assert told(project) == ["models/base.py:4: amp-not-saved"]
+
+
 def test_branches_of_one_option_are_told_apart_across_files(project: Path) -> None:
     write(
         project / "options.py",

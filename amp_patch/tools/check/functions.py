@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from .reader import Reader
 from .values import Arguments, Const, Imported, Items, Made, Partial, Table, Value, flat
 
 _GROUPS = {"add_argument_group", "add_mutually_exclusive_group", "add_parser"}
+_MEMBERS = itertools.count()
 
 
 def of_parser(reader: Reader, parser: Made, name: str, arguments: Arguments) -> Value:
@@ -132,6 +134,11 @@ def _chain(reader: Reader, arguments: Arguments) -> Value | None:
     return Items(arguments.positional)
 
 
+def _auto(reader: Reader, arguments: Arguments) -> Value | None:
+    """Return the value of a member of an enumeration, which equals no other and no literal."""
+    return Const(("enum.auto", next(_MEMBERS)))
+
+
 #: Functions of which more is known than that they were called.
 RESULTS: dict[str, Callable[[Reader, Arguments], Value | None]] = {
     "builtins.range": _range,
@@ -143,4 +150,5 @@ RESULTS: dict[str, Callable[[Reader, Arguments], Value | None]] = {
     "importlib.import_module": _import_module,
     "functools.partial": _partial,
     "itertools.chain": _chain,
+    "enum.auto": _auto,
 }

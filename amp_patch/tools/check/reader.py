@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterable
 
 from . import names
-from .guards import NO_GUARDS, Guards, contradict
+from .guards import NO_GUARDS, Guard, Guards, contradict
 from .trace import Block, Call, Trace
 from .values import (
     Arguments,
@@ -21,6 +21,7 @@ from .values import (
     Made,
     Member,
     Module,
+    Partial,
     Scope,
     Super,
     Table,
@@ -181,6 +182,9 @@ class Reader:
                 return Value(parts=[owner])
         if isinstance(owner, Table) and index.key in owner.entries:
             return owner.entries[index.key]
+        if isinstance(owner, Table) and _is_registry(owner) and not isinstance(index, Const):
+            entries = owner.entries.items()
+            return Choice([(frozenset({Guard(index.key, k, True)}), one) for k, one in entries])
         name = f"[{index.key}]"
         known = owner.attrs.read(name, self.guards)
         if known is None:
@@ -243,6 +247,12 @@ def _is_config(value: Value) -> bool:
             isinstance(b, Imported) and names.is_config(b.dotted) for b in value.cls.ancestry()
         )
     return isinstance(value, Made) and names.is_config(value.dotted)
+
+
+def _is_registry(table: Table) -> bool:
+    """Return whether a dict has functions and classes by name: what is looked up is one of them."""
+    held = table.entries.values()
+    return bool(held) and all(isinstance(v, Class | Function | Imported | Partial) for v in held)
 
 
 def _is_literal(text: str) -> bool:

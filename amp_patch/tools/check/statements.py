@@ -13,6 +13,7 @@ from .guards import NO_GUARDS, Guards, Truth, contradict, of_try, opaque, togeth
 from .imports import Imports
 from .project import Project
 from .reader import MOST_ELEMENTS
+from .source import Source
 from .trace import Trace
 from .truth import truth_of
 from .values import (
@@ -57,6 +58,10 @@ class Statements(Imports):
             if self.source_of(method.node) is main and method.node not in self.read_functions:
                 self._start(classes.setdefault(cls, len(classes) + 1))
                 self._read_method(cls, method)
+        for cls, number in classes.items():  # with what they inherit from other files
+            self._start(number)
+            for method in self._inherited(cls, main):
+                self._read_method(cls, method)
         functions = sorted(self._defined, key=lambda function: _name_of(function) in named)
         for number, function in enumerate(functions, start=len(classes) + 1):
             node = function.node
@@ -64,6 +69,16 @@ class Statements(Imports):
                 self._start(number)
                 self.call_function(function, Arguments(is_open=True))
         return self.trace
+
+    def _inherited(self, cls: Class, main: Source | None) -> Iterator[Function]:
+        """Yield the methods that a class has from bases in other files, and that nobody calls."""
+        bases = [one for one in cls.ancestry() if isinstance(one, Class)]
+        for base, method in self._methods:
+            name = _name_of(method)
+            first = next((one for one in bases if name in one.attrs), None)
+            is_of_others = self.source_of(method.node) is not main
+            if base is first and is_of_others and method.node not in self.read_functions:
+                yield method
 
     def _start(self, run: int) -> None:
         self.run = run
@@ -250,7 +265,7 @@ class Statements(Imports):
     def _do_For(self, node: ast.For | ast.AsyncFor) -> bool:
         value = self.evaluate(node.iter)
         elements = self.elements(value)
-        if elements is None:
+        if not elements:  # others may fill a list that is empty here
             rounds = iter([Value(parts=[value]), Value(parts=[value])])
         else:
             rounds = iter(elements[:MOST_ELEMENTS])

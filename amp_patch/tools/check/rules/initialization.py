@@ -228,12 +228,18 @@ def moved_late(trace: Trace) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _state_before(trace: Trace, optimizer: Value, move: Call) -> int | None:
-    """Return the line in which an optimizer has got state before a move; None if it has none."""
+    """Return the line in which an optimizer has got state before a move; None if it has none.
+
+    Where it has stepped since, the model was on its device: after training, before a search.
+    """
     made = optimizer.source
     calls = trace.with_call(move, ".load_state_dict")
     gave = [call for call in calls if call.receiver and root(call.receiver) is optimizer]
     gave += [made] if isinstance(optimizer, Made) and optimizer.dotted in _WITH_STATE else []
-    return next((line_of(one.node) for one in gave if one and one.order < move.order), None)
+    steps = trace.with_call(move, ".step")
+    own = [one.order for one in steps if one.receiver and root(one.receiver) is optimizer]
+    last = max((order for order in own if order < move.order), default=-1)
+    return next((line_of(one.node) for one in gave if one and last < one.order < move.order), None)
 
 
 def _follows(one: Initialization, move: Call) -> bool:

@@ -54,7 +54,9 @@ def backwards(trace: Trace) -> list[tuple[Call, Value]]:
             found += [(call, root(one)) for one in flat(first, call.guards)]
             continue
         receiver = root(call.receiver)
-        is_tensor = not is_optimizer(receiver) and not is_module(receiver)
+        given = map(root, call.arguments.positional)
+        is_engine = any(isinstance(one, Instance) or is_optimizer(one) for one in given)
+        is_tensor = not is_engine and not is_optimizer(receiver) and not is_module(receiver)
         if is_tensor and not isinstance(receiver, Instance):
             found.append((call, receiver))
     return found
