@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .argument_casts import to_dtype
-from .mode import FLOATS, OFF, mode, process
+from .mode import FLOATS, casts_are_on
 from .torch_compile import leave_out
 
 Function = Callable[..., Any]
@@ -47,7 +47,7 @@ def _casting(original: Function) -> Function:
     @functools.wraps(original)
     def write(target: Tensor, *args: Any, **kwargs: Any) -> Any:
         others = _OTHERS.get(target.dtype)
-        if others is None or (mode.dtype or process.dtype) is OFF:
+        if others is None or not casts_are_on():
             return original(target, *args, **kwargs)
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor) and value.dtype in others:

@@ -81,6 +81,17 @@ def test_a_write_is_that_of_the_values_in_the_dtype_of_the_tensor(
         assert torch.equal(got, values.grad)
 
 
+@pytest.mark.parametrize("region", ["half_region", "float_region"])
+@pytest.mark.parametrize("level", HALF)
+def test_so_it_is_in_a_region(amp: ModuleType, level: str, region: str, y: Tensor) -> None:
+    prepare(amp, level)
+    for stored, given_ in dtypes(HALF[level]):
+        out = torch.zeros(4, 4, dtype=stored)
+        with getattr(core, region)():
+            out[AT] = y.to(given_)
+        assert torch.equal(out[AT], y.to(given_).to(stored))
+
+
 @given(index=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), whole=st.booleans())
 def test_any_rows_are_written_as_one_by_one(index: list[int], whole: bool) -> None:
     model = core.initialize(nn.Linear(4, 4), opt_level="O4", verbosity=0)
