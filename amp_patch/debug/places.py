@@ -126,7 +126,8 @@ class Places(TorchFunctionMode):
         place = self._of_nodes.get(node._sequence_nr())
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
-            package = type(node)._forward_cls.__module__.partition(".")[0]  # type: ignore[attr-defined]
+            made_by: Any = type(node)  # with the class of the user's Function
+            package = made_by._forward_cls.__module__.partition(".")[0]
             is_own = package not in ("torch", "amp_patch")
             place = (place or Place("", 1, name))._replace(operator=name, is_own=is_own)
         elif place is None:

@@ -120,11 +120,11 @@ class HandedOut:
 def _untraced() -> Iterator[None]:
     """Keep what is done out of the graph that torch.jit.trace or ONNX's exporter records."""
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # torch's stubs lack it
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]  # as above
 
 
 def _suspects(rows: Iterable[_Handed]) -> Iterator[_Handed]:

@@ -48,7 +48,7 @@ class CarriedAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
         self.step_of = importlib.import_module("fused_adam_cuda").adam
 
-    def step(  # type: ignore[override]
+    def step(  # type: ignore[override]  # takes no closure
         self, closure: None = None, grads: Any = None, output_params: Any = None, scale: float = 1.0
     ) -> None:
         (group,) = self.param_groups

@@ -139,7 +139,7 @@ class Expressions(Reader):
         for operand in node.values:
             if together is None:
                 break
-            value = self.under(together, lambda one=operand: self.asked(one))  # type: ignore[misc]
+            value = self.under(together, functools.partial(self.asked, operand))
             values.append(value)
             goes_on = truth_of(value, self.guards | together)[0 if is_and else 1]
             together = None if goes_on is None else together | goes_on

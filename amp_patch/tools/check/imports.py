@@ -98,13 +98,8 @@ class Imports(Contexts):
     def _read_module(self, body: list[ast.stmt], scope: Scope) -> None:
         """Read a file's statements as those of no function and no block."""
         before = self.scope, self.guards, self.blocks, self.regions, self.loops
-        self.scope, self.guards, self.blocks, self.regions, self.loops = (
-            scope,
-            NO_GUARDS,
-            (),
-            (),
-            (),
-        )
+        self.scope, self.guards = scope, NO_GUARDS
+        self.blocks, self.regions, self.loops = (), (), ()
         self.returned.append([])
         self._importing += 1
         try:

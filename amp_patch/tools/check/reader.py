@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Iterable
 
 from . import names
@@ -98,7 +99,7 @@ class Reader:
             return read(value)
         results = []
         for condition, one in alternatives(value, self.guards):
-            results.append((condition, self.under(condition, lambda one=one: read(one))))  # type: ignore[misc]
+            results.append((condition, self.under(condition, functools.partial(read, one))))
         if not results:
             return Value()
         return results[0][1] if len(results) == 1 else Choice(results)

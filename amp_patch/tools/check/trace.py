@@ -16,7 +16,7 @@ from .values import Arguments, Cast, Const, Instance, Made, Member, Params, Valu
 T = TypeVar("T")
 P = ParamSpec("P")
 
-
+#: Where ``enabled`` stands, by whether the device is in the name: ``torch.cuda.amp.autocast``.
 _PLACES_OF_ENABLED = {
     ("autocast", True): 0,
     ("autocast", False): 2,

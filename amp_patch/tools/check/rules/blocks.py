@@ -224,9 +224,8 @@ def _comes_between(trace: Trace, block: Block, call: Call, zero: Call, optimizer
     if turn is None or turn.order < zero.order or turn.name != ".step":
         return False
     asked = zero.guards - turn.guards - block.call.guards
-    if any(
-        one.answer and is_of_try(one) for one in asked
-    ):  # an error in the block, out of memory say
+    # an error in the block, out of memory say
+    if any(one.answer and is_of_try(one) for one in asked):
         return False
     # `if "last" in name: p.grad = None` freezes a layer
     return zero.name != "=grad" or all("grad" in str(one.subject) for one in asked)
