@@ -25,7 +25,8 @@ from amp_patch import amp, levels
 from amp_patch.tools import command_line
 from amp_patch.tools.check import calls, names, script
 from amp_patch.tools.check.rules import RULES, arguments, initialization, registry
-from amp_patch.tools.check.script import Unreadable, findings_in
+from amp_patch.tools.check.script import Finding, findings
+from amp_patch.tools.check.source import Source, Unreadable
 from amp_patch.tools.check.statements import Statements
 from amp_patch.tools.check.trace import Trace
 
@@ -49,6 +50,10 @@ def scripts_of(name: str) -> dict[str, str]:
 
 
 MISTAKES, RIGHT = scripts_of("mistakes"), scripts_of("right")
+
+
+def findings_in(text: str) -> list[Finding]:
+    return findings(Source(text, Path("script.py")), project=None)
 
 
 def found(script: str) -> set[tuple[int, str]]:

@@ -265,7 +265,7 @@ def test_what_a_script_imports_is_not_searched_where_it_names_amp_itself(project
 def test_a_file_that_is_not_followed_costs_no_tree(project: Path) -> None:
     write(project / "other.py", "import json")
     found = Project([Path("other.py")])
-    assert findings(Path("other.py"), found) == []
+    assert findings(found.read(Path("other.py")), found) == []
     assert "tree" not in vars(found.read(Path("other.py")))
 
 

@@ -59,7 +59,8 @@ def command(paths: tuple[Path, ...]) -> None:
     unreadable = False
     for path in scripts:
         try:
-            for finding in findings(path, project):
+            script = project.read(path)
+            for finding in findings(script, project if project.is_started(script) else None):
                 if (finding.place, finding.rule) not in told:
                     told.add((finding.place, finding.rule))
                     click.echo(f"{finding.place}: {finding.rule}: {finding.text}")

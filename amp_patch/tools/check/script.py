@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from .project import Project
 from .rules import RULES
@@ -33,26 +32,16 @@ class Finding:
     text: str
 
 
-def findings(path: Path, project: Project) -> list[Finding]:
+def findings(script: Source, project: Project | None) -> list[Finding]:
     """Return what the rules find in a script, and in what it uses of its project, by line.
 
-    Raises:
-        Unreadable: the file is not there, not text, or not Python.
-    """
-    script = project.read(path)
-    return _look(script, project if project.is_started(script) else None)
-
-
-def findings_in(text: str, name: str = "script.py") -> list[Finding]:
-    """Return what the rules find in the text of a script.
+    Args:
+        script: is looked at.
+        project: whose files its imports read; None: they read none.
 
     Raises:
-        Unreadable: it is not Python.
+        Unreadable: it nests deeper than Python can follow.
     """
-    return _look(Source(text, Path(name)), None)
-
-
-def _look(script: Source, project: Project | None) -> list[Finding]:
     if not (script.names_amp if project is None else project.uses_amp(script)):
         return []
     try:
