@@ -128,6 +128,11 @@ def holds_half(values: Iterable[Any]) -> bool:
     return any(map(is_half, values))
 
 
+def is_sparse_on_cpu(value: Any) -> bool:
+    """Tell a sparse matrix for whose products torch has no half kernel."""
+    return isinstance(value, Tensor) and value.layout is not torch.strided and value.is_cpu
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers, of every dtype and device, in their order."""
     found: list[Tensor] = []

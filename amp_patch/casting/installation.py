@@ -63,6 +63,19 @@ def install(
     return bindings, patches.replace_bindings(bindings, users_only=only_torchs)
 
 
+def replace_by(
+    patches: Patches, make: Callable[[Function], Function], path: str
+) -> tuple[Any, Any]:
+    """Patch a function of torch by what ``make`` makes of it, and return both."""
+    owner, name, original = resolve(path)
+    replacement: Any = make(original)
+    if isinstance(owner, type):
+        replacement.traced = make(_method(name))  # see `_Installation._make`
+    as_if_defined_at(replacement, path)
+    patches.replace(owner, name, replacement)
+    return original, replacement
+
+
 class _Installation:
     """One run of `install`: each function gets one wrapper for each rule.
 
@@ -101,13 +114,8 @@ class _Installation:
 
     def replace_by(self, make: Callable[[Function], Function], path: str) -> None:
         """Patch a function of torch by what ``make`` makes of it."""
-        owner, name, original = resolve(path)
-        replacement: Any = make(original)
-        if isinstance(owner, type):
-            replacement.traced = make(_method(name))  # see `_make`
-        as_if_defined_at(replacement, path)
+        original, replacement = replace_by(self._patches, make, path)
         self.wrappers[id(original), path, False] = original, replacement
-        self._patches.replace(owner, name, replacement)
 
     def bindings(self) -> Replacements:
         """Return ``id(original) -> (original, wrapper)``; the first wrapper made counts.

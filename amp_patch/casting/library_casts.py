@@ -23,6 +23,7 @@ from .cached_casts import is_large
 from .foreign_objects import cast_frame, has_more_neighbours, promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
+from .meeting_dtypes import MEETINGS, casting_where_they_meet
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
 from .regions import FloatRegion
@@ -34,7 +35,7 @@ CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
     *("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits"),
-    "uncast",
+    *("uncast", "product", "products", "attention", "norm", "joined"),
 )
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
@@ -54,6 +55,8 @@ class Rule(NamedTuple):
 
 def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
+    if rule.casts in MEETINGS:
+        return casting_where_they_meet(function, rule.casts)
     has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
     run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
     if rule.in_float == "hubs":

@@ -18,15 +18,17 @@ from torch import nn
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import layer_forwards, library_rules
+from . import layer_forwards, library_rules, written_values
 from .held_functions import HeldFunctions
+from .installation import replace_by
 from .library_casts import Rule, wrap
+from .meeting_dtypes import MEETINGS
 
 Pairs = dict[int, tuple[Any, Any]]
 
 #: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
 #: for one; "logits" has its like among O1's casts.
-_FOR_HALF = ("stored", "frames", "wide", "rounded", "lengths", "logits")
+_FOR_HALF = ("stored", "frames", "wide", "rounded", "lengths", "logits", *MEETINGS)
 
 
 class LibraryFunctions:
@@ -92,6 +94,9 @@ class LibraryFunctions:
         for name in self._rules:
             if name in sys.modules:  # of other libraries methods alone, which no module binds
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
+        for path, make in written_values.replacements_for_half().items():
+            original, replacement = replace_by(self._patches_for_half, make, path)
+            self._of_torch[id(original)] = original, replacement
         # A module that is imported from now on may bind one by its name.
         self._patches_for_half.expect_bindings(self._of_torch)
         layer_forwards.install_for_half(self._patches_for_half)

@@ -29,6 +29,11 @@ stands for that method of every class that the module, or one inside of it, defi
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
 - "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
+- "product", "products": in such a model float32 ones that meet half ones to its dtype, as its
+  layers cast them; not where a float32 parameter is among them, which came to the model later. Of
+  a "product" the first two tell.
+- "attention": as "products", but for the mask, which torch takes in float32 beside half ones.
+- "joined", "norm": where they meet so, to float32, and the results are cast to the model's dtype.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones), "always", or "hubs" (in float16, with all that is computed inside, on a
@@ -54,6 +59,7 @@ REASONS = {
     "float32 state": "it writes what it computes to float32 tensors of its own, by index",
     "matrix": "a matrix product, for which the CPU has no half kernel",
     "not finite": "torch's kernel for it makes inf and NaN of half numbers",
+    "one dtype": "it takes one dtype, and forward makes float32 tensors: noise, positions, a mask",
     "no kernel": "it calls cdist, for which torch has no half kernel",
     "no kernel anywhere": "torch has no half kernel for it; losses and choices are made of it",
     "messages": "messages of the user's own functions may be float32",
@@ -144,6 +150,51 @@ RULES = {
         "segmented_knn_graph": ("float", "always", "choices"),
     },
     "torch": {
+        "addbmm": ("products", "never", "one dtype"),
+        "addmm": ("products", "never", "one dtype"),
+        "addmv": ("products", "never", "one dtype"),
+        "addr": ("products", "never", "one dtype"),
+        "baddbmm": ("products", "never", "one dtype"),
+        "bmm": ("product", "never", "one dtype"),
+        "mm": ("product", "never", "one dtype"),
+        "mv": ("product", "never", "one dtype"),
+        "matmul": ("product", "never", "one dtype"),
+        "prelu": ("product", "never", "one dtype"),
+        "chain_matmul": ("products", "never", "one dtype"),
+        "conv1d": ("product", "never", "one dtype"),
+        "conv2d": ("product", "never", "one dtype"),
+        "conv3d": ("product", "never", "one dtype"),
+        "conv_transpose1d": ("product", "never", "one dtype"),
+        "conv_transpose2d": ("product", "never", "one dtype"),
+        "conv_transpose3d": ("product", "never", "one dtype"),
+        "einsum": ("products", "never", "one dtype"),
+        "gru_cell": ("products", "never", "one dtype"),
+        "lstm_cell": ("products", "never", "one dtype"),
+        "rnn_relu_cell": ("products", "never", "one dtype"),
+        "rnn_tanh_cell": ("products", "never", "one dtype"),
+        "Tensor.addbmm": ("products", "never", "one dtype"),
+        "Tensor.addmm": ("products", "never", "one dtype"),
+        "Tensor.addmv": ("products", "never", "one dtype"),
+        "Tensor.addr": ("products", "never", "one dtype"),
+        "Tensor.baddbmm": ("products", "never", "one dtype"),
+        "Tensor.bmm": ("product", "never", "one dtype"),
+        "Tensor.mm": ("product", "never", "one dtype"),
+        "Tensor.mv": ("product", "never", "one dtype"),
+        "Tensor.matmul": ("product", "never", "one dtype"),
+        "Tensor.prelu": ("product", "never", "one dtype"),
+        "Tensor.__matmul__": ("product", "never", "one dtype"),
+        "Tensor.__rmatmul__": ("product", "never", "one dtype"),
+        "bilinear": ("joined", "never", "one dtype"),
+        "cross": ("joined", "never", "one dtype"),
+        "dot": ("joined", "never", "one dtype"),
+        "grid_sampler": ("joined", "never", "one dtype"),
+        "inner": ("joined", "never", "one dtype"),
+        "tensordot": ("joined", "never", "one dtype"),
+        "vdot": ("joined", "never", "one dtype"),
+        "Tensor.cross": ("joined", "never", "one dtype"),
+        "Tensor.dot": ("joined", "never", "one dtype"),
+        "Tensor.inner": ("joined", "never", "one dtype"),
+        "Tensor.vdot": ("joined", "never", "one dtype"),
         "cosine_similarity": ("rounded", "always", "tiny"),
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
@@ -193,6 +244,9 @@ RULES = {
         "mm": ("half", "cpu", "sparse"),
     },
     "torch.linalg": {
+        "matmul": ("product", "never", "one dtype"),
+        "multi_dot": ("products", "never", "one dtype"),
+        "vecdot": ("product", "never", "one dtype"),
         "det": ("wide", "always", "no kernel anywhere"),
         "slogdet": ("wide", "always", "no kernel anywhere"),
         "matrix_exp": ("promote", "always", "not finite"),
@@ -201,6 +255,20 @@ RULES = {
         "vector_norm": ("lengths", "always", "curved"),
     },
     "torch.nn.functional": {
+        "conv1d": ("product", "never", "one dtype"),
+        "conv2d": ("product", "never", "one dtype"),
+        "conv3d": ("product", "never", "one dtype"),
+        "conv_transpose1d": ("product", "never", "one dtype"),
+        "conv_transpose2d": ("product", "never", "one dtype"),
+        "conv_transpose3d": ("product", "never", "one dtype"),
+        "linear": ("product", "never", "one dtype"),
+        "prelu": ("product", "never", "one dtype"),
+        "group_norm": ("norm", "never", "one dtype"),
+        "layer_norm": ("norm", "never", "one dtype"),
+        "rms_norm": ("norm", "never", "one dtype"),
+        "scaled_dot_product_attention": ("attention", "never", "one dtype"),
+        "bilinear": ("joined", "never", "one dtype"),
+        "grid_sample": ("joined", "never", "one dtype"),
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
         "cosine_similarity": ("rounded", "always", "tiny"),

@@ -25,6 +25,7 @@ from .argument_casts import (
     float_on_cpu,
     holds_half,
     is_half,
+    is_sparse_on_cpu,
     need_no_cast,
     tensors_in,
     to_dtype,
@@ -110,7 +111,7 @@ class Casts:
             if dtype is OFF:
                 return original(*args, **kwargs)
             # torch.compile lets no custom backward ask for a layout
-            if takes_sparse and not is_compiling() and any(map(_is_sparse_on_cpu, args)):
+            if takes_sparse and not is_compiling() and any(map(is_sparse_on_cpu, args)):
                 return original(*map(float_on_cpu, args), **kwargs)
             dtype = fixed or dtype
             if _stay(args, kwargs, _OTHERS[dtype]):
@@ -177,11 +178,6 @@ def _is_torchs_in_c(function: Function) -> bool:
 
 #: Products of two matrices of which one may be sparse.
 _TAKE_SPARSE = frozenset({"__matmul__", "__rmatmul__", "addmm", "dsmm", "matmul", "mm", "spmm"})
-
-
-def _is_sparse_on_cpu(value: Any) -> bool:
-    """Tell a sparse matrix for whose products torch has no half kernel."""
-    return isinstance(value, Tensor) and value.layout is not torch.strided and value.is_cpu
 
 
 #: What is cast to each half dtype.

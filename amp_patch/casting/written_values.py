@@ -1,9 +1,10 @@
-"""Values that are written to a part of a tensor come in its dtype (O1, O4).
+"""Values that are written to a part of a tensor come in its dtype.
 
-``out[mask] = y`` and ``out.index_add_(0, index, y)`` take one dtype. Where functions cast, a script
-that was right in float32 meets two: ``out`` is of ``torch.zeros``, and ``y`` of a product. So the
-values are cast, as torch itself does it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast
-leaves such a write to fail. Knows the mode of the thread, and nothing of the rules of functions.
+``out[mask] = y`` and ``out.index_add_(0, index, y)`` take one dtype. Where functions cast (O1, O4),
+and in a model that is stored in half (O2, O3, O5), a script that was right in float32 meets two:
+``out`` is of ``torch.zeros``, and ``y`` of a product. So the values are cast, as torch itself does
+it for ``out[2:4] = y`` and ``out.copy_(y)``. torch.autocast leaves such a write to fail. Knows the
+mode of the thread, and nothing of the rules of functions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .argument_casts import to_dtype
-from .mode import FLOATS, casts_are_on
+from .mode import FLOATS, casts_are_on, mode
 from .torch_compile import leave_out
 
 Function = Callable[..., Any]
@@ -29,32 +30,57 @@ _WRITES = (
     "index_put_",
     "index_reduce_",
     "masked_scatter_",
+    "put_",
     "scatter_",
     "scatter_add_",
     "scatter_reduce_",
 )
+#: Methods of Tensor, and functions of torch, that write to a copy of their first argument.
+_WRITES_TO_A_COPY = (
+    "index_add",
+    "index_copy",
+    "index_reduce",
+    "masked_scatter",
+    "put",
+    "scatter",
+    "scatter_reduce",
+)
+#: The same, of which functions have a rule where they cast.
+_RULED = ("index_put", "scatter_add")
 #: For each dtype those that are cast to it.
-_OTHERS = {dtype: tuple(one for one in FLOATS if one is not dtype) for dtype in FLOATS}
+_OTHERS: dict[Any, tuple[torch.dtype, ...]] = {
+    dtype: tuple(one for one in FLOATS if one is not dtype) for dtype in FLOATS
+}
 
 
 def replacements() -> dict[str, Callable[[Function], Function]]:
-    """Return, for each method by its path, what makes its replacement."""
-    return {f"torch.Tensor.{name}": _casting for name in _WRITES}
+    """Return, for each path of a function, what makes its replacement where functions cast."""
+    names = (*_WRITES, *_WRITES_TO_A_COPY)
+    paths = [f"torch.Tensor.{name}" for name in names]
+    paths += [f"torch.{name}" for name in _WRITES_TO_A_COPY]
+    return dict.fromkeys(paths, _casting)
+
+
+def replacements_for_half() -> dict[str, Callable[[Function], Function]]:
+    """Return the same for models that are stored in half."""
+    ruled = [f"{place}.{name}" for place in ("torch.Tensor", "torch") for name in _RULED]
+    return {**replacements(), **dict.fromkeys(ruled, _casting)}
 
 
 def _casting(original: Function) -> Function:
     @leave_out  # between two graphs torch would compile it for each kind of write
     @functools.wraps(original)
-    def write(target: Tensor, *args: Any, **kwargs: Any) -> Any:
-        others = _OTHERS.get(target.dtype)
-        if others is None or not casts_are_on():
-            return original(target, *args, **kwargs)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        target: Any = args[0] if args else kwargs.get("input")
+        others = _OTHERS.get(getattr(target, "dtype", None))
+        if others is None or not (casts_are_on() or mode.stored is not None):
+            return original(*args, **kwargs)
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor) and value.dtype in others:
                 args = tuple([_as(value, target.dtype) for value in args])
                 kwargs = {key: _as(value, target.dtype) for key, value in kwargs.items()}
                 break
-        return original(target, *args, **kwargs)
+        return original(*args, **kwargs)
 
     replacement: Any = write
     replacement.__prepare_scriptable__ = lambda: original  # TorchScript casts nothing

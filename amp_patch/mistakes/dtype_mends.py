@@ -80,8 +80,8 @@ _MEND_OF_AUTOCAST = (
 )
 MEND_WHERE_FUNCTIONS_CAST = (
     "Some functions return half numbers and others float32, and this one takes one dtype, as "
-    "out.index_add(0, index, y) and out.scatter(0, index, y) do: write y.to(out.dtype), or compute "
-    "this part in `with amp.float_region():`."
+    "out.lerp(y, weight) does: write y.to(out.dtype), or compute this part in "
+    "`with amp.float_region():`."
 )
 
 MEND_OF_A_HOOK = (

@@ -39,14 +39,14 @@ _NO_NUMPY = re.compile("^Got unsupported ScalarType BFloat16")
 # A tensor that a message shows has a dtype of which it does not complain.
 _SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
 # What the code of a script raises where functions cast, beside any module of a model.
-_HOOK = re.compile(r"^hook .* has changed the type of value .*(Half|BFloat16)Tensor")
+_HOOK = re.compile(r"^hook .* has changed the type of value .*(Half|BFloat16)T(ensor|ype)")
 _OF_ONE_DTYPE = re.compile(
     r"source and destination dtypes match.*\b(Half|BFloat16)\b"
     r"|self \((Half|BFloat16|Float)\) and source \(\w+\) must have the same scalar type"
-    r"|Expected self\.dtype to be equal to src\.dtype"
+    r"|expected dtype (float|c10::\w+) for `(end|weight)`"
 )
-# Of two dtypes of which one is half, or those of a scatter, which torch does not name.
-_HALF_AND_ANOTHER = re.compile(r"\b(c10::)?(B?Float16|Half)\b|self\.dtype", re.IGNORECASE)
+# Of two dtypes of which one is half.
+_HALF_AND_ANOTHER = re.compile(r"\b(c10::)?(B?Float16|Half)\b", re.IGNORECASE)
 _BEGIN = "amp_patch: "
 
 

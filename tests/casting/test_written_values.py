@@ -16,9 +16,11 @@ from torch.nn import functional as F
 from amp_patch import amp as core
 
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+STORED = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 AT = torch.tensor([2, 0, 3])
 PLACES = AT[:, None].expand(3, 4)
 MASK = torch.tensor([True, False, True, True])
+PUT = torch.arange(12)
 
 #: Writes a (3, 4) tensor into a (4, 4) one.
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -36,6 +38,23 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scatter_": lambda out, y: out.scatter_(0, PLACES, y),
     "scatter_add_": lambda out, y: out.scatter_add_(0, PLACES, src=y),
     "scatter_reduce_": lambda out, y: out.scatter_reduce_(0, PLACES, y, "amax"),
+    "put_": lambda out, y: out.put_(PUT, y),
+}
+#: The same, into a copy.
+COPIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda out, y: out.index_add(0, AT, y, alpha=2),
+    "index_copy": lambda out, y: torch.index_copy(out, 0, AT, y),
+    "index_reduce": lambda out, y: torch.index_reduce(out, 0, AT, y, "amax"),
+    "masked_scatter": lambda out, y: torch.masked_scatter(out, MASK[:, None], y),
+    "put": lambda out, y: out.put(PUT, y),
+    "scatter": lambda out, y: out.scatter(0, PLACES, y),
+    "scatter by name": lambda out, y: torch.scatter(input=out, dim=0, index=PLACES, src=y),
+    "scatter_reduce": lambda out, y: torch.scatter_reduce(out, 0, PLACES, y, "sum"),
+}
+#: These have a rule of autocast's where functions cast, and not in a model in half.
+RULED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_put": lambda out, y: out.index_put((AT,), y),
+    "scatter_add": lambda out, y: torch.scatter_add(out, 0, PLACES, y),
 }
 #: torch casts for these itself.
 CAST_BY_TORCH = {"a slice", "one number"}
@@ -79,6 +98,50 @@ def test_a_write_is_that_of_the_values_in_the_dtype_of_the_tensor(
         assert got is not None
         assert got.dtype is given_
         assert torch.equal(got, values.grad)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("level", HALF)
+def test_a_copy_is_written_to_alike(amp: ModuleType, level: str, y: Tensor) -> None:
+    prepare(amp, level)
+    for name, call in COPIES.items():
+        for stored, given_ in dtypes(HALF[level]):
+            out, values = torch.ones(4, 4, dtype=stored), y.to(given_)
+            got = call(out, values)
+            assert got.dtype is stored, name
+            assert torch.equal(got, call(out, values.to(stored))), name
+            assert torch.equal(out, torch.ones_like(out))
+            with core.disable_casts(), pytest.raises(RuntimeError):
+                call(out, values)
+
+
+class Writing(nn.Module):
+    """Calls in its forward what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, run: Callable[[], Any]) -> None:
+        self.found = run()
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("level", STORED)
+def test_in_a_model_in_half_it_is_the_same(amp: ModuleType, level: str, y: Tensor) -> None:
+    model = amp.initialize(Writing(), opt_level=level, verbosity=0)
+    in_place = {
+        name: lambda out, y, write=write: (write(out, y), out)[1] for name, write in WRITES.items()
+    }
+    for name, call in {**in_place, **COPIES, **RULED}.items():
+        for stored, given_ in dtypes(STORED[level]):
+            values, ones = y.to(given_), torch.ones(4, 4, dtype=stored)
+            model(lambda call=call, values=values, ones=ones: call(ones.clone(), values))
+            assert model.found.dtype is stored, name
+            assert torch.equal(model.found, call(ones.clone(), values.to(stored))), name
+            if name not in CAST_BY_TORCH:
+                with pytest.raises(RuntimeError):  # outside of the model
+                    call(ones, values)
 
 
 @pytest.mark.parametrize("region", ["half_region", "float_region"])
@@ -139,9 +202,13 @@ def test_the_methods_are_torchs_own_before_and_behind() -> None:
     core.deactivate()
     assert own() == before
     assert torch.Tensor.__setitem__ is found
-    core.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)  # where no function casts
+    core.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)  # where nothing is in half
     assert own() == before
     core.deactivate()
+    core.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0)
+    assert own() != before
+    core.deactivate()
+    assert own() == before
 
 
 class Pieces(nn.Module):
@@ -153,7 +220,7 @@ class Pieces(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_left = x[:, 0] < 0
-        out = torch.zeros_like(x)
+        out = torch.zeros(x.shape)
         out[is_left] = self.left(x[is_left])
         out[~is_left] = self.right(x[~is_left]).softmax(-1)
         return out
@@ -161,7 +228,7 @@ class Pieces(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
-@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("level", [*HALF, *STORED])
 def test_a_model_of_pieces_trains_as_in_float32(
     amp: ModuleType, level: str, backend: str | None
 ) -> None:

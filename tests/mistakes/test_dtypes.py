@@ -30,7 +30,7 @@ DTYPES = {"O2": "torch.float16", "O3": "torch.float16", "O5": "torch.bfloat16"}
 
 
 class Masked(nn.Module):
-    """A block that makes a tensor in its forward."""
+    """A block that makes a tensor in its forward, and may give it to what takes one dtype."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -42,16 +42,20 @@ class Masked(nn.Module):
         h = self.fc(x)
         mask = torch.ones(4, 4)
         if self.kind == "mask":
-            return h @ mask
+            return torch.lerp(h, mask, 0.5)
         if self.kind == "inline":
-            return torch.mm(h, torch.ones(4, 4))
+            return torch.lerp(h, torch.ones(4, 4), 0.5)
         if self.kind == "layer":
             return self.fc(h + mask)
         if self.kind == "function":
             return F.linear(h + mask, self.fc.weight)
+        if self.kind == "operation":  # past the functions that are patched
+            return torch.convolution(
+                (h + mask)[..., None], self.fc.weight[..., None], None, [1], [0], [1], False, [0], 1
+            )[..., 0]
         if self.kind == "index":
             out = torch.zeros_like(x, dtype=torch.float32)
-            out[torch.arange(len(x))] = h
+            torch.ops.aten.index_put_(out, [torch.arange(len(x))], h)
             return out
         return h.masked_fill(h > 0, -1e9)
 
@@ -116,8 +120,8 @@ class InFloat(nn.LayerNorm):
     """Casts up by itself, for it knows of float32 weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = F.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias)
-        return norm.to(x.dtype)
+        norm = F.layer_norm(x.float(), self.normalized_shape)
+        return torch.lerp(self.bias, norm, self.weight).to(x.dtype)
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -147,7 +151,7 @@ class Bare(nn.Module):
     """Has no weights at all."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.ones(4, 4)
+        return torch.lerp(x, torch.ones(4, 4), 0.5)
 
 
 @pytest.mark.parametrize("make_block", [Normed, Bare])
@@ -163,16 +167,19 @@ def test_a_layer_that_another_module_calls(amp: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("level", HALF)
-def test_a_mask_that_reaches_a_function(amp: ModuleType, level: str) -> None:
-    model = amp.initialize(Outer("function"), opt_level=level, verbosity=0)
+def test_a_mask_that_reaches_an_operation(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(Outer("operation"), opt_level=level, verbosity=0)
     note = fail(lambda: model(X))
     assert f"module 'blocks.1' (Masked), with x {DTYPES[level]}, h {DTYPES[level]}, mask" in note
     assert "mask.to(x.dtype)" in note
 
 
+@pytest.mark.parametrize("kind", ["layer", "function"])
 @pytest.mark.parametrize("level", HALF)
-def test_a_mask_that_reaches_a_layer_is_no_mistake(amp: ModuleType, level: str) -> None:
-    model = amp.initialize(Outer("layer"), opt_level=level, verbosity=0)
+def test_a_mask_that_reaches_a_layer_or_its_function_is_no_mistake(
+    amp: ModuleType, level: str, kind: str
+) -> None:
+    model = amp.initialize(Outer(kind), opt_level=level, verbosity=0)
     assert model(X).dtype is torch.float32
 
 
@@ -201,7 +208,7 @@ def test_a_module_whose_methods_call_it_otherwise_than_self(amp: ModuleType) -> 
             this.fc = nn.Linear(4, 4)
 
         def forward(this, x: torch.Tensor) -> torch.Tensor:
-            return x.float() @ this.fc.weight
+            return this.fc.weight.lerp(x.float(), 0.5)
 
     model = amp.initialize(nn.Sequential(Other()), opt_level="O2", verbosity=0)
     assert "module '0' (Other)" in fail(lambda: model(X))
@@ -256,27 +263,27 @@ def test_a_weight_that_was_multiplied_by_a_mask_in_float32(amp: ModuleType, leve
     assert stepped[mask == 0].abs().max() < 1e-3 < stored_values[mask == 0].abs().max()
 
 
-class Product(nn.Module):
-    """Multiplies by its weight, in no layer of torch's, which take float32."""
+class Mean(nn.Module):
+    """Takes a mean with its weight, by a function that takes one dtype."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
+        self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
+        return self.weight.lerp(x, 0.5)
 
 
 def test_a_layer_whose_weights_were_replaced_by_float32_ones(amp: ModuleType) -> None:
-    model = nn.Sequential(nn.Embedding(5, 4), Product())
+    model = nn.Sequential(nn.Embedding(5, 4), Mean())
     model = amp.initialize(model, opt_level="O2", verbosity=0)
     model[0].weight.data = torch.ones(5, 4)
     note = fail(lambda: model(torch.tensor([1, 2])))
-    assert "this came from module '1' (Product)" in note
+    assert "this came from module '1' (Mean)" in note
     assert "'0' holds float32 weights, as `weight.data = tensor`" in note
     assert "write weight.data.copy_(tensor)" in note
-    model[1].weight.data = torch.ones(4, 4)
-    model.append(Product().half())
+    model[1].weight.data = torch.ones(4)
+    model.append(Mean().half())
     assert "'0' holds float32 weights" in fail(lambda: model(torch.tensor([1, 2])))
 
 
@@ -383,7 +390,7 @@ class Residual(nn.Module):
         self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(self.linear(x) + x, (4,), self.norm.weight, self.norm.bias)
+        return torch.lerp(self.norm.bias, self.linear(x) + x, 0.5)
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -495,7 +502,7 @@ def test_what_shows_errors_is_as_before_after_deactivate(amp: ModuleType) -> Non
 
 
 def test_a_script_that_ends_by_a_forward_called_directly_is_told(amp: ModuleType) -> None:
-    model = amp.initialize(Masked("function"), opt_level="O2", verbosity=0)
+    model = amp.initialize(Masked("operation"), opt_level="O2", verbosity=0)
     with pytest.raises(RuntimeError) as error:
         model.forward(X)
     shown = []
@@ -560,8 +567,8 @@ def test_a_method_or_a_part_is_told_of_with_the_call_that_mends_it(
     note = fail(lambda: model.backbone(X), ends_script=True)
     assert "This module was called by itself" in note
     assert "once amp.register_forward_method(Backbone, 'forward'), or pass x.to(" in note
-    amp.register_forward_method(Methods, "features")
-    amp.register_forward_method(Backbone, "forward")
+    core.register_forward_method(Methods, "features")
+    core.register_forward_method(Backbone, "forward")
     try:
         assert model.features(X).dtype is torch.float32
         assert model.backbone(X).dtype is torch.float32
@@ -591,7 +598,7 @@ def test_the_method_that_is_told_of_is_the_one_with_tensors_to_cast(
     note = fail(step, ends_script=True)
     assert "Trained.training_step() was called by itself" in note
     assert "once amp.register_forward_method(Trained, 'training_step'), or pass x.to(" in note
-    amp.register_forward_method(Trained, "training_step")
+    core.register_forward_method(Trained, "training_step")
     try:
         assert step().isfinite()
     finally:
@@ -843,7 +850,9 @@ def test_a_convolution_of_another_dtype_is_explained(amp: ModuleType, level: str
 
         def forward(self, x: Tensor) -> Tensor:
             noise = torch.randn(x.shape)
-            return F.conv2d(x + noise, self.conv.weight)
+            return torch.convolution(
+                x + noise, self.conv.weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+            )
 
     model = Noisy()
     amp.initialize(model, opt_level=level, verbosity=0)

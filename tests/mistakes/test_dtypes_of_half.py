@@ -72,11 +72,10 @@ def test_the_levels_that_it_names_hold_that_number(amp: ModuleType, level: str) 
     assert model(X).isfinite().all()
 
 
-#: Writes in place of what functions return in another dtype, each in words of its own.
-#: What takes one dtype, and returns a new tensor; methods that write to theirs are given a cast.
+#: What takes one dtype, each in words of its own; methods that write to a tensor are given a cast.
 OF_ONE_DTYPE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "must have the same scalar type": lambda out, at, y: out.index_add(0, at, y),
-    "Expected self.dtype to be": lambda out, at, y: out.scatter(0, at[:, None].expand(4, 4), y),
+    "expected dtype .* for `end`": lambda out, at, y: out.lerp(y, 0.5),
+    "Index put requires": lambda out, at, y: torch.index_put_(out, (at,), y),
 }
 
 
@@ -151,7 +150,7 @@ def test_a_result_that_numpy_cannot_take(amp: ModuleType) -> None:
 @pytest.mark.parametrize("level", CASTING)
 def test_a_method_but_forward_where_functions_cast(amp: ModuleType, level: str) -> None:
     """As the `log_prob` of a flow: a note comes where the script ends."""
-    model = Then(lambda half: half.index_add(0, torch.arange(4), X))
+    model = Then(lambda half: half.lerp(X, 0.5))
     amp.initialize(model, opt_level=level, verbosity=0)
     note = fail(lambda: model.forward(X), ends_script=True)
     assert "write y.to(out.dtype), or compute this part in `with amp.float_region():`" in note
@@ -249,9 +248,25 @@ def test_a_solver_without_steps_of_time_is_told(amp: ModuleType) -> None:
     assert MEND in told(error.value)
 
 
+class Moved(nn.Module):
+    """Gives its weight to a function that takes one dtype, and is given no cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.lerp(self.weight, 0.5)
+
+
 @pytest.mark.parametrize("level", HALF)
 def test_functional_call_with_the_values_of_a_checkpoint(amp: ModuleType, level: str) -> None:
+    """They are float32: layers cast them, and elsewhere a note says what mends it."""
     model, _ = prepared(amp, level)
+    values = model.state_dict()
+    assert {value.dtype for value in values.values()} >= {torch.float32}
+    assert torch.equal(torch.func.functional_call(model, values, X), model(X))
+    model = amp.initialize(Moved(), opt_level=level, verbosity=0)
     note = fail(lambda: torch.func.functional_call(model, model.state_dict(), X))
     assert "those of model.state_dict() are float32" in note
     assert "dict(model.named_parameters())" in note

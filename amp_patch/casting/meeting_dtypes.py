@@ -1,0 +1,86 @@
+"""Float32 tensors that meet half ones in a model that is stored in half (O2, O3, O5).
+
+``forward`` makes float32 tensors: positions, noise, a mask that is added to scores. What takes one
+dtype, as a product does, would refuse them beside half weights and activations. Knows which
+arguments meet in a call, and nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .argument_casts import is_sparse_on_cpu, tensors_in, to_dtype, to_float
+from .mode import HALVES, mode
+
+Function = Callable[..., Any]
+
+#: Words of `library_rules`; for layers and products of two, which most calls of a model are of, the
+#: place of the argument that is in the dtype of the first where nothing meets.
+MEETINGS = {"product": 1, "norm": 2, "products": None, "attention": None, "joined": None}
+#: Attention takes a float32 mask beside half tensors; in half it may leave float16's range.
+_MASK, _MASK_AT = "attn_mask", 3
+
+
+def casting_where_they_meet(function: Function, word: str) -> Function:
+    """Return a function of torch in which float32 arguments that meet half ones are cast.
+
+    To the model's dtype; by the words "joined" and "norm" all are computed in float32, and the
+    result is cast. Every other call is torch's own.
+    """
+    at = MEETINGS[word]
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if at is not None and len(args) > at:
+            first, other = args[0], args[at]
+            are_tensors = isinstance(first, Tensor) and isinstance(other, Tensor)
+            if are_tensors and first.dtype is other.dtype:
+                return function(*args, **kwargs)
+        if mode.stored is None or mode.region is not None:
+            return function(*args, **kwargs)
+        return _run(function, word, args, kwargs)
+
+    # TorchScript compiles the original: it cannot read a closure.
+    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
+    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
+    return wrapper
+
+
+def _run(function: Function, word: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    count = _MASK_AT if word == "attention" else len(args)
+    given = {name: value for name, value in kwargs.items() if name != _MASK}
+    taken = [*args[:count], *given.values()]
+    if "out" in kwargs or not _meet(taken):
+        return function(*args, **kwargs)
+    if word in ("joined", "norm") or any(map(is_sparse_on_cpu, taken)):
+        given = {name: to_float(value) for name, value in given.items()}
+        return _to_stored(function(*map(to_float, args), **{**kwargs, **given}))
+    given = {name: _to_stored(value) for name, value in given.items()}
+    return function(*map(_to_stored, args[:count]), *args[count:], **{**kwargs, **given})
+
+
+def _to_stored(value: Any) -> Any:
+    """Return a value with its floating tensors in the dtype of the running model."""
+    dtype: Any = mode.stored
+    return to_dtype(value, dtype, activation=Tensor.to)
+
+
+def _meet(values: list[Any]) -> bool:
+    """Tell whether a float32 tensor is among half ones.
+
+    Not where a float32 parameter is among them: it came to the model after `initialize`, or was
+    given another dtype since, and a note tells its owner what mends that.
+    """
+    if any(isinstance(value, list | tuple) for value in values):
+        values = tensors_in(values)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if torch.float32 not in dtypes or dtypes.isdisjoint(HALVES):
+        return False
+    return not any(type(one) is Parameter and one.dtype is torch.float32 for one in tensors)
