@@ -70,7 +70,7 @@ def replace_by(
     owner, name, original = resolve(path)
     replacement: Any = make(original)
     if isinstance(owner, type):
-        replacement.traced = make(_method(name))  # see `_Installation._make`
+        replacement.traced = make(calling(name))  # see `_Installation._make`
     as_if_defined_at(replacement, path)
     patches.replace(owner, name, replacement)
     return original, replacement
@@ -148,7 +148,7 @@ class _Installation:
         wrapper = self._wrap(original, rule, alone)
         if isinstance(owner, type):
             # What torch.compile traces for a method: it reaches the original by name only.
-            wrapper.traced = self._wrap(_method(name), rule, alone)
+            wrapper.traced = self._wrap(calling(name), rule, alone)
         if path is not None:
             as_if_defined_at(wrapper, path)
         self._made.add(id(wrapper))
@@ -169,7 +169,7 @@ def _of_class(descriptor: types.ClassMethodDescriptorType) -> Function:
     return call
 
 
-def _method(name: str) -> Function:
+def calling(name: str) -> Function:
     """Return a function that calls its first argument's method ``name``."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,14 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
 from . import layer_forwards, library_rules, written_values
 from .held_functions import HeldFunctions
-from .installation import replace_by
+from .installation import calling, replace_by
 from .library_casts import Rule, wrap
 from .meeting_dtypes import MEETINGS
 
@@ -165,7 +165,9 @@ class LibraryFunctions:
                 continue
             with contextlib.suppress(AttributeError):  # another version of the library
                 owner, name, original = resolve_in(module, path)
-                wrapper = wrap(original, rule)
+                wrapper: Any = wrap(original, rule)
+                if owner is Tensor:
+                    wrapper.traced = wrap(calling(name), rule)
                 patches.replace(owner, name, wrapper)
                 if owner is module:
                     as_if_defined_at(wrapper, f"{module.__name__}.{path}")

@@ -8,6 +8,7 @@ arguments meet in a call, and nothing of what is computed.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,15 @@ from .mode import HALVES, mode
 
 Function = Callable[..., Any]
 
-#: Words of `library_rules`; for layers and products of two, which most calls of a model are of, the
-#: place of the argument that is in the dtype of the first where nothing meets.
-MEETINGS = {"product": 1, "norm": 2, "products": None, "attention": None, "joined": None}
+#: Words of `library_rules`; for layers, products of two and attention, which most calls of a model
+#: are of, the places of the arguments that are in the dtype of the first where nothing meets.
+MEETINGS: dict[str, tuple[int, int] | None] = {
+    "product": (1, 1),
+    "attention": (1, 2),
+    "norm": (2, 2),
+    "products": None,
+    "joined": None,
+}
 #: Attention takes a float32 mask beside half tensors; in half it may leave float16's range.
 _MASK, _MASK_AT = "attn_mask", 3
 
@@ -33,14 +40,14 @@ def casting_where_they_meet(function: Function, word: str) -> Function:
     To the model's dtype; by the words "joined" and "norm" all are computed in float32, and the
     result is cast. Every other call is torch's own.
     """
-    at = MEETINGS[word]
+    one, other = MEETINGS[word] or (sys.maxsize, sys.maxsize)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if at is not None and len(args) > at:
-            first, other = args[0], args[at]
-            are_tensors = isinstance(first, Tensor) and isinstance(other, Tensor)
-            if are_tensors and first.dtype is other.dtype:
+        if len(args) > other:
+            first = args[0]
+            are_tensors = isinstance(first, Tensor) and isinstance(args[other], Tensor)
+            if are_tensors and first.dtype is args[other].dtype is args[one].dtype:
                 return function(*args, **kwargs)
         if mode.stored is None or mode.region is not None:
             return function(*args, **kwargs)

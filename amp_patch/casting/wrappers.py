@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from amp_patch.patching import stood_for
 from amp_patch.warn_once import warn_once
 
 from . import fused_loss
@@ -102,7 +103,8 @@ class Casts:
         """Wrap a function of which every argument is cast to half: ``fixed``, or the level's."""
         cast_weight = self._cache.cast
         # What torch does in C writes to no argument, and keeps none but for its backward.
-        cast_activation = shared_cast if _is_torchs_in_c(original) else None
+        torchs = _beneath(original)
+        cast_activation = shared_cast if _is_torchs_in_c(torchs) else None
         takes_sparse = _name(original) in _TAKE_SPARSE
 
         @functools.wraps(original)
@@ -122,8 +124,8 @@ class Casts:
                 kwargs = {key: to_dtype(value, dtype, *casts) for key, value in kwargs.items()}
             return original(*[to_dtype(value, dtype, *casts) for value in args], **kwargs)
 
-        usual = next((make for functions, make in _USUAL if original in functions), None)
-        if usual is None or not _is_torchs(original):
+        usual = next((make for functions, make in _USUAL if torchs in functions), None)
+        if usual is None or not _is_torchs(torchs):
             return wrapper
         casts_now = casts_by_grad(self._cache.cast_plainly, self._cache.cast_now)
         return usual(casts_now, fixed, original, wrapper)
@@ -161,6 +163,11 @@ _USUAL = ((LAYERS, layer), (PRODUCTS, product), (CONTRACTIONS, contraction), (CE
 def _name(function: Function) -> str:
     """Return a function's name; that of its class for what has none, as ``functools.partial``."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _beneath(function: Function) -> Function:
+    """Return the function that one stands for, which was patched for a model in half, or itself."""
+    return stood_for(function) or function
 
 
 def _is_torchs(function: Function) -> bool:
@@ -256,7 +263,7 @@ def _mapping(cast: Callable[[Any], Any], original: Function) -> Function:
             kwargs = {key: cast(value) for key, value in kwargs.items()}
         return original(*[cast(value) for value in args], **kwargs)
 
-    return norm(original, wrapper) if original in NORMS else wrapper
+    return norm(original, wrapper) if _beneath(original) in NORMS else wrapper
 
 
 def _setting_dtype(original: Function) -> Function:

@@ -48,8 +48,8 @@ _WRITES_TO_A_COPY = (
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
 #: For each dtype those that are cast to it.
-_OTHERS: dict[Any, tuple[torch.dtype, ...]] = {
-    dtype: tuple(one for one in FLOATS if one is not dtype) for dtype in FLOATS
+_OTHERS: dict[Any, frozenset[torch.dtype]] = {
+    dtype: frozenset(FLOATS) - {dtype} for dtype in FLOATS
 }
 
 
@@ -72,8 +72,12 @@ def _casting(original: Function) -> Function:
     @functools.wraps(original)
     def write(*args: Any, **kwargs: Any) -> Any:
         target: Any = args[0] if args else kwargs.get("input")
-        others = _OTHERS.get(getattr(target, "dtype", None))
-        if others is None or not (casts_are_on() or mode.stored is not None):
+        found = getattr(target, "dtype", None)
+        # as most often: the values come last, in the tensor's own dtype
+        if len(args) > 1 and isinstance(args[-1], Tensor) and args[-1].dtype is found:
+            return original(*args, **kwargs)
+        others = _OTHERS.get(found)
+        if others is None or not (mode.stored is not None or casts_are_on()):
             return original(*args, **kwargs)
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor) and value.dtype in others:

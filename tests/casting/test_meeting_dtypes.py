@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cast_counter import CastCounter
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -256,6 +257,37 @@ def test_any_dtypes_of_operands_are_cast_where_two_of_them_meet(dtypes: list[tor
     if isinstance(got, Tensor) and isinstance(want, Tensor):
         assert got.dtype is want.dtype
         assert torch.equal(got, want)
+
+
+class Attending(nn.Module):
+    """Gives one activation to three layers, whose function shares the cast of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.k, self.v = nn.LayerNorm(4), *(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)) @ x.transpose(1, 2)
+
+
+def test_beside_a_model_in_half_functions_cast_as_often_as_without(amp: ModuleType) -> None:
+    def casts(model: nn.Module) -> int:
+        model(torch.randn(2, 3, 4))  # whose casts of weights are kept
+        with CastCounter() as counter:
+            model(torch.randn(2, 3, 4))
+        return counter.casts
+
+    alone = casts(amp.initialize(Attending(), opt_level="O1", verbosity=0))
+    core.deactivate()
+    before = prepare(amp, "O2")
+    model = amp.initialize(Attending(), opt_level="O1", verbosity=0)
+    assert casts(model) == alone
+    behind = prepare(amp, "O2")
+    assert casts(model) == alone
+    for half in (before, behind):
+        found = in_model(half, lambda: torch.ones(4, 4) @ torch.ones(4, 4).half())
+        assert found.dtype is torch.float16
 
 
 class Llama(nn.Module):
