@@ -19,29 +19,38 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from amp_patch.patching import Patches
+from amp_patch.patching import Patches, stood_for
 
 from .mode import casts_are_on, mode
 from .nested import map_tensors
 
-# Calls a layer's function; looked up at each call, for somebody may have patched it.
-_Call = Callable[[Any, Tensor, Any, Any], Tensor]
+# Calls a layer's function; looked up at each call, for somebody may have patched it. The last
+# argument maps those of its functions that need not be called to others.
+_Call = Callable[[Any, Tensor, Any, Any, dict[Any, Any]], Tensor]
 
 
-def _linear(layer: nn.Linear, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    return F.linear(x, weight, bias)
+def _linear(layer: nn.Linear, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
+    function = F.linear
+    return to.get(function, function)(x, weight, bias)
 
 
-def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    return F.layer_norm(x, layer.normalized_shape, weight, bias, layer.eps)
+def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
+    function = F.layer_norm
+    return to.get(function, function)(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
-def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    return F.group_norm(x, layer.num_groups, weight, bias, layer.eps)
+def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
+    function = F.group_norm
+    return to.get(function, function)(x, layer.num_groups, weight, bias, layer.eps)
 
 
-def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]  # of torch's
+def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
+    return layer._conv_forward(x, weight, bias)
+
+
+#: What functions stand for that cast where two dtypes meet: called where there is but one.
+_OF_ONE_DTYPE: dict[Any, Any] = {}
+_AS_THEY_ARE: dict[Any, Any] = {}
 
 
 _CALLS: dict[type[nn.Module], _Call] = {
@@ -88,6 +97,9 @@ def install(patches: Patches) -> None:
 
 def install_for_half(patches: Patches) -> None:
     """Do the same, and let other layers take float32, too, where weights are stored in half."""
+    functions = (F.linear, F.layer_norm, F.group_norm)
+    _OF_ONE_DTYPE.clear()
+    _OF_ONE_DTYPE.update({one: stood_for(one) for one in functions if stood_for(one) is not None})
     install(patches)
     for kind in _OTHERS:
         if _is_torchs(kind):
@@ -107,10 +119,13 @@ def _reading(kind: type[nn.Module], call: _Call, original: Callable[..., Any]) -
         if type(self) is kind and "weight" not in own and "bias" not in own:
             params = own["_parameters"]
             if "weight" in params and not is_dynamo_compiling():
-                weight = params["weight"]
-                if input.dtype is _FLOAT and weight is not None and weight.dtype is not _FLOAT:
-                    input = _as_stored(input, weight)
-                return call(self, input, weight, params["bias"])
+                weight, found, functions = params["weight"], input.dtype, _AS_THEY_ARE
+                if found is _FLOAT:
+                    if weight is not None and weight.dtype is not _FLOAT:
+                        input = _as_stored(input, weight)
+                elif _OF_ONE_DTYPE and weight is not None and weight.dtype is found:
+                    functions = _OF_ONE_DTYPE
+                return call(self, input, weight, params["bias"], functions)
         weight = _first(self)  # the bias, where a parametrization computes the weight
         return original(self, input if weight is None else _as_stored(input, weight))
 

@@ -265,7 +265,6 @@ RULES = {
         "prelu": ("product", "never", "one dtype"),
         "group_norm": ("norm", "never", "one dtype"),
         "layer_norm": ("norm", "never", "one dtype"),
-        "rms_norm": ("norm", "never", "one dtype"),
         "scaled_dot_product_attention": ("attention", "never", "one dtype"),
         "bilinear": ("joined", "never", "one dtype"),
         "grid_sample": ("joined", "never", "one dtype"),

@@ -45,10 +45,11 @@ def casting_where_they_meet(function: Function, word: str) -> Function:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if len(args) > other:
-            first = args[0]
-            are_tensors = isinstance(first, Tensor) and isinstance(args[other], Tensor)
-            if are_tensors and first.dtype is args[other].dtype is args[one].dtype:
-                return function(*args, **kwargs)
+            first, last = args[0], args[other]
+            if isinstance(first, Tensor) and isinstance(last, Tensor):
+                found = first.dtype
+                if found is last.dtype and (one is other or found is args[one].dtype):
+                    return function(*args, **kwargs)
         if mode.stored is None or mode.region is not None:
             return function(*args, **kwargs)
         return _run(function, word, args, kwargs)

@@ -326,7 +326,7 @@ DIFFERENCES = {
     "inner": "a number as a tensor counts as well; autocast lets the other operand's dtype rule",
     "ldexp": "stays half; before torch 2.11 autocast runs the pow inside in float32",
     "linalg_matrix_power": "stays float32; a negative power inverts, which has no half kernel",
-    "linalg_matrix_sqrth": "float32; before torch 2.15 autocast leaves it alone",
+    "linalg_matrix_sqrth": "float32; before torch 2.14 autocast leaves it alone",
     "linear_cross_entropy": "as cross_entropy, which it calls",
     "matrix_power": "stays float32; a negative power inverts, which has no half kernel",
     "pairwise_distance": "its differences are float32 too; autocast's are half",
@@ -340,7 +340,7 @@ DIFFERENCES = {
 # The version of torch whose autocast came to do the same.
 DIFFERENCES_BEFORE = {
     "ldexp": (2, 11),
-    "linalg_matrix_sqrth": (2, 15),
+    "linalg_matrix_sqrth": (2, 14),
     "rms_norm": (2, 12),
 }
 

@@ -62,7 +62,6 @@ JOINED: dict[str, Call] = {
     "inner": torch.inner,
     "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0], b[1]),
     "layer_norm by name": lambda a, b: F.layer_norm(a, (4,), weight=b[0], bias=b[1]),
-    "rms_norm": lambda a, b: F.rms_norm(a, (4,), b[0]),
     "tensordot": lambda a, b: torch.tensordot(a, b, 1),
     "vdot": lambda a, b: torch.vdot(a[0], b[1]),
 }
