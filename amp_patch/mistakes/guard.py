@@ -113,7 +113,8 @@ class Guard:
             **self._copies.replacements(),
             **collective_writes.replacements(self._store),
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
-            "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self._noting_init,
+            f"{unsynced.DDP}.__init__": self._noting_init,
+            f"{unsynced.DDP}._pre_forward": self.unsynced.noting_forward,
         }
 
     def open_block(
