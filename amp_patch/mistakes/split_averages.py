@@ -42,8 +42,8 @@ class SplitAverages:
 
     def look(self, sent: Sequence[Tensor]) -> None:
         """A collective sums these over ranks; warn, once, where they are a part of a step's."""
-        if not self._looks_left:
-            return
+        if not self._looks_left or torch._C._current_graph_task_id() != -1:
+            return  # in a backward it is an engine that averages, or a hook, which comes with each
         opened = [one for one in self._backwards() if one.is_open and one not in self._known]
         if not opened:
             return

@@ -52,6 +52,7 @@ def averaged(
     blocks: int = 2,
     wrap: bool = False,
     logs: bool = False,
+    hooks: bool = False,
 ) -> list[str]:
     """Return the warnings of two steps of some blocks, in the last of which a script averages.
 
@@ -60,8 +61,17 @@ def averaged(
         delayed: whether these have ``delay_unscale``.
         wrap: whether the model is in `DistributedDataParallel`.
         logs: whether each block sums the loss over ranks, for a log.
+        hooks: whether hooks average in the backward, as FSDP2 does on a mesh that replicates.
     """
     model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    is_last = False
+
+    def hook(param: Tensor) -> None:
+        if is_last and param.grad is not None:
+            distributed.all_reduce(param.grad)
+
+    for param in model.parameters() if hooks else ():
+        param.register_post_accumulate_grad_hook(hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     run = DistributedDataParallel(model) if wrap else model
@@ -77,7 +87,7 @@ def averaged(
                     scaled_loss.backward()
                     if logs:
                         distributed.all_reduce(loss.detach().clone())
-                    if is_last or in_first:
+                    if (is_last or in_first) and not hooks:
                         average([param.grad for param in model.parameters()])
             optimizer.step()
     return [str(one.message) for one in caught if WARNING in str(one.message)]
@@ -103,6 +113,7 @@ def test_nothing_is_said_where_a_block_has_the_sum_of_all(amp: ModuleType, level
         {"delayed": True},
         {"blocks": 1},
         {"wrap": True},
+        {"hooks": True},
         {"average": lambda grads: None, "logs": True},
         {"blocks": 1, "logs": True},
     ],
