@@ -55,32 +55,71 @@ def _checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     The repetition happens in backward: outside the model, the region and perhaps the thread that
     the first run was in.
+
+    What held ``checkpoint`` before (torch's ``checkpoint_wrapper``, a ``functools.partial``) comes
+    by what it calls alone, `_apply` or `_generator`.
     """
 
     @functools.wraps(original)
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(function, *args, **kwargs)
-        first = mode.save()
-        region_dtype, stored = mode.region_dtype, mode.stored
-        with_grad = torch.is_grad_enabled()
-
-        def run(*inputs: Any, **options: Any) -> Any:
-            now, now_in = mode.save(), mode.in_checkpoint
-            now_dtype, now_stored = mode.region_dtype, mode.stored
-            repeated = first.region is not None and now.region is not first.region
-            mode.restore(first)
-            mode.in_checkpoint, mode.region_dtype, mode.stored = with_grad, region_dtype, stored
-            try:
-                with first.region if repeated else contextlib.nullcontext():
-                    return function(*inputs, **options)
-            finally:
-                mode.restore(now)
-                mode.in_checkpoint, mode.region_dtype, mode.stored = now_in, now_dtype, now_stored
-
-        return original(run, *args, **kwargs)
+        return original(_in_this_mode(function), *args, **kwargs)
 
     return checkpoint
+
+
+def _apply(original: Any) -> Any:
+    """Do the same where a checkpoint is reentrant."""
+
+    def apply(kind: type, function: Callable[..., Any], *args: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            function = _in_this_mode(function)
+        return original.__get__(None, kind)(function, *args)
+
+    return classmethod(apply)
+
+
+def _generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Do the same where it is not: torch gives the function for its repetition alone."""
+
+    @functools.wraps(original)
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(function, *args, **kwargs)
+        return original(_in_this_mode(function, mode.in_checkpoint), *args, **kwargs)
+
+    return generator
+
+
+def _in_this_mode(
+    function: Callable[..., Any], in_checkpoint: bool | None = None
+) -> Callable[..., Any]:
+    """Return a checkpointed function that runs in the mode of this moment.
+
+    Args:
+        function: the user's, or a module.
+        in_checkpoint: what `mode.in_checkpoint` is then, as in a first run that was not called
+            here; None: whether grad is on now.
+    """
+    first = mode.save()
+    region_dtype, stored = mode.region_dtype, mode.stored
+    inside = torch.is_grad_enabled() if in_checkpoint is None else in_checkpoint
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        now, now_in = mode.save(), mode.in_checkpoint
+        now_dtype, now_stored = mode.region_dtype, mode.stored
+        repeated = first.region is not None and now.region is not first.region
+        mode.restore(first)
+        mode.in_checkpoint, mode.region_dtype, mode.stored = inside, region_dtype, stored
+        try:
+            with first.region if repeated else contextlib.nullcontext():
+                return function(*inputs, **options)
+        finally:
+            mode.restore(now)
+            mode.in_checkpoint, mode.region_dtype, mode.stored = now_in, now_dtype, now_stored
+
+    return run
 
 
 def _get_fastpath_enabled(original: Callable[[], bool]) -> Callable[[], bool]:
@@ -173,6 +212,8 @@ def _without_ours(hooks: dict[int, Any]) -> Iterator[None]:
 
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.utils.checkpoint.checkpoint": _checkpoint,
+    "torch.utils.checkpoint.CheckpointFunction.apply": _apply,
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": _generator,
     "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
     "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
     "torch.jit._builtins._find_builtin": _find_builtin,

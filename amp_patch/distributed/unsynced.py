@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import flat_parameters, fully_sharded
 
+DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
 #: The module whose stages of a pipeline call a `DistributedDataParallel`, if one is imported.
 STAGES = "torch.distributed.pipelining.stage"
 
@@ -65,6 +66,23 @@ class Unsynced:
 
         return noting_init
 
+    def noting_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a ``_pre_forward`` of `DistributedDataParallel` that notes whether it shares.
+
+        Its forward begins with that, and so does that of a module to which `replicate` of
+        ``torch.distributed._composable`` was applied, which never calls the wrapper in it.
+        """
+        weak = weakref.ref(self)
+
+        @functools.wraps(original)
+        def noting(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            alive = weak()
+            if alive is not None:
+                alive.note(wrapper)
+            return original(wrapper, *args, **kwargs)
+
+        return noting
+
     def noting_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a backward of a pipeline's stage that notes whether it has shared gradients.
 
@@ -88,7 +106,6 @@ class Unsynced:
             self._wrapped[wrapper], self._has_any = None, True
             self._new.add(wrapper)
             self.has_new = True
-            wrapper.register_forward_pre_hook(_Note(weakref.ref(self)))
 
     def take_new(self, params: Iterable[Tensor], stepped: Iterable[Tensor]) -> list[Any]:
         """Return new wrappers of some parameters whose next backward shares; each once.
@@ -130,8 +147,12 @@ class Unsynced:
         return any(id(param) in own for param in left)
 
     def note(self, wrapper: Any) -> None:
-        """A wrapper's forward begins: it decides whether the backward that follows shares."""
-        self._wrapped[wrapper] = not wrapper.require_backward_grad_sync
+        """A forward begins: it decides whether the backward that follows shares, if it is watched.
+
+        A copy of a wrapper is not.
+        """
+        if wrapper in self._wrapped:
+            self._wrapped[wrapper] = not wrapper.require_backward_grad_sync
 
 
 def _averaged_by(wrapper: Any) -> Iterator[Tensor]:
@@ -139,18 +160,3 @@ def _averaged_by(wrapper: Any) -> Iterator[Tensor]:
     for name, param in wrapper.module.named_parameters():
         if name not in left_out:
             yield param
-
-
-class _Note:
-    """The hook on a wrapper; a copy of the wrapper has one that does nothing."""
-
-    def __init__(self, unsynced: weakref.ref[Unsynced]) -> None:
-        self._unsynced: weakref.ref[Unsynced] | None = unsynced
-
-    def __call__(self, wrapper: nn.Module, args: Any) -> None:
-        unsynced = None if self._unsynced is None else self._unsynced()
-        if unsynced is not None:
-            unsynced.note(wrapper)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_unsynced": None}

@@ -45,6 +45,7 @@ from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
+from .split_averages import SplitAverages
 from .unprepared import HalfSteps, UnpreparedParams, refuse_flat, warn_of_strangers
 
 
@@ -92,6 +93,10 @@ class Guard:
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced()
         self.scale_users = ScaleUsers(self.unsynced.averaged_among)
+        self._split_averages = SplitAverages(
+            lambda: [step.backward for step in optimizers.steps.values()],
+            self.unsynced.averaged_among,
+        )
         self._late_modules = LateModules()
         self._follows_halves = self._explains = False
         self._wrappers: list[nn.Module] = []
@@ -111,9 +116,10 @@ class Guard:
             **split_backward.replacements(),
             **self.backwards.replacements(),
             **self._copies.replacements(),
-            **collective_writes.replacements(self._store),
+            **collective_writes.replacements(self._store, self._split_averages.look),
             **sent_values.replacements(self._store, lambda: self._optimizers.have_shares),
-            "torch.nn.parallel.distributed.DistributedDataParallel.__init__": self._noting_init,
+            f"{unsynced.DDP}.__init__": self._noting_init,
+            f"{unsynced.DDP}._pre_forward": self.unsynced.noting_forward,
         }
 
     def open_block(

@@ -1,7 +1,8 @@
 """Hooks that multiply a gradient by what does not depend on it: they do the same at any loss scale.
 
-A mask does, a factor and a reversed sign. It is read off the bytecode, for a trial call might have
-effects of its own. What is not understood is taken to depend on the gradient's size.
+A mask does, a factor, a reversed sign and an average over ranks. It is read off the bytecode, for a
+trial call might have effects of its own. What is not understood is taken to depend on the
+gradient's size.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _ENDS = ("STORE_FAST", *_STORES, "POP_TOP", "RETURN_VALUE", "RETURN_CONST")
 _METHODS = frozenset({"mul", "mul_", "multiply", "multiply_", "neg", "neg_", "div_", "zero_"})
 _METHODS |= {"clone", "contiguous", "detach", "to", "type_as", "float", "half", "cpu", "cuda"}
 _METHODS |= {"view", "view_as", "reshape", "expand_as", "unsqueeze", "squeeze"}
+#: Those that sum it over ranks, and how they are reached and asked to.
+_METHODS |= {"all_reduce", "wait"}
+_REACHING = frozenset({"distributed", "ReduceOp", "SUM", "AVG"})
 #: Attributes of a gradient that do not depend on its numbers.
 _ATTRIBUTES = frozenset({"device", "dtype", "shape"})
 
@@ -44,8 +48,15 @@ def only_multiplies(hook: Callable[..., Any]) -> bool:
 def _statements(code: CodeType) -> Iterator[list[dis.Instruction]]:
     """Yield the instructions up to each assignment, and to the end."""
     statement: list[dis.Instruction] = []
+    counts_ranks = False
     for instruction in dis.get_instructions(code):
         if instruction.opname in _SILENT:
+            continue
+        if counts_ranks and instruction.opname in _CALLS and not instruction.arg:
+            counts_ranks = False  # the global that it was reached by stands for the number
+            continue
+        counts_ranks = instruction.argval == "get_world_size"
+        if counts_ranks and _is_attribute(instruction):
             continue
         statement.append(instruction)
         if instruction.opname.startswith(_ENDS):
@@ -74,11 +85,12 @@ def _is_multiplication(statement: list[dis.Instruction]) -> bool:
 def _is_known(before: dis.Instruction, now: dis.Instruction) -> bool:
     name = now.opname
     if name in _DIVISIONS or now.argrepr in ("/", "/="):
-        return before.opname in _CONSTANTS  # the divisor
+        is_reached = _is_attribute(before) and before.argval in _REACHING
+        return is_reached or before.opname in _CONSTANTS  # the divisor
     if name == "BINARY_OP":
         return now.argrepr in ("*", "*=", "[]")
     if _is_attribute(now):
-        return now.argval in _METHODS | _ATTRIBUTES
+        return now.argval in _METHODS | _ATTRIBUTES | _REACHING
     return name in _CONSTANTS | _PRODUCTS | _INDEXING | _CALLS or name.startswith(
         ("LOAD_FAST", *_ENDS)
     )

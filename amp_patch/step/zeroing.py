@@ -45,6 +45,11 @@ class Zeroing:
         self._is_alone = True  # whether the last pass was of this optimizer alone
         self._has_left = False  # whether that pass has left any, while it is watched
 
+    @property
+    def has_earlier(self) -> bool:
+        """Whether passes before the last one have left what no step has used, if they left any."""
+        return self.passes - self._passes_stepped > 1
+
     def begin(self, pairs: Callable[[], ParamPairs], is_alone: bool = True) -> None:
         """A pass begins, and nothing was done about the gradients yet.
 

@@ -8,6 +8,10 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import (
     checkpoint,
@@ -291,6 +295,42 @@ def test_a_selective_checkpoint_sees_the_same_operators_in_both_runs(amp, saved)
             optimizer.step()
     for expected, found in zip(model.parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=0.02, atol=1e-4)
+
+
+HELD = {
+    "partial": lambda reentrant: functools.partial(checkpoint, use_reentrant=reentrant),
+    "wrapper": lambda reentrant: (
+        lambda body, x: checkpoint_wrapper(
+            Body(body),
+            checkpoint_impl=getattr(CheckpointImpl, "REENTRANT" if reentrant else "NO_REENTRANT"),
+        )(x)
+    ),
+}
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@BOTH
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_checkpoint_that_was_held_before_is_repeated_as_it_ran(amp, opt_level, held, reentrant):
+    run = HELD[held](reentrant)
+    seen = compare_with_plain(amp, opt_level, Checkpointed(run, amp.float_region))
+    assert set(seen) == {torch.float32}
+    amp.deactivate()
+
+    class Float32Inside(Checkpointed):
+        def body(self, x):
+            return F.mse_loss(super().body(x.float()), x[:, :2].float())
+
+    compare_with_plain(amp, opt_level, Float32Inside(run))
 
 
 @BOTH

@@ -9,6 +9,7 @@ from typing import Any
 import rank_training as training
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +31,7 @@ def train(
 
     Args:
         engine: "ddp", "ddp-first" (before `amp.initialize`) or "fsdp2"; "none": this process alone;
+            "replicate": the function of ``torch.distributed._composable``, which has no wrapper;
             "fsdp2-whole": FSDP2 keeps the gathered parameters from one micro-batch to the next;
             "fsdp2-replicas": FSDP2 without ``all_reduce`` until the last micro-batch.
         level: "O1" ...
@@ -58,6 +60,8 @@ def train(
         model = DistributedDataParallel(model, **options)
         if is_compressed:
             model.register_comm_hook(None, fp16_compress_hook)
+    if engine == "replicate":
+        replicate(model)
     held, skipped = [], []
     for step in range(7):
         optimizer.zero_grad()
@@ -86,6 +90,8 @@ def without_sync(engine: str, model: Any, is_local: bool) -> AbstractContextMana
     if engine == "fsdp2-replicas":
         model.set_requires_all_reduce(not is_local)
         return nullcontext()
+    if engine == "replicate":
+        model.set_requires_gradient_sync(not is_local)
     return training.without_sync(model, is_local)
 
 

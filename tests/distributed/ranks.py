@@ -231,7 +231,9 @@ def _stack_of(folder: Path, rank: int) -> str:
     """Ask a rank where it is."""
     try:
         os.kill(int((folder / f"{rank}.pid").read_text()), signal.SIGUSR1)
-        time.sleep(0.2)
-        return _stack_file(folder, rank).read_text()
+        deadline = time.monotonic() + GRACE
+        while not (stack := _stack_file(folder, rank).read_text()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return stack
     except (OSError, ValueError):
         return "nowhere: it is gone"

@@ -41,6 +41,12 @@ def test_gradients_that_fsdp2_keeps_to_itself_wait_for_the_others(engine: str) -
     assert_alike(found, are_same_scales=True, levels=levels)
 
 
+def test_gradients_that_replicate_keeps_to_itself_wait_for_the_others() -> None:
+    levels = ("O1", "O5")
+    found = ranks.run(accumulating.train_all, "replicate", levels, delayed=False, synced=False)
+    assert_alike(found, are_same_scales=True, levels=levels)
+
+
 @pytest.mark.parametrize("level", nightly_but(["O2"], ["O1", "O2"]))
 def test_gradients_that_wait_have_one_scale_where_another_model_moves_it(level: str) -> None:
     for pairs in ranks.run(accumulating.two_models, level):

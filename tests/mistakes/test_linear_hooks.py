@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import get_world_size
 
 from amp_patch.mistakes.linear_hooks import only_multiplies
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
 
 Hook = Callable[[Any], Any]
 FACTOR = 0.5
@@ -48,6 +57,24 @@ def writes(grad: Any) -> None:
     grad.mul_(MASK)
 
 
+def averages(grad: Any) -> None:
+    distributed.all_reduce(grad)
+    grad /= distributed.get_world_size()
+
+
+def averages_a_copy(grad: Any) -> Any:
+    grad = grad.clone()
+    work = torch.distributed.all_reduce(grad, op=torch.distributed.ReduceOp.SUM, async_op=True)
+    work.wait()
+    return grad / torch.distributed.get_world_size()
+
+
+def averages_by_names(grad: Any) -> Any:
+    mean = grad / get_world_size()
+    distributed.all_reduce(mean)
+    return mean
+
+
 MULTIPLY: list[Hook] = [
     lambda g: g * 0.5,
     lambda g: -FACTOR * g,
@@ -59,6 +86,9 @@ MULTIPLY: list[Hook] = [
     lambda g: g.clone() * 2,
     assigns,
     writes,
+    averages,
+    averages_a_copy,
+    averages_by_names,
     *with_closure(MASK),
 ]
 
@@ -107,6 +137,9 @@ MAY_DEPEND: list[Hook] = [
     lambda g: MASK,
     lambda g: MASK.to(g.device),
     lambda g: g.sign(),
+    lambda g: get_world_size() / g,
+    lambda g: g + get_world_size(),
+    lambda g: distributed.broadcast(g, 0),
     lambda g: SEEN.append(g),
     lambda g: print(g),
     lambda g: squares(g),

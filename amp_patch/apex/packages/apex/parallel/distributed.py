@@ -141,6 +141,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Return what the module returns; the backward of it averages the gradients."""
         reduction = self._reduction
         reduction.enabled = self.require_backward_grad_sync
+        session.guard.unsynced.note(self)
         reduction.follow(self._trained())
         outputs = self.module(*inputs, **kwargs)
         for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():

@@ -1,0 +1,84 @@
+"""Gradients that a script averages over ranks in the last of several blocks of a step.
+
+A block has the gradients of its own backward: those of the blocks before wait aside, where no
+collective reaches them, and the ranks would train apart. Knows what was prepared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from amp_patch.distributed.shards import place
+from amp_patch.step.optimizer_backward import OptimizerBackward
+from amp_patch.warn_once import warn_once
+
+
+class SplitAverages:
+    """Looks at what a script sends to other ranks in its blocks.
+
+    Args:
+        backwards: returns those of the prepared optimizers.
+        averaged_among: returns those of some parameters whose gradients `DistributedDataParallel`
+            averages.
+    """
+
+    #: How many collectives of other tensors are looked at: each is compared with all gradients.
+    _WATCHED = 64
+
+    def __init__(
+        self,
+        backwards: Callable[[], Iterable[OptimizerBackward]],
+        averaged_among: Callable[[Iterable[Tensor]], Sequence[Tensor]],
+    ) -> None:
+        self._backwards, self._averaged_among = backwards, averaged_among
+        # of which it is known whether the script averages in each block
+        self._known: weakref.WeakSet[OptimizerBackward] = weakref.WeakSet()
+        self._looks_left = self._WATCHED
+
+    def look(self, sent: Sequence[Tensor]) -> None:
+        """A collective sums these over ranks; warn, once, where they are a part of a step's."""
+        if not self._looks_left or torch._C._current_graph_task_id() != -1:
+            return  # in a backward it is an engine that averages, or a hook, which comes with each
+        opened = [one for one in self._backwards() if one.is_open and one not in self._known]
+        if not opened:
+            return
+        for one in opened:
+            params = one.pairs().model
+            grads = [grad for param in params if (grad := param.grad) is not None]
+            if not _have(sent, grads):
+                self._looks_left -= 1
+                continue
+            self._known.add(one)
+            is_sum = one.gradients.scaled.scale is not None  # of blocks with ``delay_unscale``
+            if one.zeroing.has_earlier and not is_sum and not self._averaged_among(params):
+                _warn()
+
+
+def _have(sent: Sequence[Tensor], grads: Iterable[Tensor]) -> bool:
+    """Return whether one of these is a gradient, or as long as all of its dtype together."""
+    lengths: Counter[torch.dtype] = Counter()
+    places = set()
+    for grad in grads:
+        if grad.layout is torch.strided and grad.numel():
+            lengths[grad.dtype] += grad.numel()
+            places.add(place(grad))
+    return any(
+        lengths[one.dtype] == one.numel() or place(one) in places
+        for one in sent
+        if one.layout is torch.strided and one.dtype in lengths
+    )
+
+
+def _warn() -> None:
+    warn_once(
+        "gradients that a script averages over ranks must be all of a step; got those of the last "
+        "of several scale_loss() blocks, averaged inside of it, where the ones of the blocks "
+        "before wait aside: the ranks train apart. Call amp.scale_loss(loss, optimizer, "
+        "delay_unscale=True) in all blocks but the last, or average those of "
+        "amp.master_params(optimizer) behind it."
+    )
