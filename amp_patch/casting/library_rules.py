@@ -49,9 +49,11 @@ REASONS = {
     "complex": "torch has few kernels for complex numbers of float16 parts, none for bfloat16",
     "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
+    "CPU kernel": "torch has no half kernel for it on the CPU",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
     "counts": "more neighbours than 65504 are infinitely many in float16, and divide to zero",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
+    "kept": "it computes what is kept as a float32 weight, which half precision would round",
     "large": "it adds up over whole graphs, which soon leaves float16's range",
     "log": "a logarithm of probabilities plus 1e-15, which half precision rounds to 0 and 1",
     "loss": "half precision is too coarse for a loss, and its weights or targets may be float32",
@@ -270,6 +272,7 @@ RULES = {
         "grid_sample": ("joined", "never", "one dtype"),
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
+        "avg_pool3d": ("stored", "cpu", "CPU kernel"),  # also of nn.LocalResponseNorm
         "cosine_similarity": ("rounded", "always", "tiny"),
         "cosine_embedding_loss": ("rounded", "always", "tiny"),
         "pairwise_distance": ("lengths", "always", "curved"),
@@ -295,8 +298,19 @@ RULES = {
         "soft_margin_loss": ("wide", "always", "loss"),
         "triplet_margin_loss": ("wide", "always", "loss"),
     },
+    "torch._C._nn": {
+        # of F.interpolate(antialias=True)
+        "_upsample_bicubic2d_aa": ("stored", "cpu", "CPU kernel"),
+        "_upsample_bilinear2d_aa": ("stored", "cpu", "CPU kernel"),
+    },
     "torch.nn.utils.parametrizations": {
         "_SpectralNorm.forward": ("uncast", "never", "power"),
+    },
+    "torch.nn.utils.parametrize": {
+        # both call what a parametrization has as its right_inverse
+        "ParametrizationList.__init__": ("uncast", "never", "kept"),
+        "ParametrizationList.right_inverse": ("uncast", "never", "kept"),
+        "remove_parametrizations": ("uncast", "never", "kept"),
     },
     "torch.nn.utils.spectral_norm": {
         "SpectralNorm.compute_weight": ("uncast", "never", "power"),

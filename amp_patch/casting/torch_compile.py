@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._guards import TracingContext
 from torch.nn import functional
 
 from amp_patch.patching import Patches, resolve
@@ -241,14 +242,16 @@ def _lookup_inner(original: Callable[..., Any]) -> Callable[..., Any]:
     """Trace into the functions of torch that call a patched one.
 
     torch.compile would put a call of ``torch.nn.functional.normalize`` into its graph as it is,
-    where nothing casts any more.
+    where nothing casts any more. While nothing is traced, the rules are torch's own: what asks then
+    is `disallow_in_graph`, as in `torch.func.linearize`, which refuses what no graph would hold.
     """
     from torch._dynamo.variables import TorchInGraphFunctionVariable, UserFunctionVariable
 
     @functools.wraps(original)
     def lookup_inner(obj: Any, *args: Any, **kwargs: Any) -> Any:
         rule = original(obj, *args, **kwargs)
-        if rule is TorchInGraphFunctionVariable and _calls_patched(obj, set()):
+        is_put_into_graph = rule is TorchInGraphFunctionVariable and TracingContext.try_get()
+        if is_put_into_graph and _calls_patched(obj, set()):
             return UserFunctionVariable
         return rule
 

@@ -35,9 +35,11 @@ NO_KERNEL = re.compile(
     re.IGNORECASE,
 )
 OVERFLOW = re.compile("without overflow")
-# What torch.distributions says of half probabilities; of NaN among them the dtype is no cause.
+# What torch.distributions says of half probabilities, given or drawn; of NaN among them the dtype
+# is no cause.
 PROBABILITIES = re.compile(
-    r"satisfy the constraint Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16", re.DOTALL
+    r"(constraint |within the support \()Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16",
+    re.DOTALL,
 )
 
 
@@ -65,7 +67,8 @@ def _mend_of_half(message: str, place: Place) -> str | None:
     if PROBABILITIES.search(message):
         return (
             f"Probabilities of {dtype} do not add up to 1 within 1e-6: give torch.distributions "
-            "logits=x in the place of probs=softmax(x), or probs=softmax(x.float())."
+            "logits=x in the place of probs=softmax(x), or probs=softmax(x.float()); of those that "
+            "are themselves drawn, as in a RelaxedOneHotCategorical, logits=x.float()."
         )
     if NO_KERNEL.search(message):
         return (

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.fft import rfft  # a builtin
 from torch.nn import functional as F
 from torch.nn.functional import huber_loss
+from torch.nn.utils import parametrize
 
 from amp_patch import amp as core
 from amp_patch.casting import library_rules
@@ -671,3 +672,75 @@ def test_a_spectral_norm_is_computed_in_float32_where_functions_cast(
         buffers = [buffer.clone() for buffer in layer.buffers()]
         found.append([layer.eval().weight.detach().clone(), *buffers])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class Turned(nn.Module):
+    """A weight that is kept turned by a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.linalg.qr(torch.randn(5, 5))[0])
+
+    def forward(self, kept: Tensor) -> Tensor:
+        return self.turn @ kept
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return self.turn.mT @ weight
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("turned", ["own", "orthogonal"])
+def test_what_a_parametrization_stores_is_computed_in_float32_where_functions_cast(
+    amp: ModuleType, level: str, turned: str
+) -> None:
+    """It has the very bits: made, written to, and left behind, while amp is on."""
+    found = []
+    for one in ("plain", level):
+        if one == level:
+            amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+        torch.manual_seed(0)
+        layer = nn.Linear(5, 5)
+        if turned == "own":
+            parametrize.register_parametrization(layer, "weight", Turned())
+        else:
+            nn.utils.parametrizations.orthogonal(layer)
+        made = [value.clone() for value in layer.state_dict().values()]
+        layer.weight = torch.linalg.qr(torch.randn(5, 5))[0]
+        written = [value.clone() for value in layer.state_dict().values()]
+        parametrize.remove_parametrizations(layer, "weight")
+        found.append([*made, *written, layer.weight.detach()])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.avg_pool3d(x, 2),
+        nn.LocalResponseNorm(3),
+        lambda x: F.interpolate(x[0], size=(3, 3), mode="bicubic", antialias=True),
+        lambda x: F.interpolate(x[0], size=(3, 3), mode="bilinear", antialias=True),
+    ],
+    ids=["avg_pool3d", "local_response_norm", "bicubic", "bilinear"],
+)
+def test_what_has_no_half_kernel_on_the_cpu_alone_is_computed_in_float32_there(
+    amp: ModuleType, level: str, function: Callable[[Tensor], Tensor]
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = function(self.conv(x))
+            assert inner.dtype is self.conv.weight.dtype
+            return inner
+
+    model, inputs = Model(), torch.randn(1, 4, 4, 4, 4)
+    expected = model(inputs).detach()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    found = model(inputs)
+    found.sum().backward()
+    tolerance = 16 * torch.finfo(HALF_OF[level]).eps
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert model.conv.weight.grad.isfinite().all()

@@ -704,6 +704,17 @@ def test_functions_of_torch_that_call_patched_ones(amp, opt_level, name):
     del model
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own
+@pytest.mark.parametrize("opt_level", FUNCTION_LEVELS)
+def test_linearize_which_keeps_functions_of_torch_out_of_graphs(amp, opt_level):
+    """They are not in the place of patched ones, though they name such."""
+    model = start(amp, opt_level, nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    inputs, direction = torch.randn(5, 3), torch.randn(5, 3)
+    outputs, derivative = torch.func.linearize(model, inputs)
+    expected = torch.func.jvp(model, (inputs,), (direction,))
+    assert_same((outputs, derivative(direction)), expected, exact=False)
+
+
 def test_more_models_than_torch_compiles_one_function_for(amp):
     config = torch._dynamo.config
     limit = config.cache_size_limit if torch.__version__ < (2, 7) else config.recompile_limit

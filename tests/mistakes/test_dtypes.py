@@ -839,6 +839,41 @@ def test_the_note_on_half_probabilities_mends(amp: ModuleType, level: str) -> No
     assert "amp_patch: " not in told
 
 
+class Concrete(nn.Module):
+    """A head of which probabilities are drawn, or asked for their density."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kind: str, in_float: bool) -> Tensor:
+        scores = self.fc(x).float() if in_float else self.fc(x)
+        if kind == "asked":
+            prior = torch.distributions.Dirichlet(torch.ones(4), validate_args=True)
+            return prior.log_prob(scores.softmax(-1))
+        chosen = torch.distributions.RelaxedOneHotCategorical(
+            torch.tensor(0.7), logits=scores, validate_args=True
+        )
+        return chosen.log_prob(chosen.rsample())
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize(
+    ("kind", "words"), [("drawn", r"constraint Simplex"), ("asked", r"support \(Simplex")]
+)
+def test_the_note_on_drawn_half_probabilities_mends(
+    amp: ModuleType, level: str, kind: str, words: str
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Concrete(), torch.randn(8192, 4)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    with pytest.raises(ValueError, match=words) as raised:
+        model(inputs, kind, False)
+    told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "or probs=softmax(x.float()); of those that are themselves drawn" in told
+    assert model(inputs, kind, True).isfinite().all()
+
+
 @pytest.mark.parametrize("level", HALF)
 def test_a_convolution_of_another_dtype_is_explained(amp: ModuleType, level: str) -> None:
     """Torch names the type of its weights: torch.HalfTensor, and CPUBFloat16Type."""
