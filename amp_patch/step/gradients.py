@@ -135,7 +135,7 @@ class Gradients:
         masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
         if self._are_waiting or not left or any(map(_has_grad, masters)):
             return False
-        return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
+        return any(_is_nonzero(grad) for grad in left if grad is not None)
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -385,6 +385,7 @@ class Gradients:
         Half parameters get that, rounded; masters are given the sum. Those that nobody has written
         to are left, for `_take_back` replaces them behind the backward.
         """
+        self._follow_zeroed(pairs)
         if not self.are_pending and not have_none(pairs.master):
             for param, master in zip(*pairs, strict=True):
                 given = param is not master and stored_grad(master) is not None
@@ -401,6 +402,20 @@ class Gradients:
         for param, master in zip(*shown, strict=True):
             give_rounded(param, master)
         self._own.forget()
+
+    def _follow_zeroed(self, pairs: ParamPairs) -> None:
+        """Take what a block has left for cleared where the script has zeroed it in place.
+
+        What a backward outside adds to it is new, though the tensors are those of the block.
+        """
+        if self.are_pending and not self._came_from_outside and self.may_be_cleared:
+            self.drop_cleared(pairs)
+        if not self.are_pending and not self._used.are_left:
+            used = set(map(id, self._used.alive()))
+            left = [grad for param in pairs.model if id(grad := stored_grad(param)) in used]
+            self._used.note_versions(
+                grad for grad in left if grad is not None and not _is_nonzero(grad)
+            )
 
     def _take_back(self, pairs: ParamPairs) -> bool:
         """Take from masters what they were given to be shown, if a backward outside came later.
@@ -484,6 +499,10 @@ class Gradients:
 
 def _has_grad(param: Tensor) -> bool:
     return stored_grad(param) is not None
+
+
+def _is_nonzero(grad: Tensor) -> bool:
+    return bool(kernels.values(local(grad)).any())
 
 
 _GRAD = operator.attrgetter("grad")

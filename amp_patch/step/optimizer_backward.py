@@ -435,7 +435,8 @@ class OptimizerBackward:
             return
         self.note_cleared()
         self._foreign.drop(cleared)
-        if self.is_open:  # else `follow_cleared` comes behind it
+        # what waits for a further block is at no master yet; else `follow_cleared` comes behind it
+        if self.is_open or self.gradients.scaled.scale is not None:
             self.gradients.clear(self.pairs(), cleared)
 
     def follow_cleared(self, cleared: set[int]) -> None:

@@ -142,7 +142,8 @@ class ReceivedGradients:
         noted = self._by_param()
         kept = [param for param in params if id(param) in noted and id(param) not in cleared]
         versions = [noted[id(param)].version for param in kept]
-        self._passes = [(kept, versions, [noted[id(param)].reference for param in kept])]
+        references = [noted[id(param)].reference for param in kept]
+        self._passes = [(kept, versions, references)] if kept else []
 
     def _by_param(self) -> dict[int, Noted]:
         """Return what was noted last of each parameter's gradient, by the parameter's id."""

@@ -174,3 +174,26 @@ def test_an_overflow_of_one_micro_batch_is_not_forgotten(amp: ModuleType, level:
         scaled_backward(amp, loss, optimizer)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
+
+
+def zero_layers(model: nn.Module, optimizer: Optimizer) -> None:
+    for layer in model.children():
+        layer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("zero", [zero_model, zero_layers])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_model_that_clears_in_place_clears_what_came_before_a_delayed_block(
+    amp: ModuleType, level: str, zero: Callable[[nn.Module, Optimizer], None]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    for factor, delay in ((64.0, False), (16.0, True), (1.0, False)):
+        if factor == 1.0:
+            zero(model, optimizer)
+        loss = model(torch.ones(1, 2)).float().sum() * factor
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+    (param,) = amp.master_params(optimizer)
+    assert param.grad.tolist() == [[1.0, 1.0]]

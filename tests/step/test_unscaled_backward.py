@@ -588,3 +588,67 @@ def test_a_write_to_half_gradients_behind_one_to_masters_is_told(amp, opt_level)
     model[0].weight.grad.mul_(0.25)
     with pytest.warns(UserWarning, match="has no effect"):
         optimizer.step()
+
+
+def clear_in_place(model):
+    for param in model.parameters():
+        param.grad.zero_()
+
+
+def clear_past_the_version(model):
+    for param in model.parameters():
+        param.grad.data.zero_()
+
+
+IN_PLACE = {
+    "model": lambda model: model.zero_grad(set_to_none=False),
+    "by hand": clear_in_place,
+    "data": clear_past_the_version,
+}
+
+
+# of half gradients that a fused step is yet to unscale, a write through .data is not seen
+ZEROED = [
+    (how, is_stepped, fused_step)
+    for how in IN_PLACE
+    for is_stepped in (False, True)
+    for fused_step in (False, True)
+    if (how, is_stepped, fused_step) != ("data", False, True)
+]
+
+
+@pytest.mark.parametrize(("how", "is_stepped", "fused_step"), ZEROED)
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_backward_adds_to_what_a_block_left_and_a_script_zeroed(
+    amp, opt_level, how, is_stepped, fused_step
+):
+    model, optimizer = start(amp, opt_level, fused_step=fused_step, loss_scale=64.0)
+    with amp.scale_loss(8 * model(X).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    if is_stepped:
+        optimizer.step()
+    IN_PLACE[how](model)
+    before = values(amp.master_params(optimizer))
+    gradients = gradients_of_a_copy(model)
+    backward(model)
+    optimizer.step()
+    expected = [param - 0.5 * grad for param, grad in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(values(amp.master_params(optimizer)), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("clear", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_backward_of_another_model_makes_no_gradient_of_zeros(amp, clear, fused_step):
+    model, optimizer = start(amp, "O2", fused_step=fused_step, loss_scale=64.0)
+    another = nn.Linear(3, 2)
+    before = values(amp.master_params(optimizer))
+    for factor in (torch.inf, 1.0):
+        with amp.scale_loss(factor * model(X).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if factor == torch.inf:
+            clear(model)
+        backward(another)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    after = values(amp.master_params(optimizer))
+    assert not any(map(torch.equal, before, after))
