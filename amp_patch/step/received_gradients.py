@@ -83,7 +83,7 @@ class ReceivedGradients:
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references))
         # A step that unscales half gradients later refuses changed ones itself.
-        are_read = self._lazy is None or isinstance(source, LargeInHalf)
+        are_read = not isinstance(source, HalfGradients)
         if are_read and self._watched.passes_left:
             self._watched.note(params)
 
