@@ -205,9 +205,10 @@ class ServedScalers:
         one = self._make_pass(steps, scaling)
         scaled = one.multiply(loss)
         self._scaler().is_by_hand = True  # where torch.autograd.grad() takes it
-        if scaling.is_on and scaled.grad_fn is not None:
-            scaled.grad_fn.metadata[OF_GRAD_SCALER] = True
-            scaled.grad_fn.register_prehook(functools.partial(self._begin, one))
+        node: Any = scaled.grad_fn
+        if scaling.is_on and node is not None:
+            node.metadata[OF_GRAD_SCALER] = True
+            node.register_prehook(functools.partial(self._begin, one))
         return scaled
 
     def _begin(self, one: BackwardPass, grads: Any) -> None:

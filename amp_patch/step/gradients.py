@@ -464,7 +464,9 @@ class Gradients:
         for grad, is_another in written:
             self._tell_of_write(grad, is_another)
         self._clear_masters(masters)
-        self._received.keep(pairs.model, set(map(id, params)))
+        # a batch norm's in float32 have no masters to be cleared at, and go on with no half ones
+        halves = [param for param, master in zip(*pairs, strict=True) if param is not master]
+        self._received.keep(halves or pairs.model, set(map(id, params)))
 
     def tell_of_writes(self, pairs: ParamPairs) -> None:
         """Warn where half gradients hold other numbers than their masters were given."""

@@ -494,6 +494,8 @@ class OptimizerBackward:
         if overflow:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None
+        else:
+            self.receive_unscaled()
         self.skip.forget()
         self.reached.release()
         self._store_waiting()

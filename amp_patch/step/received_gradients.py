@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
-from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
+from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
 
