@@ -486,6 +486,9 @@ class OptimizerBackward:
             self._end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
             self.skip.settle()
+        if self.gradients.may_be_cleared:
+            with contextlib.suppress(RuntimeError):  # of a write, of which `_store_waiting` tells
+                self.drop_cleared()
         overflow = self.skip.found()
         scale = self.gradients.scaled.scale
         if scale is not None and self.gradients.are_delayed(self.pairs()):

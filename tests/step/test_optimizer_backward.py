@@ -197,3 +197,23 @@ def test_a_model_that_clears_in_place_clears_what_came_before_a_delayed_block(
             scaled_loss.backward()
     (param,) = amp.master_params(optimizer)
     assert param.grad.tolist() == [[1.0, 1.0]]
+
+
+def clear_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+@pytest.mark.parametrize("zero", [clear_by_hand, zero_by_hand, zero_model])
+@pytest.mark.parametrize(("level", "fused_step"), [("O2", False), ("O2", True), ("O5", False)])
+def test_gradients_that_were_cleared_by_hand_are_not_back_behind_deactivate(
+    amp: ModuleType, level: str, fused_step: bool, zero: Callable[[nn.Module, Optimizer], None]
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    options = {"verbosity": 0, "loss_scale": 8.0, "fused_step": fused_step}
+    amp.initialize(model, optimizer, opt_level=level, **options)
+    scaled_backward(amp, model(torch.ones(1, 2)).float().sum(), optimizer)
+    zero(model, optimizer)
+    amp.deactivate()
+    assert not any(param.grad is not None and param.grad.any() for param in model.parameters())
