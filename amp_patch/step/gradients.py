@@ -175,6 +175,21 @@ class Gradients:
         )
 
     @staticmethod
+    def show_one(pairs: ParamPairs) -> Tensor | None:
+        """Let one master have a gradient, whose half parameter has one, and return it.
+
+        What an optimizer's ``zero_grad`` makes of it says how it clears. It is a small one.
+        """
+        rows = [row for row in zip(*pairs, strict=True) if row[0] is not row[1]]
+        masters = [master for param, master in rows if _has_grad(param)]
+        if not masters:
+            return None
+        smallest = min(masters, key=torch.numel)
+        if not _has_grad(smallest):
+            store_grad(smallest, torch.zeros_like(smallest))
+        return smallest
+
+    @staticmethod
     def clear_halves(pairs: Iterable[tuple[Tensor, Tensor]], set_to_none: bool) -> None:
         """Clear those of half parameters, as ``optimizer.zero_grad`` has cleared the masters'.
 
