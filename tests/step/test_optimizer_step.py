@@ -377,7 +377,7 @@ class ClearsInPlace(SGD):
                 if set_grads_to_None:
                     param.grad = None
                 elif param.grad is not None:
-                    param.grad.zero_()
+                    param.grad.detach_().zero_()
 
 
 @pytest.mark.parametrize("to_none", [False, True])
