@@ -438,6 +438,14 @@ def _read_state(
     session.store.read_state(module, dict(state), prefix)
 
 
+def _before_state(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    session.models.follow_late_modules(model)
+
+
+def _before_load(model: nn.Module, *_: Any) -> None:
+    session.models.follow_late_modules(model)
+
+
 def _explain(error: BaseException) -> None:
     session.guard.explain(error)
 
@@ -473,7 +481,15 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step.end_past_own()
 
 
-_HOOKS = ModelHooks(_observe_model, _observe_cast_model, _explain, _write_state, _read_state)
+_HOOKS = ModelHooks(
+    _observe_model,
+    _observe_cast_model,
+    _explain,
+    _write_state,
+    _read_state,
+    _before_state,
+    _before_load,
+)
 #: The session of this process.
 session = Session()
 atexit.register(session.settle)

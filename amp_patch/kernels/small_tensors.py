@@ -36,7 +36,7 @@ def allocate(models: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor
 
     Returns:
         The allocations, flat and full of zeros, and for each model a tensor in them of its shape,
-        dtype and memory format; None for None.
+        dtype and memory format, and with a version of its own; None for None.
     """
     pools: list[Tensor] = []
     made: dict[int, Tensor] = {}
@@ -47,7 +47,8 @@ def allocate(models: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor
         pools.append(pool)
         for model, offset in zip(group, accumulate(lengths, initial=0), strict=False):
             stride = torch.empty_like(model, device="meta").stride()
-            made[id(model)] = pool.as_strided(model.shape, stride, offset)
+            # `data`, for torch refuses detach_() of a view, by which scripts clear gradients
+            made[id(model)] = pool.as_strided(model.shape, stride, offset).data
     return pools, [None if model is None else made[id(model)] for model in models]
 
 

@@ -185,7 +185,9 @@ class Backwards:
         nodes = {block.node for block in blocks} - {None}
         delayed = set(map(id, self._delayed()))
         if nodes or delayed:
-            _refuse(blocks, nodes, delayed, _Graph(tensors, nodes), inputs)
+            # what a GradScaler has scaled may add to what waits scaled, and is unscaled with it
+            graph = _Graph(tensors, nodes, through_grad_scalers=False)
+            _refuse(blocks, nodes, delayed, graph, inputs)
             _warn_of_divided(getattr(tensors, "grad_fn", None), nodes)
         elif grad_tensors is not None and self._looks_left:
             self._looks_left -= 1
@@ -356,6 +358,8 @@ def leaves_of(loss: Any) -> list[Tensor]:
     return _Graph(loss, ()).leaves()
 
 
+#: Marks, in its metadata, the node of a loss that a `GradScaler` has scaled.
+OF_GRAD_SCALER = "amp_patch serves its GradScaler"
 #: The name of a node that writes the gradient of a leaf.
 _OF_LEAF = "torch::autograd::AccumulateGrad"
 
@@ -366,9 +370,12 @@ class _Graph:
     Args:
         tensors: of ``torch.autograd.backward``.
         stops: these nodes.
+        through_grad_scalers: False: nor through those of losses that a `GradScaler` has scaled.
     """
 
-    def __init__(self, tensors: Any, stops: Iterable[Any]) -> None:
+    def __init__(
+        self, tensors: Any, stops: Iterable[Any], *, through_grad_scalers: bool = True
+    ) -> None:
         seen = {None, *stops}
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         nodes: list[Any] = [getattr(one, "grad_fn", None) for one in given]
@@ -379,6 +386,8 @@ class _Graph:
             if node in seen:
                 continue
             seen.add(node)
+            if not through_grad_scalers and OF_GRAD_SCALER in node.metadata:
+                continue
             self._nodes.append(node)
             for following, _ in node.next_functions:
                 self._callers.setdefault(following, []).append(node)

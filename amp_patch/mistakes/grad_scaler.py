@@ -31,6 +31,8 @@ from amp_patch.step.prepared_optimizers import PreparedOptimizers
 from amp_patch.step.skip import Skip
 from amp_patch.warn_once import warn_once
 
+from .backwards import OF_GRAD_SCALER
+
 #: Options of `GradScaler`, which are `ScaleRule`'s, too.
 _DEFAULTS = {
     name: getattr(ScaleRule(), name)
@@ -203,8 +205,10 @@ class ServedScalers:
         one = self._make_pass(steps, scaling)
         scaled = one.multiply(loss)
         self._scaler().is_by_hand = True  # where torch.autograd.grad() takes it
-        if scaling.is_on and scaled.grad_fn is not None:
-            scaled.grad_fn.register_prehook(functools.partial(self._begin, one))
+        node: Any = scaled.grad_fn
+        if scaling.is_on and node is not None:
+            node.metadata[OF_GRAD_SCALER] = True
+            node.register_prehook(functools.partial(self._begin, one))
         return scaled
 
     def _begin(self, one: BackwardPass, grads: Any) -> None:

@@ -135,7 +135,7 @@ class Gradients:
         masters = [master for param, master in zip(*pairs, strict=True) if master is not param]
         if self._are_waiting or not left or any(map(_has_grad, masters)):
             return False
-        return any(bool(kernels.values(local(grad)).any()) for grad in left if grad is not None)
+        return any(_is_nonzero(grad) for grad in left if grad is not None)
 
     def are_cleared(self, pairs: ParamPairs) -> bool:
         """Return whether there is no gradient, neither at a parameter or a master nor aside."""
@@ -173,6 +173,21 @@ class Gradients:
             for param, master in zip(*pairs, strict=True)
             if param is not master and id(param) in cleared
         )
+
+    @staticmethod
+    def show_one(pairs: ParamPairs) -> Tensor | None:
+        """Let one master have a gradient, whose half parameter has one, and return it.
+
+        What an optimizer's ``zero_grad`` makes of it says how it clears. It is a small one.
+        """
+        rows = [row for row in zip(*pairs, strict=True) if row[0] is not row[1]]
+        masters = [master for param, master in rows if _has_grad(param)]
+        if not masters:
+            return None
+        smallest = min(masters, key=torch.numel)
+        if not _has_grad(smallest):
+            store_grad(smallest, torch.zeros_like(smallest))
+        return smallest
 
     @staticmethod
     def clear_halves(pairs: Iterable[tuple[Tensor, Tensor]], set_to_none: bool) -> None:
@@ -385,6 +400,7 @@ class Gradients:
         Half parameters get that, rounded; masters are given the sum. Those that nobody has written
         to are left, for `_take_back` replaces them behind the backward.
         """
+        self._follow_zeroed(pairs)
         if not self.are_pending and not have_none(pairs.master):
             for param, master in zip(*pairs, strict=True):
                 given = param is not master and stored_grad(master) is not None
@@ -401,6 +417,20 @@ class Gradients:
         for param, master in zip(*shown, strict=True):
             give_rounded(param, master)
         self._own.forget()
+
+    def _follow_zeroed(self, pairs: ParamPairs) -> None:
+        """Take what a block has left for cleared where the script has zeroed it in place.
+
+        What a backward outside adds to it is new, though the tensors are those of the block.
+        """
+        if self.are_pending and not self._came_from_outside and self.may_be_cleared:
+            self.drop_cleared(pairs)
+        if not self.are_pending and not self._used.are_left:
+            used = set(map(id, self._used.alive()))
+            left = [grad for param in pairs.model if id(grad := stored_grad(param)) in used]
+            self._used.note_versions(
+                grad for grad in left if grad is not None and not _is_nonzero(grad)
+            )
 
     def _take_back(self, pairs: ParamPairs) -> bool:
         """Take from masters what they were given to be shown, if a backward outside came later.
@@ -449,7 +479,9 @@ class Gradients:
         for grad, is_another in written:
             self._tell_of_write(grad, is_another)
         self._clear_masters(masters)
-        self._received.keep(pairs.model, set(map(id, params)))
+        # a batch norm's in float32 have no masters to be cleared at, and go on with no half ones
+        halves = [param for param, master in zip(*pairs, strict=True) if param is not master]
+        self._received.keep(halves or pairs.model, set(map(id, params)))
 
     def tell_of_writes(self, pairs: ParamPairs) -> None:
         """Warn where half gradients hold other numbers than their masters were given."""
@@ -484,6 +516,10 @@ class Gradients:
 
 def _has_grad(param: Tensor) -> bool:
     return stored_grad(param) is not None
+
+
+def _is_nonzero(grad: Tensor) -> bool:
+    return bool(kernels.values(local(grad)).any())
 
 
 _GRAD = operator.attrgetter("grad")

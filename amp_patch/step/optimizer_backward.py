@@ -435,7 +435,8 @@ class OptimizerBackward:
             return
         self.note_cleared()
         self._foreign.drop(cleared)
-        if self.is_open:  # else `follow_cleared` comes behind it
+        # what waits for a further block is at no master yet; else `follow_cleared` comes behind it
+        if self.is_open or self.gradients.scaled.scale is not None:
             self.gradients.clear(self.pairs(), cleared)
 
     def follow_cleared(self, cleared: set[int]) -> None:
@@ -485,6 +486,9 @@ class OptimizerBackward:
             self._end_early(steps=False)
         with contextlib.suppress(FloatingPointError):  # of no interest, for the scale goes, too
             self.skip.settle()
+        if self.gradients.may_be_cleared:
+            with contextlib.suppress(RuntimeError):  # of a write, of which `_store_waiting` tells
+                self.drop_cleared()
         overflow = self.skip.found()
         scale = self.gradients.scaled.scale
         if scale is not None and self.gradients.are_delayed(self.pairs()):
@@ -493,6 +497,8 @@ class OptimizerBackward:
         if overflow:
             for tensor in chain(*self.pairs()):
                 tensor.grad = None
+        else:
+            self.receive_unscaled()
         self.skip.forget()
         self.reached.release()
         self._store_waiting()

@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_patch import kernels
 from amp_patch.distributed.shards import local
 from amp_patch.kernels.default_device import without_default_device
-from amp_patch.weights.half_gradients import HalfGradients, LargeInHalf
+from amp_patch.weights.half_gradients import HalfGradients
 from amp_patch.weights.lazy_gradients import LazyGradients
 from amp_patch.weights.parameter_lists import are_same, look_up, stored_grad
 
@@ -83,7 +83,7 @@ class ReceivedGradients:
         self._passes = [row for row in self._passes if not are_same(row[0], params)]
         self._passes.append((params, versions, references))
         # A step that unscales half gradients later refuses changed ones itself.
-        are_read = self._lazy is None or isinstance(source, LargeInHalf)
+        are_read = not isinstance(source, HalfGradients)
         if are_read and self._watched.passes_left:
             self._watched.note(params)
 
@@ -142,7 +142,8 @@ class ReceivedGradients:
         noted = self._by_param()
         kept = [param for param in params if id(param) in noted and id(param) not in cleared]
         versions = [noted[id(param)].version for param in kept]
-        self._passes = [(kept, versions, [noted[id(param)].reference for param in kept])]
+        references = [noted[id(param)].reference for param in kept]
+        self._passes = [(kept, versions, references)] if kept else []
 
     def _by_param(self) -> dict[int, Noted]:
         """Return what was noted last of each parameter's gradient, by the parameter's id."""

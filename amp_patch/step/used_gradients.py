@@ -40,9 +40,14 @@ class UsedGradients:
         if self._versions:
             self._versions = {}
 
-    def note_versions(self) -> None:
-        """Tell, from now on, those that are written to: zeroed in place, and added to."""
-        self._versions = {id(grad): grad._version for grad in self.alive()}
+    def note_versions(self, grads: Iterable[Tensor] | None = None) -> None:
+        """Tell, from now on, those that are written to: zeroed in place, and added to.
+
+        Args:
+            grads: of which; None: all.
+        """
+        noted = self.alive() if grads is None else grads
+        self._versions = {id(grad): grad._version for grad in noted}
 
     def unwritten(self) -> list[Tensor]:
         """Return those that there still are, but for those written to since `note_versions`."""

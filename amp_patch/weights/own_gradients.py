@@ -30,7 +30,7 @@ class OwnGradients:
         self.keeps_sums = True
         self._noted: dict[int, tuple[TensorWeakRef, int]] = {}
         self._before: dict[int, bool] = {}
-        # Gradients that are parts of one memory have one version: how often autograd has moved it.
+        # Gradients that are views of one memory have one version: how often autograd has moved it.
         self._additions: Counter[int] = Counter()
 
     def watch(self, master: Tensor) -> None:
@@ -83,14 +83,17 @@ class OwnGradients:
         reference, _ = self._noted.get(id(master), (None, 0))
         grad, was_own = stored_grad(master), self._before.pop(id(master), False)
         if grad is not None and reference is not None and reference() is grad:
-            self._additions[_memory_of(grad)] += 1
+            self._additions[_counted_at(grad)] += 1
         elif was_own:
             self.note(master)
 
     def _version(self, grad: Tensor) -> int:
-        return grad._version - self._additions[_memory_of(grad)]
+        return grad._version - self._additions[_counted_at(grad)]
 
 
-def _memory_of(grad: Tensor) -> int:
-    """Return what tells the memory of a gradient from others; 0 for a sparse one."""
-    return 0 if grad.is_sparse else local(grad).untyped_storage()._cdata
+def _counted_at(grad: Tensor) -> int:
+    """Return what has a gradient's version: it, or the memory of a view; 0 for a sparse one."""
+    if grad.is_sparse:
+        return 0
+    own = local(grad)
+    return own.untyped_storage()._cdata if own._is_view() or own is not grad else id(grad)

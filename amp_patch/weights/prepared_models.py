@@ -40,6 +40,8 @@ class ModelHooks(NamedTuple):
         explain: gets what the forward of a model raised.
         write_state: a state-dict post-hook of each submodule of a model in half.
         read_state: a load-state-dict pre-hook of these.
+        before_state: a state-dict pre-hook of the model itself, see `follow_late_modules`.
+        before_load: a load-state-dict pre-hook of the model itself, likewise.
     """
 
     observe: Callable[[nn.Module], None]
@@ -47,6 +49,20 @@ class ModelHooks(NamedTuple):
     explain: Callable[[BaseException], None]
     write_state: Callable[..., None]
     read_state: Callable[..., None]
+    before_state: Callable[..., None]
+    before_load: Callable[..., None]
+
+
+class _StateHooks(NamedTuple):
+    """The hooks of one model in half by which state dicts have fp32 values.
+
+    Attributes:
+        handles: take them off.
+        modules: those that have them.
+    """
+
+    handles: list[Any]
+    modules: weakref.WeakSet[nn.Module]
 
 
 class PreparedModels:
@@ -75,7 +91,7 @@ class PreparedModels:
         self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._state_hooks: weakref.WeakKeyDictionary[nn.Module, list[Any]] = (
+        self._state_hooks: weakref.WeakKeyDictionary[nn.Module, _StateHooks] = (
             weakref.WeakKeyDictionary()
         )
         # of each model that was converted the buffers that came in half, by their paths
@@ -302,14 +318,31 @@ class PreparedModels:
         self.levels[model] = level
         if level.stores_half:
             self._compute_weights_in_fp32(model, level)
-            self._state_hooks[model] = [
-                handle
-                for module in model.modules()
-                for handle in (
-                    module.register_state_dict_post_hook(hooks.write_state),
-                    module.register_load_state_dict_pre_hook(hooks.read_state),
+            self._state_hooks[model] = _StateHooks(
+                [
+                    model.register_state_dict_pre_hook(hooks.before_state),
+                    model.register_load_state_dict_pre_hook(hooks.before_load),
+                ],
+                weakref.WeakSet(),
+            )
+            self.follow_late_modules(model)
+
+    def follow_late_modules(self, model: nn.Module) -> None:
+        """Have modules write and read fp32 values in state dicts, those that came late as well.
+
+        Args:
+            model: one in half; another, a copy say, is left as it is.
+        """
+        known = self._state_hooks.get(model)
+        if known is None:
+            return
+        for module in model.modules():
+            if module not in known.modules:
+                known.modules.add(module)
+                known.handles.append(module.register_state_dict_post_hook(self._hooks.write_state))
+                known.handles.append(
+                    module.register_load_state_dict_pre_hook(self._hooks.read_state)
                 )
-            ]
 
     def _compute_weights_in_fp32(self, model: nn.Module, level: OptLevel) -> None:
         """Let parametrizations run as models in fp32 do; layers get their weights as stored."""
@@ -324,9 +357,9 @@ class PreparedModels:
         for _, weight in parametrizations.weights_of(model):
             half_model.detach(weight)
         self._precisions.pop(model, None)
-        for handle in self._state_hooks.get(model, ()):
+        known = self._state_hooks.pop(model, None)
+        for handle in () if known is None else known.handles:
             handle.remove()
-        self._state_hooks.pop(model, None)
         self.levels.pop(model, None)
 
     def _put_back(

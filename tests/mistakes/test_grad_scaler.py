@@ -116,11 +116,16 @@ def test_clipping_hits(level: str) -> None:
         assert not all(map(torch.equal, plain, clipped))
 
 
+@pytest.mark.parametrize("behind_a_block", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_losses_are_accumulated(amp: ModuleType, level: str) -> None:
+def test_losses_are_accumulated(amp: ModuleType, level: str, behind_a_block: bool) -> None:
     def train(scaled: bool) -> list[torch.Tensor]:
         model, optimizer = prepared(amp if scaled else core, level)
         scaler = torch.amp.GradScaler("cpu")
+        if behind_a_block:  # from then on each backward is compared with the blocks
+            with core.scale_loss(loss_of(model, next(batches())), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
         for pair in itertools.pairwise(batches()):
             optimizer.zero_grad()
             for number, inputs in enumerate(pair):

@@ -174,3 +174,46 @@ def test_an_overflow_of_one_micro_batch_is_not_forgotten(amp: ModuleType, level:
         scaled_backward(amp, loss, optimizer)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
+
+
+def zero_layers(model: nn.Module, optimizer: Optimizer) -> None:
+    for layer in model.children():
+        layer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("zero", [zero_model, zero_layers])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_model_that_clears_in_place_clears_what_came_before_a_delayed_block(
+    amp: ModuleType, level: str, zero: Callable[[nn.Module, Optimizer], None]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    optimizer = SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    for factor, delay in ((64.0, False), (16.0, True), (1.0, False)):
+        if factor == 1.0:
+            zero(model, optimizer)
+        loss = model(torch.ones(1, 2)).float().sum() * factor
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+    (param,) = amp.master_params(optimizer)
+    assert param.grad.tolist() == [[1.0, 1.0]]
+
+
+def clear_by_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+@pytest.mark.parametrize("zero", [clear_by_hand, zero_by_hand, zero_model])
+@pytest.mark.parametrize(("level", "fused_step"), [("O2", False), ("O2", True), ("O5", False)])
+def test_gradients_that_were_cleared_by_hand_are_not_back_behind_deactivate(
+    amp: ModuleType, level: str, fused_step: bool, zero: Callable[[nn.Module, Optimizer], None]
+) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    options = {"verbosity": 0, "loss_scale": 8.0, "fused_step": fused_step}
+    amp.initialize(model, optimizer, opt_level=level, **options)
+    scaled_backward(amp, model(torch.ones(1, 2)).float().sum(), optimizer)
+    zero(model, optimizer)
+    amp.deactivate()
+    assert not any(param.grad is not None and param.grad.any() for param in model.parameters())

@@ -363,3 +363,40 @@ def test_deactivate_leaves_nothing_on_the_optimizer(amp: ModuleType) -> None:
     amp.deactivate()
     assert set(vars(optimizer)) == before
     assert not optimizer._optimizer_step_post_hooks
+
+
+# --- cleared gradients ---
+
+
+class ClearsInPlace(SGD):
+    """As torch's optimizers did before 2.0, and some of apex and of scripts still do."""
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if set_grads_to_None:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.detach_().zero_()
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_what_an_optimizers_own_zero_grad_leaves_is_stepped(
+    amp: ModuleType, level: str, is_stepped: bool, to_none: bool
+) -> None:
+    """Zeros of a layer that is frozen since: its momentum goes on, as it does without amp."""
+    model, optimizer = prepared(
+        amp, level, lambda params: ClearsInPlace(params, lr=0.125, momentum=0.5)
+    )
+    train_step(amp, model, optimizer)
+    if not is_stepped:
+        optimizer.zero_grad(set_grads_to_None=True)
+        backward(amp, model, optimizer)
+    model.bias.requires_grad_(False)
+    optimizer.zero_grad(set_grads_to_None=to_none)
+    before = model.state_dict()["bias"].clone()
+    backward(amp, model, optimizer)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["bias"], before) is to_none

@@ -588,3 +588,84 @@ def test_a_write_to_half_gradients_behind_one_to_masters_is_told(amp, opt_level)
     model[0].weight.grad.mul_(0.25)
     with pytest.warns(UserWarning, match="has no effect"):
         optimizer.step()
+
+
+def clear_in_place(model):
+    for param in model.parameters():
+        param.grad.zero_()
+
+
+def clear_past_the_version(model):
+    for param in model.parameters():
+        param.grad.data.zero_()
+
+
+def clear_by_hand(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+IN_PLACE = {
+    "None": clear_by_hand,
+    "model": lambda model: model.zero_grad(set_to_none=False),
+    "by hand": clear_in_place,
+    "data": clear_past_the_version,
+}
+
+
+@pytest.mark.parametrize("clear", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_backward_adds_to_what_a_block_left_and_a_script_zeroed(
+    amp, opt_level, fused_step, is_stepped, clear
+):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    options = {"loss_scale": 64.0, "fused_step": fused_step, "verbosity": 0}
+    amp.initialize(model, optimizer, opt_level=opt_level, **options)
+    with amp.scale_loss(8 * model(X).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    if is_stepped:
+        optimizer.step()
+    clear(model)
+    before = values(amp.master_params(optimizer))
+    twin = copy.deepcopy(model)  # in float32
+    backward(twin)
+    gradients = [param.grad for param in twin.parameters()]
+    backward(model)
+    optimizer.step()
+    expected = [param - 0.5 * grad for param, grad in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(values(amp.master_params(optimizer)), expected, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("clear", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_backward_of_another_model_makes_no_gradient_of_zeros(amp, clear, fused_step):
+    model, optimizer = start(amp, "O2", fused_step=fused_step, loss_scale=64.0)
+    another = nn.Linear(3, 2)
+    before = values(amp.master_params(optimizer))
+    for factor in (torch.inf, 1.0):
+        with amp.scale_loss(factor * model(X).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if factor == torch.inf:
+            clear(model)
+        backward(another)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    after = values(amp.master_params(optimizer))
+    assert not any(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("opt_level", WITH_MASTERS)
+def test_a_step_behind_deactivate_has_the_gradients_of_a_backward(amp, opt_level, fused_step):
+    model, optimizer = start(amp, opt_level, fused_step=fused_step)
+    before, expected = values(amp.master_params(optimizer)), gradients_of_a_copy(model)
+    backward(model)
+    amp.deactivate()
+    torch.testing.assert_close([param.grad for param in model.parameters()], expected)
+    optimizer.step()
+    expected = [param - 0.5 * grad for param, grad in zip(before, expected, strict=True)]
+    torch.testing.assert_close(values(model.parameters()), expected)

@@ -34,6 +34,8 @@ class Prepared:
             explain=lambda error: self.seen.append("explain"),
             write_state=lambda *args: self.seen.append("write"),
             read_state=lambda *args: self.seen.append("read"),
+            before_state=lambda *args: self.seen.append("before state"),
+            before_load=lambda *args: self.seen.append("before load"),
         )
         self.models = PreparedModels(self.values, self.cache, hooks)
 
@@ -68,7 +70,7 @@ def test_a_model_has_the_levels_storage_and_hooks(prepared: Prepared, level: str
     model(torch.ones(1, 2))
     model.load_state_dict(model.state_dict())
     casting = level in ("O1", "O4")
-    half = ["write", "read"] if STORED[level] is not F32 else []
+    half = ["before state", "write", "before load", "read"] if STORED[level] is not F32 else []
     assert prepared.seen == ["observe casting" if casting else "observe", *half]
     assert prepared.models.casting_dtypes() == ({OPT_LEVELS[level].half_dtype} & {F16, BF16}
         if casting else set())  # fmt: skip
@@ -159,3 +161,29 @@ def test_a_layer_that_outlives_its_models_is_float32_again(amp: ModuleType, leve
         assert [param.dtype for param in shared.parameters()] == [torch.float32] * 2
         assert all(map(torch.equal, shared.parameters(), values))
     shared(torch.ones(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_that_replaced_another_is_saved_and_loaded_in_fp32(
+    amp: ModuleType, level: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+    model[1] = nn.Linear(2, 2).to(STORED[level])
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    *_, bias = amp.master_params(optimizer)
+    with torch.no_grad():
+        bias.copy_(torch.tensor([1 + 2.0**-20, 2.0**-30]))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    assert {value.dtype for value in saved.values()} == {F32}
+    assert torch.equal(saved["1.bias"], bias)
+    with torch.no_grad():
+        bias.zero_()
+    model.load_state_dict(saved)
+    *_, bias = amp.master_params(optimizer)
+    assert torch.equal(bias, saved["1.bias"])
+    hooks = hooks_of(model[1])
+    amp.deactivate()
+    assert sum(hooks_of(model[1])) == sum(hooks) - 2
+    assert torch.equal(model[1].bias, saved["1.bias"])
