@@ -85,16 +85,17 @@ def compile_nothing_of_ours_alone(patches: Patches) -> None:
     ``nn.LSTM`` in it, or an ``nn.Sequential`` in which a graph ends. And torch 2.13 compiles
     the ``__torch_function__`` of a mode, as regions have, to what takes ``x`` for ``x.t()``.
     """
-    owner, name, original = resolve("torch._dynamo.trace_rules.check_file")
+    with contextlib.suppress(AttributeError):
+        owner, name, original = resolve("torch._dynamo.trace_rules.check_file")
 
-    @functools.wraps(original)
-    def check_file(filename: str | None, *args: Any, **kwargs: Any) -> Any:
-        path = filename or ""
-        if path.startswith(_OURS) and not path.startswith(_LAYERS_OF_APEX):
-            filename = functional.__file__
-        return original(filename, *args, **kwargs)
+        @functools.wraps(original)
+        def check_file(filename: str | None, *args: Any, **kwargs: Any) -> Any:
+            path = filename or ""
+            if path.startswith(_OURS) and not path.startswith(_LAYERS_OF_APEX):
+                filename = functional.__file__
+            return original(filename, *args, **kwargs)
 
-    patches.replace(owner, name, check_file)
+        patches.replace(owner, name, check_file)
 
 
 def call_as_traced(function: F) -> F:
