@@ -9,10 +9,13 @@ All are of torch's internals: what a version of torch does not have is left out.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import operator
+import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -73,6 +76,27 @@ def call_before(patches: Patches, notice: Callable[[], None]) -> None:
             return original(callback)
 
         patches.replace(owner, name, callback_from_stance)
+
+
+def compile_nothing_of_ours_alone(patches: Patches) -> None:
+    """Have torch.compile look at files of amp_patch as it does at those of torch's functions.
+
+    It traces into them, but compiles none by itself. Else each layer, and each function of torch,
+    would be compiled for itself where torch leaves the function around as it is: one with an
+    ``nn.LSTM`` in it, or an ``nn.Sequential`` in which a graph ends. And torch 2.13 compiles
+    the ``__torch_function__`` of a mode, as regions have, to what takes ``x`` for ``x.t()``.
+    """
+    with contextlib.suppress(AttributeError):
+        owner, name, original = resolve("torch._dynamo.trace_rules.check_file")
+
+        @functools.wraps(original)
+        def check_file(filename: str | None, *args: Any, **kwargs: Any) -> Any:
+            path = filename or ""
+            if path.startswith(_OURS) and not path.startswith(_LAYERS_OF_APEX):
+                filename = functional.__file__
+            return original(filename, *args, **kwargs)
+
+        patches.replace(owner, name, check_file)
 
 
 def call_as_traced(function: F) -> F:
@@ -263,16 +287,27 @@ def _calls_patched(function: Any, seen: set[int]) -> bool:
     if not isinstance(function, types.FunctionType) or id(function) in seen:
         return False
     seen.add(id(function))
+    if not function.__code__.co_argcount:  # as what loads tables of torch's: it gets no tensor
+        return False
     own: dict[str, Any] = function.__globals__
     current = own.get(function.__name__)
     if id(function) not in (id(current), id(library_original(current))):
         return False
-    for name in function.__code__.co_names:
-        if any(is_patched(getattr(place, name, None)) for place in _PLACES):
+    attributes, names = _names_read(function.__code__)
+    for attribute in attributes:
+        if any(is_patched(getattr(place, attribute, None)) for place in _PLACES):
             return True
-        if is_patched(own.get(name)) or _calls_patched(own.get(name), seen):
-            return True
-    return False
+    return any(is_patched(own.get(name)) or _calls_patched(own.get(name), seen) for name in names)
+
+
+@functools.cache
+def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Return which attributes and which global names a function reads: ``sum`` may be either."""
+    read = [(one.opname, one.argval) for one in dis.get_instructions(code)]
+    return (
+        frozenset(name for opname, name in read if opname in ("LOAD_ATTR", "LOAD_METHOD")),
+        frozenset(name for opname, name in read if opname == "LOAD_GLOBAL"),
+    )
 
 
 def library_original(value: Any) -> Any:
@@ -319,6 +354,8 @@ _LOSS_OPTIONS = (
     "reduction",
     "label_smoothing",
 )
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_LAYERS_OF_APEX = f"{_OURS}apex{os.sep}packages{os.sep}"
 _PLACES = (torch, torch.Tensor, torch._C._nn, torch.linalg)
 # They must hold the originals, for these are what a graph calls.
 _TABLES = (

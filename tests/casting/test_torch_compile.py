@@ -740,14 +740,97 @@ def test_graph_breaks_are_traced_on_both_sides(amp):
     del model
 
 
+class _Breaks(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+class _Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(3, 3, batch_first=True)
+        self.layers = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)), nn.LayerNorm(3))
+
+    def forward(self, x):
+        return self.layers(self.rnn(x[None])[0]).softmax(-1)
+
+
+# torch's compiler looks at the attribute of what goes from one graph to the next
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("kind", ["a GRU", "a sequence with a break"])
+def test_no_layer_is_compiled_by_itself(amp, opt_level, kind):
+    """Where torch leaves the function around as it is, it compiles none of its own layers."""
+
+    def make():
+        if kind == "a GRU":
+            return _Recurrent()
+        return nn.Sequential(nn.Linear(3, 3), _Breaks(), nn.Linear(3, 3), nn.LayerNorm(3))
+
+    torch.compile(make(), backend="eager")(X)
+    without = graphs(), sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = start(amp, opt_level, make())
+    for _ in range(3):
+        assert_same(torch.compile(model, backend="eager")(X), model(X))
+    assert (graphs(), sum(torch._dynamo.utils.counters["graph_break"].values())) == without
+
+
+@pytest.mark.parametrize("name", ["half_function", "float_function", "half_region"])
+def test_a_decorated_function_may_be_compiled_before_initialize(amp, name):
+    decorator = getattr(amp, name)
+    decorator = decorator() if name.endswith("region") else decorator
+    function = decorator(lambda x: x @ x.t())
+    around = torch.compile(function, backend="eager", fullgraph=True)
+    model = start(amp)
+    assert_same(around(X), function(X))
+    assert graphs() == 1
+    del model
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_a_graph_that_ends_in_a_region(amp, opt_level):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.layer(x)
+            with amp.float_region():
+                z = y.float() @ y.float().t()
+                torch._dynamo.graph_break()
+                z = z.sin()
+            return z @ z.t()
+
+    model = start(amp, opt_level, Model())
+    x = torch.randn(3, 3)
+    assert_same(torch.compile(model, backend="eager")(x), model(x))
+
+
+def test_vmap_inside_a_compiled_function(amp):
+    """It calls a function of torch's that has no tensor, and names an operator."""
+    model = start(amp)
+    weights = torch.randn(4, 3, 3)
+
+    def function(x):
+        return torch.func.vmap(lambda weight: x @ weight)(weights)
+
+    assert_same(compiled(function)(X), function(X))
+    del model
+
+
 def test_deactivate_restores_torch_compile(amp):
     from torch._dynamo.variables.tensor import TensorVariable
 
-    original = TensorVariable.call_method
+    original, judge = TensorVariable.call_method, torch._dynamo.trace_rules.check_file
     model = start(amp)
     assert TensorVariable.call_method is not original
     amp.deactivate()
     assert TensorVariable.call_method is original
+    assert torch._dynamo.trace_rules.check_file is judge
     del model
 
 
