@@ -450,12 +450,15 @@ class OptimizerStep:
         else:
             if self._fused is not None:
                 self._fused.lazy.materialize_or_drop()  # written or not, they are cleared
+            told = args[0] if args else kwargs.get("set_to_none")
             # an optimizer's own zero_grad() may set zeros without being told to
-            seen = None if self.masters is None else gradients.show_one(self.backward.pairs())
+            looks = told is None and self.masters is not None
+            seen = gradients.show_one(self.backward.pairs()) if looks else None
             with self.methods.in_original():
                 original(*args, **kwargs)
             if self.masters is not None:
-                set_to_none = seen is None or stored_grad(seen) is None
+                is_none = seen is None or stored_grad(seen) is None
+                set_to_none = is_none if told is None else bool(told)
                 # not those of `pairs`: a checkpoint may have put half ones into the groups
                 gradients.clear_halves(self.masters.pairs(), set_to_none)
         gradients.clear_elsewhere()
