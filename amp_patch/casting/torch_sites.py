@@ -210,10 +210,13 @@ def _without_ours(hooks: dict[int, Any]) -> Iterator[None]:
             hooks.update(every)
 
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
+    _GENERATOR += "_impl"
 _REPLACEMENTS: dict[str, Callable[[Any], Any]] = {
     "torch.utils.checkpoint.checkpoint": _checkpoint,
     "torch.utils.checkpoint.CheckpointFunction.apply": _apply,
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": _generator,
+    f"torch.utils.checkpoint.{_GENERATOR}": _generator,
     "torch.backends.mha.get_fastpath_enabled": _get_fastpath_enabled,
     "torch.nn.modules.rnn.RNNBase.check_input": _check_input,
     "torch.jit._builtins._find_builtin": _find_builtin,

@@ -317,6 +317,7 @@ class Body(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl")  # before torch 2.10
 @BOTH
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("opt_level", LEVELS)
