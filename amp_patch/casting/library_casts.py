@@ -402,7 +402,8 @@ def _note_floats(values: Iterable[Any], found: list[Tensor]) -> None:
             found.extend(filter(_is_float, tensors_in(value)))
 
 
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype})
+# a tuple, for torch 2.6 compiles no look into a set
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def _is_float(tensor: Tensor) -> bool:
