@@ -35,7 +35,7 @@ CASTS = ("half", "promote", "stored", "float", "result")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
     *("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits"),
-    *("uncast", "product", "products", "attention", "norm", "joined"),
+    *("uncast", *MEETINGS),
 )
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
