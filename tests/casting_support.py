@@ -19,6 +19,32 @@ def activate(amp, opt_level="O1", model=None, **options):
     return model
 
 
+def losses_of(model, loss_of, amp=None, backend=None, fullgraph=False, **options):
+    """Return the losses of six steps of SGD, in float32 where no amp is given.
+
+    Args:
+        model: is trained.
+        loss_of: gets it, compiled where a backend is given.
+        options: of `amp.initialize`.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if amp is not None:
+        model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
+    run = torch.compile(model, backend=backend, fullgraph=fullgraph) if backend else model
+    losses = []
+    for _ in range(6):
+        loss = loss_of(run)
+        if amp is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @contextlib.contextmanager
 def half_kernels_as_on_cuda():
     """Give the CPU's half kernels what those of CUDA are given by the rule "half_out".

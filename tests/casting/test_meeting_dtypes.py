@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cast_counter import CastCounter
+from casting_support import losses_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -323,25 +325,13 @@ class Llama(nn.Module):
 def test_a_model_that_makes_positions_and_a_mask_trains_as_in_float32(
     amp: ModuleType, level: str, flash: bool, backend: str | None
 ) -> None:
-    def train(prepares: bool) -> list[float]:
-        torch.manual_seed(0)
-        model = Llama(flash)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tokens = torch.randint(0, 11, (4, 7))
-        if prepares:
-            model, optimizer = amp.initialize(
-                model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
-            )
-        run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-        losses = []
-        for _ in range(6):
-            logits = run(tokens[:, :-1]).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            with amp.scale_loss(loss, optimizer) if prepares else torch.enable_grad() as scaled:
-                (scaled if prepares else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    torch.manual_seed(0)
+    model, tokens = Llama(flash), torch.randint(0, 11, (4, 7))
 
-    assert train(prepares=True) == pytest.approx(train(prepares=False), rel=0.02)
+    def loss_of(run: Call) -> Tensor:
+        return F.cross_entropy(run(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    exact = losses_of(copy.deepcopy(model), loss_of)
+    assert exact[-1] < exact[0]
+    options = {"backend": backend, "fullgraph": True, "opt_level": level, "loss_scale": 64.0}
+    assert losses_of(model, loss_of, amp, **options) == pytest.approx(exact, rel=0.02)
