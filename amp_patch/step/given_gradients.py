@@ -1,8 +1,8 @@
-"""Gradients that a script gives an optimizer behind its blocks, which have not checked them.
+"""Gradients that an optimizer is to step with, and that no block of the step has checked.
 
 A script that shares gradients by hand brings in what another rank has found. One that keeps those
-of several blocks, as PCGrad does, puts back what has overflowed. Knows one optimizer's parameters
-and its skips; no scale.
+of several blocks, as PCGrad does, puts back what has overflowed. And one that does not clear what a
+skipped step has left adds to it. Knows one optimizer's parameters and its skips; no scale.
 """
 
 from __future__ import annotations
@@ -27,19 +27,27 @@ def skip_nonfinite(skip: Skip, held: HeldParams, are_shared: bool) -> None:
         skip: is asked, unless it knows a reason already.
         held: whose gradients they are; all of its ranks must come here.
         are_shared: whether the script may have shared them by hand. Else they are looked at only
-            where gradients that overflowed were cleared since the last step.
+            where gradients that overflowed were cleared since the last step, or left by it.
     """
-    if skip.is_certain or not (are_shared or skip.has_cleared()):
+    if skip.is_certain or not (are_shared or skip.has_cleared() or skip.has_left()):
         return
     grads = [grad for grad in map(stored_grad, held.pairs().master) if grad is not None]
     if grads and captures.are_made(grads[0].device):
         return
     is_finite = not grads or bool(torch.isfinite(combined(norms_of(grads, math.inf), math.inf)))
     if any_rank(not is_finite, held.ranks.groups):
-        skip.ask(
-            "Gradient overflow.  Skipping step, gradients that ranks share behind scale_loss() "
-            "are not finite"
-            if are_shared
-            else "Gradient overflow.  Skipping step, gradients were put back that had "
-            "overflowed before they were cleared"
-        )
+        if are_shared:
+            skip.ask(
+                "Gradient overflow.  Skipping step, gradients that ranks share behind "
+                "scale_loss() are not finite"
+            )
+        elif skip.has_cleared():
+            skip.ask(
+                "Gradient overflow.  Skipping step, gradients were put back that had "
+                "overflowed before they were cleared"
+            )
+        else:
+            skip.ask(
+                "Gradient overflow.  Skipping step, gradients of a skipped step were not cleared: "
+                "call optimizer.zero_grad() between steps"
+            )

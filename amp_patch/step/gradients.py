@@ -100,6 +100,11 @@ class Gradients:
         return self.scaled.scale is not None or not self._received.are_untouched()
 
     @property
+    def are_left(self) -> bool:
+        """True in the first pass behind a step whose gradients were not cleared."""
+        return bool(self._aside) and not self.are_pending
+
+    @property
     def _are_waiting(self) -> bool:
         """True while the masters' gradients wait until somebody reads them."""
         return self._lazy is not None and self._lazy.are_waiting

@@ -169,6 +169,8 @@ class OptimizerBackward:
             self._foreign.add_to()
         self.zeroing.begin(self.pairs, is_alone)
         self.gradients.set_aside(pairs, scale)
+        if self.skip.outcome and self.gradients.are_left and not self.ranks.groups:
+            self.skip.note_left()
         self.is_open, self._pass, self._is_scaled = True, backward_pass, is_scaled
         self._thread = threading.get_ident()
         if self.masters is not None:
@@ -235,7 +237,8 @@ class OptimizerBackward:
 
         Not where the last pass had a scale of 1, at which no overflow has a consequence.
         """
-        if self._is_scaled and (self.decides_alone or self.skip.cleared):
+        have_overflowed = self.skip.cleared or self.skip.left
+        if self._is_scaled and (self.decides_alone or have_overflowed):
             skip_nonfinite(self.skip, self._held, are_shared=self.decides_alone)
 
     def _close(self) -> None:

@@ -94,6 +94,8 @@ class Skip:
         pending: checks that may yet ask for a skip, the earliest first.
         cleared: whether gradients that overflowed were cleared since the last step, of which the
             script may hold copies; not 0 where a device has yet to tell, see `has_cleared`.
+        left: whether those of the last step, which was skipped, may still be there, for the next
+            backward to add to; not 0 where a device has yet to tell, see `has_left`.
         count: the steps so far, and how many of them were skipped.
     """
 
@@ -105,6 +107,7 @@ class Skip:
         self.pending: list[Pending] = []
         self.cleared: bool | HostCopy = False
         self._cleared_flag: Tensor | None = None
+        self.left: bool | HostCopy = False
         self.count = StepCount()
         self._was_skipped: bool | HostCopy = False
 
@@ -158,6 +161,7 @@ class Skip:
         elif self.flag is not None and not captures.are_made(self.flag.device):
             self._cleared_flag = _either(self._cleared_flag, self.flag)
             self.cleared = self.cleared is True or HostCopy(self._cleared_flag)
+        self.left = False
         self.forget()
 
     def has_cleared(self) -> bool:
@@ -165,6 +169,16 @@ class Skip:
         if isinstance(self.cleared, HostCopy):
             self.cleared = bool(self.cleared.wait().item())
         return self.cleared
+
+    def note_left(self) -> None:
+        """Gradients of the last step are still there, where they may have overflowed."""
+        self.left = self._was_skipped
+
+    def has_left(self) -> bool:
+        """Return whether gradients of a skipped step are still there; may wait for their device."""
+        if isinstance(self.left, HostCopy):
+            self.left = self.was_skipped
+        return self.left
 
     def has_overflowed(self) -> bool:
         """Return whether gradients overflowed since the last step; may wait for their device."""
@@ -198,10 +212,11 @@ class Skip:
         self.count.add_skipped()
         self._end_announcement()
         self._end()
+        self.left = True
 
     def _end(self) -> None:
         self.forget()
-        self.cleared = False
+        self.cleared = self.left = False
         self._cleared_flag = None
 
     def _end_made(self, flag: Tensor) -> None:

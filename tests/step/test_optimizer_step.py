@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import re
 import weakref
@@ -23,6 +24,8 @@ from linear_training import (
     prepared,
     train_step,
 )
+from support import scaled_backward
+from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -122,6 +125,39 @@ def test_gradients_that_overflowed_are_not_stepped_when_they_are_put_back(
     assert_unchanged(model, optimizer, before)
     train_step(amp, model, optimizer)
     assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_that_overflowed_skip_steps_until_they_are_cleared(
+    amp: ModuleType, level: str
+) -> None:
+    """Until then each step would be of inf: the next backward adds to it."""
+
+    @given(st.lists(st.sampled_from(["finite", "overflow", "none", "clear"]), max_size=8))
+    def run(events: list[str]) -> None:
+        # of one element, and stepped itself at O2, too, where half weights start anew at each step
+        model = nn.BatchNorm1d(1, affine=True).eval()
+        optimizer = SGD(model.parameters(), lr=0.125)
+        weight, gradient, are_skipped = 1.0, 0.0, []
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for event in events:
+            if event == "clear":
+                optimizer.zero_grad()
+                gradient = 0.0
+                continue
+            if event != "none":
+                factor = INF if event == "overflow" else 1.0
+                loss = (model.weight * 0.5).float().sum() * factor
+                scaled_backward(amp, loss, optimizer)
+                gradient += 0.5 * factor
+            optimizer.step()
+            are_skipped.append(math.isinf(gradient))
+            assert amp.step_was_skipped(optimizer) == are_skipped[-1]
+            weight -= 0.0 if are_skipped[-1] else 0.125 * gradient
+            assert model.weight.item() == weight
+        amp.deactivate()
+
+    run()
 
 
 def test_a_skipped_step_returns_none_and_runs_no_step_hook(amp: ModuleType) -> None:

@@ -84,7 +84,8 @@ def start(amp: ModuleType, level: str, maker: str, **options: Any) -> tuple[nn.M
 def step(amp: ModuleType, model: nn.Module, optimizer: Optimizer, event: str = "finite") -> None:
     inputs = torch.linspace(-1, 1, 12).reshape(3, 4)
     factor = torch.inf if event == "overflow" else 1.0
-    optimizer.zero_grad()
+    if event != "kept":
+        optimizer.zero_grad()
     if event == "delayed":
         scaled_backward(amp, model(-inputs).square().sum(), optimizer, delay_unscale=True)
     scaled_backward(amp, model(inputs).square().sum() * factor, optimizer)
@@ -115,7 +116,7 @@ def test_training_is_that_of_a_host_that_waits(
     @given(
         st.sampled_from(["O1", "O2", "O5"]),
         st.sampled_from(list(MAKERS)),
-        st.lists(st.sampled_from(["finite", "overflow", "delayed", "dropped"]), max_size=6),
+        st.lists(st.sampled_from(["finite", "overflow", "delayed", "dropped", "kept"]), max_size=6),
     )
     def run(level: str, maker: str, events: list[str]) -> None:
         outcomes = []
