@@ -303,7 +303,12 @@ class OptimizerBackward:
         return not is_open and not self.gradients.are_pending and bool(watch.written())
 
     def show_masters(self) -> None:
-        """The user gets the masters, to read, write and differentiate by until the next step."""
+        """The user gets the masters, to read, write and differentiate by until the next step.
+
+        In a block, behind its backward, they get their gradients now.
+        """
+        if self.is_open and self.masters is not None:
+            self._end_early()
         self.show_gradients()
         if self.masters is not None:
             self.masters.expose()
@@ -400,7 +405,7 @@ class OptimizerBackward:
             )
         self.receive_unscaled()
 
-    def _end_early(self, steps: bool) -> None:
+    def _end_early(self, steps: bool = False) -> None:
         """End the pass inside of its block: its backward is over, or a hook of that steps."""
         is_over = torch._C._current_graph_task_id() == -1
         if steps and not (is_over or self._is_scaled):

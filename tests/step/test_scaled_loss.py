@@ -558,3 +558,45 @@ def test_a_backward_works_with_gradients_off_as_it_does_without_amp(
         assert not torch.is_grad_enabled()
         optimizer.step()
     assert model.state_dict()["weight"].tolist() == [-0.25, -0.25]
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_have_true_gradients_in_the_block_behind_its_backward(
+    amp: ModuleType, level: str, fused_step: bool
+) -> None:
+    """So what a script writes to them there is stepped: an average over ranks, a clip by hand."""
+
+    @trains()
+    @given(
+        factors=st.lists(st.sampled_from([0.5, 3.0, INF]), min_size=1, max_size=4),
+        delays=st.booleans(),
+    )
+    def run(factors: list[float], delays: bool) -> None:
+        def train(*, in_block: bool) -> list[Tensor]:
+            model, optimizer = prepared(amp, level, 4.0, fused_step=fused_step)
+            for factor in factors:
+                optimizer.zero_grad()
+                if delays:
+                    backward(amp, model, optimizer, delay_unscale=True)
+                with amp.scale_loss(model.loss(factor), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                    if in_block:
+                        halve(amp, optimizer)
+                if not in_block:
+                    halve(amp, optimizer)
+                optimizer.step()
+            weights = [param.detach().clone() for param in amp.master_params(optimizer)]
+            amp.deactivate()
+            return weights
+
+        behind, inside = train(in_block=False), train(in_block=True)
+        torch.testing.assert_close(inside, behind, rtol=0, atol=0)
+
+    run()
+
+
+def halve(amp: ModuleType, optimizer: Optimizer) -> None:
+    for master in amp.master_params(optimizer):
+        assert master.grad is not None
+        master.grad.mul_(0.5)
