@@ -7,9 +7,10 @@ from itertools import chain, starmap
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Kind = TypeVar("Kind")
+KindOfModule = TypeVar("KindOfModule", bound=nn.Module)
 
 
 def instances(base: type[Kind]) -> list[Kind]:
@@ -28,6 +29,20 @@ def instances(base: type[Kind]) -> list[Kind]:
     kinds = set(map(type, chain.from_iterable(starmap(gc.get_objects, [()]))))
     found: set[Any] = {kind for kind in kinds if issubclass(kind, base)}
     return [one for one in gc.get_referrers(*found) if type(one) in found]
+
+
+def living_modules(base: type[KindOfModule]) -> list[KindOfModule]:
+    """Return every living module of a class that `is_set_up`."""
+    return [one for one in instances(base) if is_set_up(one)]
+
+
+def is_set_up(module: nn.Module) -> bool:
+    """Return whether a module has its parts.
+
+    A ``copy.deepcopy`` that failed leaves one that has none, for as long as its traceback is kept,
+    which a notebook does until the next error.
+    """
+    return "_modules" in vars(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype | None:

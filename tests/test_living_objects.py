@@ -1,14 +1,17 @@
 """Instances are found by their type, and threads beside go on."""
 
+import copy
 import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support import scaled_backward
 from torch import Tensor, nn
 
-from amp_patch.living_objects import instances, is_leaf
+from amp_patch.living_objects import instances, is_leaf, living_modules
 
 
 class Layer(nn.Linear):
@@ -43,6 +46,29 @@ def test_a_view_that_torch_refuses_to_tell_of_is_no_leaf() -> None:
     assert not is_leaf(view)
     assert not is_leaf(base)
     assert is_leaf(leaf)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_what_a_failed_copy_has_left_is_no_module(amp: ModuleType, opt_level: str) -> None:
+    """A notebook keeps the traceback, and with it the copy that ``deepcopy`` had begun."""
+    broken = nn.Sequential(nn.Linear(2, 2))
+    broken.kept = torch.ones(2, requires_grad=True) * 2  # no leaf, which torch refuses to copy
+    with pytest.raises(RuntimeError, match="deepcopy") as error:
+        copy.deepcopy(broken)
+    half_made = [one for one in instances(nn.Sequential) if not vars(one)]
+    assert half_made
+    assert all(one is not broken for one in half_made)
+    living = set(map(id, living_modules(nn.Module)))
+    assert living.issuperset(map(id, (broken, broken[0])))
+    assert living.isdisjoint(map(id, half_made))
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    scaled_backward(amp, model(torch.ones(1, 2)).sum(), optimizer)
+    optimizer.step()
+    amp.deactivate()
+    del error
 
 
 def test_proxies_are_not_woken() -> None:

@@ -27,7 +27,7 @@ from amp_patch.imported_modules import (
     is_left_alone,
     users_of_torch,
 )
-from amp_patch.living_objects import instances
+from amp_patch.living_objects import instances, is_set_up
 from amp_patch.patching import put
 
 # An object, a key or attribute of it, and what it holds there.
@@ -259,7 +259,8 @@ class _Walk:
         return () if self._are_plain([value for _, _, value in places]) else places
 
     def _places_of_module(self, module: nn.Module) -> Iterable[Place]:
-        self._waiting.extend(module._modules.values())
+        if is_set_up(module):
+            self._waiting.extend(module._modules.values())
         if type(module) not in self._kinds:
             self._kinds.add(type(module))
             owners = [kind for kind in type(module).__mro__ if not is_left_alone(kind.__module__)]

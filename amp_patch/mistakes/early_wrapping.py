@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from amp_patch.distributed.process_groups import is_on
 from amp_patch.levels import OptLevel
-from amp_patch.living_objects import instances
+from amp_patch.living_objects import living_modules
 
 
 def wrappers_of(models: Sequence[nn.Module]) -> list[nn.Module]:
@@ -37,7 +37,7 @@ def wrappers_of(models: Sequence[nn.Module]) -> list[nn.Module]:
     known = set(map(id, wrappers))
     return wrappers + [
         one
-        for one in instances(DistributedDataParallel)
+        for one in living_modules(DistributedDataParallel)
         if id(one) not in known and any(id(param) in own for param in one.parameters())
     ]
 
