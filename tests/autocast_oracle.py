@@ -103,12 +103,14 @@ class Casts:
         if rule == "banned" and any(value.is_cuda for value in found):
             raise RuntimeError("banned under casts")
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+        holds_half = any(value.dtype in HALF_DTYPES for value in found)
         on_cpu = any(value.device.type == "cpu" and value.dtype in HALF_DTYPES for value in found)
         dtype = {
             "half": self.half_dtype,
             "float": torch.float32,
             "float_dtype": None if given else torch.float32,
             "promote": torch.float32 if len({value.dtype for value in found}) > 1 else None,
+            "no_half": torch.float32 if holds_half else None,
             "float_on_cpu": torch.float32 if on_cpu else None,
             "banned": torch.float32 if on_cpu else None,
         }[rule]

@@ -32,6 +32,8 @@ from .shared_casts import is_recorded
 Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
+#: How `rules.NO_HALF` runs where a model is stored in half: half arguments in float32, wherever.
+NO_HALF = "no_half"
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
     *("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits"),
@@ -45,7 +47,7 @@ class Rule(NamedTuple):
     """How a function's floating arguments are cast, and where half ones are computed in float32.
 
     Attributes:
-        casts: one of `CASTS` or `OWN_CASTS`.
+        casts: one of `CASTS` or `OWN_CASTS`, or `NO_HALF`.
         in_float: one of `IN_FLOAT` or `OWN_IN_FLOAT`.
     """
 
@@ -184,6 +186,13 @@ def _run_wide(
     """Call it in a model that is stored in half with half arguments in float32."""
     if mode.stored is None or mode.region is not None:
         return function(*args, **kwargs)
+    return _widened(function, args, kwargs)
+
+
+def _run_no_half(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it with half arguments in float32, beside models as well: it would raise."""
     return _widened(function, args, kwargs)
 
 
@@ -343,6 +352,7 @@ _RUN = {
     "told": _run_told,
     "loss": _run_loss,
     "wide": _run_wide,
+    NO_HALF: _run_no_half,
     "rounded": _run_rounded,
     "lengths": _run_lengths,
     "logits": _run_logits,

@@ -1,7 +1,8 @@
 """Makes functions of other libraries take mixed dtypes, at every level, while amp is initialised.
 
-Knows which functions `library_rules` names, and patches a module when it is imported, or at once if
-it is; imports none. It must not know how a call is cast: `library_casts` does.
+Knows which functions `library_rules` names, and which have no half kernel; patches a module when it
+is imported, or at once if it is; imports none. It must not know how a call is cast, as
+`library_casts` does.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from torch import Tensor, nn
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import layer_forwards, library_rules, written_values
+from . import layer_forwards, library_rules, targets, written_values
 from .held_functions import HeldFunctions
 from .installation import calling, replace_by
-from .library_casts import Rule, wrap
+from .library_casts import NO_HALF, Rule, wrap
 from .meeting_dtypes import MEETINGS
 
 Pairs = dict[int, tuple[Any, Any]]
 
 #: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
 #: for one; "logits" has its like among O1's casts.
-_FOR_HALF = ("stored", "frames", "wide", "rounded", "lengths", "logits", *MEETINGS)
+_FOR_HALF = ("stored", "frames", "wide", "rounded", "lengths", "logits", NO_HALF, *MEETINGS)
 
 
 class LibraryFunctions:
@@ -47,6 +48,9 @@ class LibraryFunctions:
             module: {name: Rule(*row[:2]) for name, row in names.items()}
             for module, names in library_rules.RULES.items()
         }
+        for module, found in targets.no_half_targets().items():
+            rows = self._rules.setdefault(module, {})
+            rows.update({name: Rule(NO_HALF) for name in found - rows.keys()})
         self._patches, self._patches_for_half = Patches(), Patches()
         self._of_torch: Pairs = {}
         self._held = HeldFunctions()

@@ -1,5 +1,7 @@
 """Owns the data of how functions of other libraries run: those of graph neural networks, of torch.
 
+Those of torch that have no half kernel are not here but in `rules.NO_HALF`.
+
 It must not know how a function is wrapped, as `library_casts` does, or where one is imported, as
 `library_functions` does.
 
@@ -46,7 +48,6 @@ from __future__ import annotations
 REASONS = {
     "autocast": "DGL casts its arguments to half inside of torch.autocast",
     "bias": "the layer adds a float32 bias at O1, and what follows would keep float32 activations",
-    "complex": "torch has few kernels for complex numbers of float16 parts, none for bfloat16",
     "curved": "its second derivative is 1 over it: below 1.5e-5 that is more than float16 holds",
     "choices": "differences of large products say which points are near, and half rounds these",
     "CPU kernel": "torch has no half kernel for it on the CPU",
@@ -201,25 +202,11 @@ RULES = {
         "matrix_exp": ("promote", "always", "not finite"),
         "Tensor.matrix_exp": ("promote", "always", "not finite"),
         "cdist": ("wide", "always", "no kernel anywhere"),
-        "complex": ("wide", "always", "complex"),
-        "ctc_loss": ("wide", "always", "no kernel anywhere"),
-        "det": ("wide", "always", "no kernel anywhere"),
         "istft": ("rounded", "always", "spectra"),
-        "logdet": ("wide", "always", "no kernel anywhere"),
-        "nanquantile": ("wide", "always", "no kernel anywhere"),
         "pdist": ("wide", "always", "no kernel anywhere"),
-        "polar": ("wide", "always", "complex"),
-        "quantile": ("wide", "always", "no kernel anywhere"),
         "segment_reduce": ("promote", "always", "hubs"),
-        "slogdet": ("wide", "always", "no kernel anywhere"),
         "spmm": ("stored", "cpu", "sparse"),
         "stft": ("rounded", "always", "spectra"),
-        "view_as_complex": ("wide", "always", "complex"),
-        "Tensor.det": ("wide", "always", "no kernel anywhere"),
-        "Tensor.logdet": ("wide", "always", "no kernel anywhere"),
-        "Tensor.nanquantile": ("wide", "always", "no kernel anywhere"),
-        "Tensor.quantile": ("wide", "always", "no kernel anywhere"),
-        "Tensor.slogdet": ("wide", "always", "no kernel anywhere"),
     },
     "torch.fft": {
         "fft": ("rounded", "always", "spectra"),
@@ -249,8 +236,6 @@ RULES = {
         "matmul": ("product", "never", "one dtype"),
         "multi_dot": ("products", "never", "one dtype"),
         "vecdot": ("product", "never", "one dtype"),
-        "det": ("wide", "always", "no kernel anywhere"),
-        "slogdet": ("wide", "always", "no kernel anywhere"),
         "matrix_exp": ("promote", "always", "not finite"),
         # torch.norm and Tensor.norm call vector_norm
         "norm": ("lengths", "always", "curved"),

@@ -55,7 +55,9 @@ class Region(TorchFunctionMode):
         if func.__name__ not in _COMPUTING or _is_users(func):
             return func(*args, **kwargs)
         dtype = self.dtype
-        if func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs)):
+        if func.__name__ in _NO_HALF or (
+            func.__name__ in _FLOAT_ON_CPU and _on_cpu((args, kwargs))
+        ):
             dtype = torch.float32
         if func.__name__ in _FIRST_ARGUMENT:
             return _normalize(func, dtype, args, dict(kwargs))
@@ -237,7 +239,8 @@ def _own_name(path: str) -> str:
 _COMPUTING = _names(targets.region_targets())
 # The running statistics of a norm are written to, so a cast copy of them will not do.
 _FIRST_ARGUMENT = _names(targets.first_argument_targets())
-# No half kernel on the CPU: a half region runs these in fp32 there.
+# No half kernel, on no device or not on the CPU: a half region runs these in fp32 there.
+_NO_HALF = _names(path for path, rule in targets.rule_targets().items() if rule == "no_half")
 _FLOAT_ON_CPU = _names(
     path for path, rule in targets.rule_targets().items() if rule in ("float_on_cpu", "banned")
 )

@@ -128,14 +128,29 @@ def rule_targets() -> Mapping[str, str]:
     The rules, for floating arguments that are not float64, also inside nested containers:
     'half' casts them to the level's half dtype; 'float' to float32; 'float_dtype' as 'float',
     but only where the call gives no dtype; 'promote' to the widest, where they are mixed;
-    'float_on_cpu' half ones on the CPU to float32; 'banned' refuses the call as autocast
-    does, except on the CPU, where it is 'float_on_cpu'.
+    'no_half' half ones to float32; 'float_on_cpu' those on the CPU; 'banned' refuses the call
+    as autocast does, except on the CPU, where it is 'float_on_cpu'.
     """
     running = tuple(map(int, torch.__version__.split(".")[:2]))
     outdated = {op for op, version in rules.NO_HALF_ON_CPU_BEFORE.items() if version <= running}
     ruled = {op: rule for op, rule in rules.rules().items() if op not in outdated}
     found = {path: rule for op, rule in ruled.items() for path in _paths(op)}
     return types.MappingProxyType(found)
+
+
+def no_half_targets() -> dict[str, set[str]]:
+    """Return where the running torch has functions without a half kernel: names by module.
+
+    Those of a class come with its name: ``Tensor.inverse``.
+    """
+    found: dict[str, set[str]] = {}
+    for path, rule in rule_targets().items():
+        if rule == "no_half":
+            place, _, name = path.rpartition(".")
+            if place == "torch.Tensor":
+                place, name = "torch", f"Tensor.{name}"
+            found.setdefault(place, set()).add(name)
+    return found
 
 
 def region_targets() -> list[str]:

@@ -71,6 +71,7 @@ class Casts:
             "bfloat16": functools.partial(self._casting, torch.bfloat16),
             "half_out": self._half_out,
             "float": functools.partial(_mapping, to_float),
+            "no_half": functools.partial(_mapping, to_float),
             "float_on_cpu": functools.partial(_mapping, float_on_cpu),
             "float_dtype": _setting_dtype,
             "promote": _promoting,

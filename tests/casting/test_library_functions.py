@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import autocast_oracle as oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,13 @@ from torch.fft import rfft  # a builtin
 from torch.nn import functional as F
 from torch.nn.functional import huber_loss
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 from amp_patch import amp as core
 from amp_patch.casting import library_rules
 from amp_patch.casting.library_casts import Rule, wrap
+from amp_patch.casting.mode import HALVES
+from amp_patch.casting.targets import no_half_targets
 from amp_patch.patching import resolve
 from amp_patch.session import session
 from amp_patch.weights import prepared_models
@@ -513,6 +517,43 @@ def test_losses_and_what_has_no_half_kernel_are_float32(amp: ModuleType, level: 
             atol=1e-5,
         )
     assert model.layer.weight.grad.isfinite().all()
+
+
+def without_half_kernel(dtype: torch.dtype) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path and arguments of what has none, and what float32 makes of these."""
+    targets = {f"{module}.{name}" for module, found in no_half_targets().items() for name in found}
+    for op in oracle.operators():
+        for sample in oracle.samples(op, 2):
+            given = (sample.input, *sample.args), sample.kwargs
+            args, kwargs = tree_map_only(Tensor, lambda one: as_half(one, dtype), given)
+            for _, path in oracle.spellings(op):
+                if path in targets.difference(WAITING):
+                    wide = tree_map_only(Tensor, as_float, (args, kwargs))
+                    torch.manual_seed(0)
+                    yield path, (args, kwargs), resolve(path)[2](*wide[0], **wide[1])
+
+
+def as_half(one: Tensor, dtype: torch.dtype) -> Tensor:
+    return one.detach().to(dtype) if one.dtype is F32 else one
+
+
+def as_float(one: Tensor) -> Tensor:
+    return one.float() if one.dtype in HALVES else one
+
+
+@pytest.mark.filterwarnings("ignore:torch.*is deprecated", "ignore:A window was not provided")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_what_has_no_half_kernel_is_float32_beside_a_model_in_half_as_well(
+    amp: ModuleType, level: str
+) -> None:
+    """As a penalty on a half weight is: ``torch.linalg.svdvals(layer.weight)``."""
+    calls = list(without_half_kernel(HALF_OF[level]))
+    assert len({path for path, *_ in calls}) > 70
+    amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    for path, (args, kwargs), expected in calls:
+        torch.manual_seed(0)
+        found = resolve(path)[2](*args, **kwargs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True, msg=path)
 
 
 class HoldsLosses(nn.Module):

@@ -26,7 +26,7 @@ def test_every_target_is_a_function_that_returns_its_result():
     for path, rule in targets.rule_targets().items():
         assert callable(pkgutil.resolve_name(path)), path
         assert not path.endswith("_") or path.endswith("__"), path
-        assert rule in {*LISTS, "float_on_cpu"}, path
+        assert rule in {*LISTS, "no_half", "float_on_cpu"}, path
     assert "torch.Tensor.__ipow__" not in targets.rule_targets()
 
 
@@ -75,8 +75,9 @@ def test_what_a_module_of_torch_has_imported_by_name_is_a_target_too():
         ("torch.Tensor.sum", "float_dtype"),
         ("torch.nn.functional.bilinear", "promote"),
         ("torch.nn.functional.binary_cross_entropy", "banned"),
-        ("torch.fft.rfft2", "float_on_cpu"),
-        ("torch.linalg.inv", "float_on_cpu"),
+        ("torch.fft.rfft2", "no_half"),
+        ("torch.linalg.inv", "no_half"),
+        ("torch.nn.functional.avg_pool3d", "float_on_cpu"),
     ],
 )
 def test_the_rule_of_well_known_functions(path, rule):

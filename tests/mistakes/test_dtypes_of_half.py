@@ -24,14 +24,15 @@ MEND = (
     "y.to(x.dtype) behind it"
 )
 
-#: Functions that torch refuses half numbers for, each by words of its own.
+#: Functions that torch refuses half numbers for, each by words of its own, and that have no rule:
+#: operators below torch's functions, and calls with ``out=``.
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "not implemented for": lambda x: torch.linalg.svd(x)[1],
+    "not implemented for": lambda x: torch.ops.aten.geqrf(x)[0],
     "Unsupported dtype": lambda x: torch.fft.rfft(x.detach(), out=x.new_empty(0).cfloat()).abs(),
-    "MKL FFT doesn't support": lambda x: torch.functional.stft(x, 4, return_complex=True).abs(),
-    "Low precision dtypes": lambda x: torch.linalg.inv(x),
+    "MKL FFT doesn't support": lambda x: torch.ops.aten.stft(x, 4, return_complex=True).abs(),
+    "Low precision dtypes": lambda x: torch.ops.aten.linalg_inv(x),
     "either float or double": lambda x: torch.quantile(x.detach(), 0.5, out=x.new_empty(0)),
-    "other than float and double": lambda x: torch.linalg.lstsq(x, x)[0],
+    "other than float and double": lambda x: torch.ops.aten.linalg_lstsq(x, x)[0],
 }
 #: The same, of bfloat16 alone.
 REFUSED_IN_BFLOAT16: dict[str, Callable[[Tensor], Any]] = {
