@@ -62,7 +62,7 @@ class WeightCache:
 
     def mark_stale(self) -> None:
         """Weights may have changed: the next use of a model's weights refreshes its casts."""
-        for group in list(self._groups.values()):
+        for group in [*self._groups.values()]:
             group.stale = True
 
     def begin_backward(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, starmap
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -55,7 +55,10 @@ class Comparison:
         Between `note_equal` and `forget`, what is written to a small source is not seen.
         """
         if self._are_on_cpu:
-            return not all(starmap(torch.equal, self._expected()))
+            for wanted, found in self._expected():  # noqa: SIM110  # no generator more: faster
+                if not torch.equal(wanted, found):
+                    return True
+            return False
         flags = [torch.ne(*both).any() for both in self._expected()]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())

@@ -261,13 +261,14 @@ def _refuse_scaled_twice(blocks: Iterable[_Block], scaled_loss: Tensor) -> None:
     """
     node: Any = scaled_loss.grad_fn
     given = node.next_functions[0][0]  # of the loss, which the scale was multiplied with
-    yielded = (loss.grad_fn for block in blocks if (loss := block.loss()) is not None)
-    if any(one is given for one in yielded):
-        raise RuntimeError(
-            "a loss must be scaled once; got one that another scale_loss() block has scaled. Give "
-            "one block all optimizers of the loss: `with amp.scale_loss(loss, [first, second]) as "
-            "scaled_loss: scaled_loss.backward()`."
-        )
+    for block in blocks:
+        loss = block.loss()
+        if loss is not None and loss.grad_fn is given:
+            raise RuntimeError(
+                "a loss must be scaled once; got one that another scale_loss() block has scaled. "
+                "Give one block all optimizers of the loss: `with amp.scale_loss(loss, [first, "
+                "second]) as scaled_loss: scaled_loss.backward()`."
+            )
 
 
 def _refuse_in_between() -> NoReturn:

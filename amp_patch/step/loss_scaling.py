@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_patch.kernels import GradCheck
-from amp_patch.kernels.graph_capture import captures
+from amp_patch.kernels.graph_capture import captures, type_of
 from amp_patch.scaling.device_scaler import DeviceScaler
 from amp_patch.scaling.loss_scaler import LossScaler
 from amp_patch.scaling.scale_rule import ScaleRule
@@ -252,7 +252,7 @@ def choose_scaling(
     # A static scale does not move: to read it, nothing is waited for.
     if scaler.is_one:
         return NoScaling(scaler, device)
-    if device.type not in RUNS_AHEAD or may_be_delayed or scaler.is_overridden:
+    if type_of(device) not in RUNS_AHEAD or may_be_delayed or scaler.is_overridden:
         return on_host
     if scaler.device_scaler is not None:
         scaler.device_scaler.poll()
