@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amp_patch.living_objects import instances, is_leaf, living_modules
+from amp_patch.living_objects import instances, is_leaf
 from amp_patch.weights.parameter_lists import stored_grads
 
 _STATUS = Path("/proc/self/status")
@@ -98,7 +98,7 @@ def _tensors_of_this_process() -> list[Tensor]:
     """Return what lives now and Python knows of, with the gradients but those that wait."""
     found = instances(Tensor)
     # torch 2.6 hides from Python's collector what its autograd graphs hold as well: weights, say.
-    for module in living_modules(nn.Module):
+    for module in instances(nn.Module):
         held = [vars(module).get(name, {}).values() for name in ("_parameters", "_buffers")]
         found += [one for one in chain(*held) if isinstance(one, Tensor)]
     grads = stored_grads(one for one in found if is_leaf(one))
