@@ -55,8 +55,7 @@ class CudaStep:
 
     def is_expected(self, optimizer: Optimizer) -> bool:
         """Return whether kernels can step all groups, as far as the first tensor of each tells."""
-        first = _first_of_groups(optimizer)
-        return are_on_cuda(first) and self._are_used(optimizer, first)
+        return _is_on_cuda(optimizer) and self._are_used(optimizer, _first_of_groups(optimizer))
 
     def step(
         self,
@@ -72,7 +71,7 @@ class CudaStep:
             found_inf: float32, one element; not 0: nothing changes. None: it is 0. It is waited
                 for where the host enters new state, of which a skipped step is to leave no trace.
         """
-        if not are_on_cuda(_first_of_groups(optimizer)):
+        if not _is_on_cuda(optimizer):
             return False  # most often seen at once, in less time than to ask the environment
         params = params_of(optimizer)
         if not self._are_used(optimizer, params):  # before a state is made for any of them
@@ -211,6 +210,14 @@ class CudaStep:
         if device not in self._scales:
             self._scales[device] = scalar(device)
         return self._scales[device].holding(scale)
+
+
+def _is_on_cuda(optimizer: Optimizer) -> bool:
+    """Return whether the first tensor of each group is."""
+    for group in optimizer.param_groups:  # noqa: SIM110  # no generator: faster
+        if not are_on_cuda(group["params"][:1]):
+            return False
+    return True
 
 
 def _first_of_groups(optimizer: Optimizer) -> list[Tensor]:

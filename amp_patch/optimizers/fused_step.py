@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from amp_patch.weights.parameter_lists import as_plain_tensors
 
 from .cuda_step import CudaStep
 from .device_flag import step_by_flag
-from .groups import params_of
 from .reference_step import ReferenceStep
 from .registry import refuse_unknown, update_of
 
@@ -138,7 +138,8 @@ class FusedStep:
         if self.masters is None:
             is_over = self._step_or_skip(optimizer, self._found_inf)
         else:
-            with as_plain_tensors(params_of(optimizer)):
+            every = chain.from_iterable([group["params"] for group in optimizer.param_groups])
+            with as_plain_tensors(every):  # no list of them: that takes longer
                 is_over = self._step_or_skip(optimizer, self._found_inf)
         if not is_over:
             self.lazy.materialize()

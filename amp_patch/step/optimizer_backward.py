@@ -176,7 +176,7 @@ class OptimizerBackward:
         if self.masters is not None:
             self.masters.own_gradients.keeps_sums = False
             if is_scaled:
-                self.reached.begin(self.pairs(), scale)
+                self.reached.begin(pairs if is_alone else self.pairs(), scale)
         if self.skip.is_possible and self._are_dropped():
             self.skip.forget_cleared()  # what overflowed
 

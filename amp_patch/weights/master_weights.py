@@ -343,7 +343,10 @@ class MasterWeights:
             # Of a master that was not stepped the half weight stays as it is, bit for bit. A graph
             # may have saved it for a backward that is still to come.
             left_out = self._left_out(versions)
-            with keeping_versions(left_out) if left_out else contextlib.nullcontext():
+            if left_out:
+                with keeping_versions(left_out):
+                    self._write_halves()
+            else:
                 self._write_halves()
         self._comparison.note_equal()
         self._versions.equal[:] = versions

@@ -37,37 +37,43 @@ def as_plain_tensors(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     At each call torch looks for it at tensors of a class of their own, as masters are: that takes
     the host longer than the call. A user's class that has one is asked, as always.
     """
-    classes: set[Any] = set(map(type, tensors)) - {Tensor}
+    return _switched_off() if _are_torchs(set(map(type, tensors))) else nullcontext()
+
+
+def _are_torchs(classes: set[type[Tensor]]) -> bool:
+    """Return whether none of these has a ``__torch_function__`` of its own."""
     for own in classes:
-        if own.__torch_function__ is not _NO_FUNCTION:
-            return nullcontext()
-    return _switched_off()
+        if own is not Tensor and own.__torch_function__ is not _NO_FUNCTION:
+            return False
+    return True
 
 
 class Tensors(list[Tensor]):
-    """What `listed` returns; unlike a plain list it can be referenced weakly."""
+    """What `listed` returns; unlike a plain list it can be referenced weakly.
+
+    Attributes:
+        singles: the rows of those that have no more than one number; None where one is of a class
+            of the user's, which may compare tensors in its own way.
+    """
+
+    singles: Sequence[int] | None = None
 
 
 class PlainTensors(Tensors):
     """Tensors of torch's own classes, which need no `as_plain_tensors`.
 
     To ask ten of them for something takes the host a fourth less time without that block.
-
-    Attributes:
-        singles: the rows of those that have no more than one number.
     """
-
-    singles: Sequence[int] = ()
 
 
 def listed(tensors: Iterable[Tensor]) -> Tensors:
     """Return a new list of tensors, which knows whether all of them are of torch's own classes."""
     own = list(tensors)
-    if not _PLAIN.issuperset(map(type, own)):
-        return Tensors(own)
-    plain = PlainTensors(own)
-    plain.singles = [row for row, one in enumerate(own) if one.numel() <= 1]
-    return plain
+    kinds = set(map(type, own))
+    found = PlainTensors(own) if _PLAIN.issuperset(kinds) else Tensors(own)
+    if _are_torchs(kinds):
+        found.singles = [row for row, one in enumerate(own) if one.numel() <= 1]
+    return found
 
 
 def are_still(known: list[Tensor], tensors: Any) -> bool:
@@ -81,8 +87,8 @@ def are_still(known: list[Tensor], tensors: Any) -> bool:
         known: what `listed` returned.
         tensors: any list.
     """
-    if isinstance(known, PlainTensors) and isinstance(tensors, list):
-        singles = known.singles
+    singles = known.singles if isinstance(known, Tensors) else None
+    if singles is not None and isinstance(tensors, list):
         try:
             if known != tensors:
                 return False
