@@ -97,7 +97,7 @@ def install(patches: Patches) -> None:
 
 def install_for_half(patches: Patches) -> None:
     """Do the same, and let other layers take float32, too, where weights are stored in half."""
-    functions = (F.linear, F.layer_norm, F.group_norm)
+    functions = (F.linear, F.group_norm)
     _OF_ONE_DTYPE.clear()
     _OF_ONE_DTYPE.update({one: own for one in functions if (own := stood_for(one)) is not None})
     install(patches)

@@ -15,6 +15,7 @@ from casting_support import losses_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from amp_patch import amp as core
@@ -335,3 +336,40 @@ def test_a_model_that_makes_positions_and_a_mask_trains_as_in_float32(
     assert exact[-1] < exact[0]
     options = {"backend": backend, "fullgraph": True, "opt_level": level, "loss_scale": 64.0}
     assert losses_of(model, loss_of, amp, **options) == pytest.approx(exact, rel=0.02)
+
+
+#: Layer norms that torch computes on a CPU with much in half: of many rows, and of equal numbers
+#: with an epsilon as BERT's.
+LOSING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "many rows": lambda x, w, b: F.layer_norm(x, (8,), w, b),
+    "many rows, by name": lambda x, w, b: F.layer_norm(x, (8,), weight=w, bias=b),
+    "equal numbers": lambda x, w, b: F.layer_norm(x[:2] * 0, (8,), w, b, 1e-12),
+    "equal numbers, no weight": lambda x, w, b: F.layer_norm(x[:2] * 0, (8,), eps=1e-12),
+    "a layer of many rows": lambda x, w, b: functional_call(
+        nn.LayerNorm(8), {"weight": w, "bias": b}, (x,)
+    ),
+}
+
+
+@pytest.mark.parametrize("level", HALF)
+@pytest.mark.parametrize("name", LOSING)
+def test_a_layer_norm_has_the_gradients_of_float64_on_a_cpu(
+    amp: ModuleType, level: str, name: str
+) -> None:
+    model, half = prepare(amp, level), HALF[level]
+    torch.manual_seed(0)
+    x = (torch.randn(8192, 8) + 0.5).to(half)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype, copy=True), torch.ones(8, dtype=dtype), torch.zeros(8, dtype=dtype)]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        result = LOSING[name](*leaves)
+        assert result.dtype is dtype
+        result.backward(torch.full_like(result, 2**-10))
+        return [torch.zeros(8) if leaf.grad is None else leaf.grad.double() for leaf in leaves]
+
+    found = in_model(model, lambda: run(half))
+    exact = run(torch.float64)
+    for ours, want in zip(found, exact, strict=True):
+        atol = 2e-2 * float(want.abs().max().clamp(min=1e-3))
+        torch.testing.assert_close(ours.double(), want.double(), rtol=2e-2, atol=atol)
