@@ -84,6 +84,7 @@ class Cause:
         also: the paths of further modules that must be in fp32 together with the module.
         by_rule: whether a rule of the operator's function mends it as well as the module.
         around: the path of the module around it that must be in fp32 in its place, "" for none.
+        stays: whether what the module returns must stay in fp32.
     """
 
     where: Where
@@ -115,6 +116,7 @@ class Cause:
     also: tuple[str, ...] = ()
     by_rule: bool = False
     around: str = ""
+    stays: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -283,6 +285,8 @@ def _in_float32(cause: Cause) -> str:
     if module and cause.level not in ("O0", "O1", "O4"):
         its = "their results" if cause.also else "its result"
         after = f" Hand {its} on in the dtype of the input (`.to(x.dtype)`)."
+        if cause.stays:
+            after = " Leave its result in float32: half precision cannot hold it."
     return f"{_capital(_region(module, cause.also))}{rule}.{after}"
 
 
@@ -365,7 +369,10 @@ def _of_what_is_seen(cause: Cause, in_float: str) -> str:
             f"{look}or at what the model returns: the loss is computed in float32, of numbers that "
             "were rounded to half. Train at O0 to see whether it is finite there."
         )
-    return f"{look}precision has no part in it, for it is computed in float32."
+    return (
+        f"{look}precision has no part in it, for it is computed in float32, unless the script "
+        "casts what it makes without gradients (targets, rewards, weights) to half."
+    )
 
 
 def _of_exponential(function: str) -> str:

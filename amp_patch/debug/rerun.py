@@ -17,6 +17,7 @@ from amp_patch.casting import regions
 from amp_patch.casting.argument_casts import tensors_in, to_float
 from amp_patch.casting.mode import Saved, casts_are_on, mode
 from amp_patch.session import session
+from amp_patch.weights import module_rules
 from amp_patch.weights.half_model import cast_floats
 
 from .places import Place, Places, function_of, names_of
@@ -33,6 +34,7 @@ class Rerun:
         call: of a model that still lives.
         in_float: modules that compute in fp32 this time.
         function: one that computes in fp32 this time, as by a rule of the user's; "" for none.
+        stays: whether what those modules return stays in fp32, as by a rule for them.
 
     Attributes:
         watched: what it showed.
@@ -42,12 +44,19 @@ class Rerun:
         outputs: the tensors that the forward returned.
     """
 
-    def __init__(self, call: Call, in_float: Sequence[nn.Module] = (), function: str = "") -> None:
+    def __init__(
+        self,
+        call: Call,
+        in_float: Sequence[nn.Module] = (),
+        function: str = "",
+        stays: bool = False,
+    ) -> None:
         model = call.model()
         assert model is not None
         self.model = model
         self.watched = Watched()
         self._call, self._in_float, self._function = call, in_float, function
+        self._stays = stays
         self._places = Places(names_of(model))
         self._watch = Watch(self._places, self.watched, model)
         self.reached: list[Origin] = []
@@ -100,8 +109,10 @@ class Rerun:
     @contextlib.contextmanager
     def _looked_at(self) -> Iterator[None]:
         """Follow what runs inside, with what is to compute in fp32 this time."""
-        in_float = _computing_in_float(self._in_float, self._dtype_after())
-        with in_float, self._places.followed(), _Ruled(self._function), self._watch:
+        after = self._dtype_after()
+        in_float = _computing_in_float(self._in_float, None if self._stays else after)
+        taken = _taken_in(self.model, self._in_float, after if self._stays else None)
+        with in_float, taken, self._places.followed(), _Ruled(self._function), self._watch:
             yield
 
     def _first(self, tensors: Sequence[Tensor]) -> Origin | None:
@@ -206,6 +217,31 @@ def _computing_in_float(modules: Sequence[nn.Module], after: torch.dtype | None)
             module.register_forward_hook(leave, prepend=True, always_call=True),
         )
     ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _taken_in(
+    model: nn.Module, in_float: Sequence[nn.Module], stored: torch.dtype | None
+) -> Iterator[None]:
+    """Let layers with weights in half cast what modules in fp32 return, as beside a rule.
+
+    Args:
+        model: that runs.
+        in_float: its modules that compute in fp32.
+        stored: the dtype of its weights; None casts nothing.
+    """
+    handles = []
+    if stored is not None:
+        enter = module_rules.TakesDtype(stored).enter
+        handles = [
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            for module in module_rules.takers(model, in_float, stored)
+        ]
     try:
         yield
     finally:

@@ -37,12 +37,14 @@ class _Mended(NamedTuple):
         also: paths in the called model, of the modules that must be in fp32 beside the origin's.
         by_rule: whether a rule of the operator's function does, too.
         around: the path of the module around the origin's that must be in its place; "" for none.
+        stays: whether what the module returns must stay in fp32, as by a rule for it.
     """
 
     by: Mend | None
     also: tuple[str, ...] = ()
     by_rule: bool = False
     around: str = ""
+    stays: bool = False
 
 
 class Search:
@@ -261,6 +263,7 @@ def _in_model(
         also=tuple(joined(called, module) for module in mended.also),
         by_rule=mended.by_rule,
         around=joined(called, mended.around) if mended.around else "",
+        stays=mended.stays,
         result=origin.result,
         operands=origin.operands,
         inputs=origin.inputs,
@@ -311,10 +314,18 @@ def _mend(call: Call, origin: Origin, grads: Mapping[int, Tensor] | None) -> _Me
     while around := around.rpartition(".")[0]:  # what is too large may be handed on inside of it
         if _left(call, [model.get_submodule(around)], grads) is None:
             return _Mended("module", around=around)
+    return _mend_by_more(call, origin.place.module, grads)
+
+
+def _mend_by_more(call: Call, module: str, grads: Mapping[int, Tensor] | None) -> _Mended:
+    """Return what makes the call finite where no module does that hands on half."""
+    model = call.model()
+    assert model is not None
+    # The last module of a model, or one that casts by itself, need not hand on half.
+    if _left(call, [model.get_submodule(module)], grads, stays=True) is None:
+        return _Mended("module", stays=True)
     left = _left(call, [model], grads)
-    if left is None:
-        return _Mended("model")
-    return _Mended(_not_by_float32(left))
+    return _Mended("model" if left is None else _not_by_float32(left))
 
 
 def _not_by_float32(left: Origin) -> Mend:
@@ -343,9 +354,10 @@ def _left(
     in_float: Sequence[nn.Module],
     grads: Mapping[int, Tensor] | None,
     function: str = "",
+    stays: bool = False,
 ) -> Origin | None:
     """Return what is still not finite where these modules, or a function, compute in fp32."""
-    one = Rerun(call, in_float, function)
+    one = Rerun(call, in_float, function, stays)
     left = one.forward()
     return one.backward(grads) if left is None and grads is not None else left
 

@@ -289,7 +289,7 @@ def _together(cause: Cause, before: Cause) -> Cause:
 
 def _to_do(cause: Cause) -> tuple[Any, ...]:
     """Return how much is to be done against a cause, to be compared."""
-    around = bool(cause.around), -len(cause.around)  # the wider, the more
+    around = cause.stays, bool(cause.around), -len(cause.around)  # the wider, the more
     return _MENDS.index(cause.mended_by), around, not cause.by_rule, -(cause.fits or 0.0)
 
 

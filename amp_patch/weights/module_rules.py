@@ -103,9 +103,13 @@ def attach(model: nn.Module, precisions: Mapping[str, str], stored: torch.dtype 
         region.attach(module)
     if stored is None or not ruled:
         return
-    for module in model.modules():
-        if module not in ruled and _has_weights_in(module, stored):
-            TakesDtype(stored).attach(module)
+    for module in takers(model, ruled, stored):
+        TakesDtype(stored).attach(module)
+
+
+def takers(model: nn.Module, ruled: Collection[nn.Module], stored: torch.dtype) -> list[nn.Module]:
+    """Return the modules that have to cast what those with a rule hand on."""
+    return [one for one in model.modules() if one not in ruled and _has_weights_in(one, stored)]
 
 
 def in_float(model: nn.Module, precisions: Mapping[str, str]) -> set[nn.Module]:

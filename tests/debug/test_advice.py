@@ -155,6 +155,50 @@ def test_what_a_module_hands_on_is_advised_to_stay_in_the_module_around_it(amp) 
     assert not amp.step_was_skipped(optimizer)
 
 
+class Sizes(nn.Module):
+    """Returns what float16 cannot hold, as a detector's sizes of boxes are."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = torch.exp(self.layer(x).clamp(-1.0, 1.0) + 13.0)
+        return sizes.float() if self.casts else sizes
+
+
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_a_model_returns_is_advised_to_stay_in_float32(amp, casts: bool, depth: int) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        last = nn.Sequential(nn.Tanh(), Sizes(casts)) if depth else Sizes(casts)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), last)
+
+    def loss(outputs: Tensor) -> Tensor:
+        return outputs.log().mean()
+
+    traced, optimizer = prepared(amp, model(), "O2")
+    train(amp, traced, optimizer, loss)
+    cause = the_cause(amp)
+    name = "1.1" if depth else "1"
+    assert (cause.module, cause.rule) == (name, {name: "float"})
+    assert "Leave its result in float32" in cause.advice()
+    mended, optimizer = prepared(amp, model(), "O2", rules={"modules": cause.rule})
+    train(amp, mended, optimizer, loss)
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_targets_that_the_script_makes_in_half_are_named_as_what_may_be_to_blame(amp) -> None:
+    model, optimizer = prepared(amp, around(nn.Tanh()), "O2")
+    rewards = torch.full((4, 1), 30000.0).half().cumsum(0).float()
+    train(amp, model, optimizer, lambda outputs: square(outputs.float() - rewards))
+    cause = the_cause(amp)
+    assert cause.where == "loss"
+    assert "unless the script casts what it makes without gradients" in cause.advice()
+
+
 def test_what_two_steps_need_is_the_wider_module_around() -> None:
     inner = Cause("forward", 1.0, module="a.b.c", mended_by="module")
     around_it, wide = replace(inner, around="a.b"), replace(inner, around="a")
