@@ -192,6 +192,13 @@ def _mend_of_a_call(place: Place, error: BaseException) -> str:
     what, to = f"{kind.__name__}.{name}()", "it"
     if name == "forward":
         what, to = "This module", "the module"
+    if name == "__call__":  # as gpytorch's, which calls forward without torch's hooks
+        return (
+            f"{what} is not torch's, so what it is given and computes is not cast: call once "
+            f"amp.register_forward_method({kind.__name__}, 'forward'), which casts what forward "
+            f"is given; write x.to({place.level.half_dtype}) in {what}; or take opt_level 'O1', "
+            "where every module takes float32."
+        )
     register = ""  # else each layer of torch's of this class would cast, in any model
     if not is_left_alone(kind.__module__):
         register = f"once amp.register_forward_method({kind.__name__}, {name!r}), or "

@@ -576,6 +576,29 @@ def test_a_method_or_a_part_is_told_of_with_the_call_that_mends_it(
         session.methods._registered.clear()
 
 
+class OwnCall(Methods):
+    """Calls `forward` without torch's hooks, as a Gaussian process of gpytorch does."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_a_call_of_the_class_s_own_is_told_of_with_the_registration_that_mends_it(
+    amp: ModuleType, level: str
+) -> None:
+    model = amp.initialize(OwnCall(), opt_level=level, verbosity=0)
+    note = fail(lambda: model(X), ends_script=True)
+    assert "OwnCall.__call__() is not torch's" in note
+    assert "once amp.register_forward_method(OwnCall, 'forward')" in note
+    assert "call model(x)" not in note
+    core.register_forward_method(OwnCall, "forward")
+    try:
+        assert model(X).dtype is torch.float32
+    finally:
+        session.methods._registered.clear()
+
+
 class Trained(Methods):
     """Calls its own step through methods around it, as a LightningModule does."""
 
