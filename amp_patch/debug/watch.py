@@ -46,7 +46,7 @@ _FILLING = {
     "where",
 }
 #: Operators whose result nobody has written to yet: what memory held before.
-_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 #: Operators of which no operand is a mask: what is infinite there was not meant to be.
 _PRODUCTS = {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "convolution", "dot", "mm", "mv"}
 #: What scripts write where a mask is, as transformers do; -inf is another.
@@ -181,7 +181,7 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _name_of(func) in _UNWRITTEN:
+        if _name_of(func) in UNWRITTEN:
             return self._emptied(func(*args, **kwargs))
         inputs = [one for one in tree_leaves((args, kwargs)) if can_look(one)]
         unread = _unread(func, args)

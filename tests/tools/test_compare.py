@@ -9,6 +9,7 @@ import math
 import signal
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -329,6 +330,29 @@ def test_what_has_no_values_is_not_looked_at(amp) -> None:
         rnn(torch.randn(3, 1, 4))
     assert "sin" not in watch.table(False)["rnn"]
     assert "lstm" in watch.table(False)["rnn"]
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """Let torch fill with NaN what it would leave as the memory is."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_is_nan")
+def test_memory_that_nobody_has_written_to_is_no_mistake() -> None:
+    x = torch.ones(3)
+    with FunctionWatch(lambda: (0, "layer")) as watch:
+        for made in (
+            torch.empty(3),
+            torch.empty_like(x),
+            x.new_empty(3),
+            torch.empty_strided((3,), (1,)),
+        ):
+            assert made.isnan().all()
+        x.div(0.0)
+    assert watch.left_the_range(several=False) == [["layer", "div"]]
 
 
 def test_a_checkpoint_counts_nothing_that_the_watch_saves() -> None:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.casting.rules import OPERATORS
+from amp_patch.debug.watch import UNWRITTEN
 
 Place = tuple[int, str]
 
@@ -41,7 +42,8 @@ class FunctionWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         place = self._place()
         name = OPERATORS.get(func.__name__, func.__name__)
-        if place is not None and not name.startswith("_"):
+        # what memory held before is nobody's inf
+        if place is not None and not name.startswith("_") and name not in UNWRITTEN:
             self._note((place, name), _floats((args, kwargs)), _floats(result))
         return result
 
