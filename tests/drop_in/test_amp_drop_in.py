@@ -571,6 +571,25 @@ def test_a_direct_call_of_forward_casts_as_a_call_does(amp, level: str, call) ->
     assert model.forward(torch.ones(1, 2)).dtype is torch.float32
 
 
+class OwnCall(Doubling):
+    """Calls `forward` without torch's hooks, as a Gaussian process of gpytorch does."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x) + 1.0
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_call_of_the_class_s_own_casts_in_the_forward_that_it_calls(amp, level: str) -> None:
+    torch.manual_seed(0)
+    model = OwnCall()
+    x = torch.randn(3, 2)
+    expected = model(x).detach(), model.forward(x).detach()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    for found, one in zip((model(x), model.forward(x)), expected, strict=True):
+        torch.testing.assert_close(found, one, rtol=0.05, atol=0.05, check_dtype=False)
+    assert model.seen == [torch.float32] * 2 + [model.linear.weight.dtype] * 2
+
+
 def test_copies_pickles_and_replicas_run_their_own_weights(amp) -> None:
     model = Doubling()
     amp.initialize(model, opt_level="O3", verbosity=0)

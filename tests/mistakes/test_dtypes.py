@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -588,6 +588,9 @@ def test_a_call_of_the_class_s_own_is_told_of_with_the_registration_that_mends_i
     amp: ModuleType, level: str
 ) -> None:
     model = amp.initialize(OwnCall(), opt_level=level, verbosity=0)
+    if amp is not core:  # the drop-in casts in `forward`, which such a call calls
+        assert model(X).dtype is torch.float32
+        return
     note = fail(lambda: model(X), ends_script=True)
     assert "OwnCall.__call__() is not torch's" in note
     assert "once amp.register_forward_method(OwnCall, 'forward')" in note
@@ -822,8 +825,21 @@ def test_a_half_tensor_that_an_error_prints_is_no_complaint_about_dtypes(
     assert "amp_patch: " not in str(raised.value)
 
 
+class Choice(torch.distributions.Distribution):
+    """A distribution of a script's own, that takes probabilities as they are."""
+
+    arg_constraints: ClassVar = {"probs": torch.distributions.constraints.simplex}
+
+    def __init__(self, probs: Tensor, validate_args: bool) -> None:
+        self.probs = probs
+        super().__init__(probs.shape[:-1], validate_args=validate_args)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return self.probs.log().gather(-1, value[..., None])
+
+
 class Policy(nn.Module):
-    """A head whose probabilities go to torch.distributions.
+    """A head whose probabilities go to a distribution.
 
     It asks for their check, which torch.compile switches off in the whole process.
     """
@@ -834,14 +850,12 @@ class Policy(nn.Module):
 
     def forward(self, x: Tensor, kind: str) -> Tensor:
         scores = self.fc(x)
-        given = {
-            "half": {"probs": scores.softmax(-1)},
-            "float": {"probs": scores.float().softmax(-1)},
-            "logits": {"logits": scores},
-            "nan": {"probs": scores.softmax(-1) * torch.nan},
+        probs = {
+            "half": scores.softmax(-1),
+            "float": scores.float().softmax(-1),
+            "nan": scores.softmax(-1) * torch.nan,
         }[kind]
-        chosen = torch.distributions.Categorical(**given, validate_args=True)
-        return chosen.log_prob(chosen.sample())
+        return Choice(probs, validate_args=True).log_prob(probs.argmax(-1))
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -855,46 +869,38 @@ def test_the_note_on_half_probabilities_mends(amp: ModuleType, level: str) -> No
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert f"Probabilities of {DTYPES[level]} do not add up to 1 within 1e-6" in told
     assert "mask" not in told
-    assert all(model(inputs, kind).isfinite().all() for kind in ("logits", "float"))
+    assert model(inputs, "float").isfinite().all()
     with pytest.raises(ValueError, match=r"constraint Simplex") as raised:
         model(inputs, "nan")
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert "amp_patch: " not in told
 
 
-class Concrete(nn.Module):
-    """A head of which probabilities are drawn, or asked for their density."""
+class Asked(nn.Module):
+    """A head whose probabilities are asked for their density."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, kind: str, in_float: bool) -> Tensor:
+    def forward(self, x: Tensor, in_float: bool) -> Tensor:
         scores = self.fc(x).float() if in_float else self.fc(x)
-        if kind == "asked":
-            prior = torch.distributions.Dirichlet(torch.ones(4), validate_args=True)
-            return prior.log_prob(scores.softmax(-1))
-        chosen = torch.distributions.RelaxedOneHotCategorical(
-            torch.tensor(0.7), logits=scores, validate_args=True
-        )
-        return chosen.log_prob(chosen.rsample())
+        prior = torch.distributions.Dirichlet(torch.ones(4), validate_args=True)
+        return prior.log_prob(scores.softmax(-1))
 
 
 @pytest.mark.parametrize("level", HALF)
-@pytest.mark.parametrize(
-    ("kind", "words"), [("drawn", r"constraint Simplex"), ("asked", r"support \(Simplex")]
-)
-def test_the_note_on_drawn_half_probabilities_mends(
-    amp: ModuleType, level: str, kind: str, words: str
+def test_the_note_on_half_probabilities_whose_density_is_asked_for_mends(
+    amp: ModuleType, level: str
 ) -> None:
     torch.manual_seed(0)
-    model, inputs = Concrete(), torch.randn(8192, 4)
+    model, inputs = Asked(), torch.randn(8192, 4)
     amp.initialize(model, opt_level=level, verbosity=0)
-    with pytest.raises(ValueError, match=words) as raised:
-        model(inputs, kind, False)
+    with pytest.raises(ValueError, match=r"support \(Simplex") as raised:
+        model(inputs, False)
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
-    assert "or probs=softmax(x.float()); of those that are themselves drawn" in told
-    assert model(inputs, kind, True).isfinite().all()
+    assert "within 1e-6: give torch.distributions softmax(x.float())." in told
+    assert model(inputs, True).isfinite().all()
 
 
 @pytest.mark.parametrize("level", HALF)

@@ -79,7 +79,8 @@ def _casting(kind: type[nn.Module], own: Callable[..., Any] | None) -> Callable[
         elif torch.compiler.is_compiling():
             model = self
         else:
-            return self(*args, **kwargs)
+            # Not the class's own call, as gpytorch's, which may be what calls forward.
+            return nn.Module.__call__(self, *args, **kwargs)
         return own(*args, **kwargs) if own else kind.forward(model, *args, **kwargs)
 
     # Methods are pickled by the name of their function; a copy from a file has the class's own.
