@@ -32,12 +32,13 @@ from .shared_casts import is_recorded
 Function = Callable[..., Any]
 
 CASTS = ("half", "promote", "stored", "float", "result")
-#: How `rules.NO_HALF` runs where a model is stored in half: half arguments in float32, wherever.
-NO_HALF = "no_half"
+#: How functions of `rules` without a half kernel run where a model is stored in half: half
+#: arguments in float32, wherever; of some those on a CPU.
+WITHOUT_HALF = ("no_half", "float_on_cpu")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
-    *("frames", "rows", "sums", "told", "loss", "wide", "rounded", "lengths", "logits"),
-    *("uncast", *MEETINGS),
+    *("frames", "rows", "sums", "told", "loss", "widened", "wide", "rounded", "lengths"),
+    *("logits", "uncast", *MEETINGS),
 )
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
@@ -47,7 +48,7 @@ class Rule(NamedTuple):
     """How a function's floating arguments are cast, and where half ones are computed in float32.
 
     Attributes:
-        casts: one of `CASTS` or `OWN_CASTS`, or `NO_HALF`.
+        casts: one of `CASTS` or `OWN_CASTS`, or `WITHOUT_HALF`.
         in_float: one of `IN_FLOAT` or `OWN_IN_FLOAT`.
     """
 
@@ -59,6 +60,8 @@ def wrap(function: Function, rule: Rule) -> Function:
     """Return ``function`` with its floating arguments, also those in containers, cast by a rule."""
     if rule.casts in MEETINGS:
         return casting_where_they_meet(function, rule.casts)
+    if rule.casts == "widened":
+        return _widening(function)
     has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
     run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
     if rule.in_float == "hubs":
@@ -75,6 +78,17 @@ def wrap(function: Function, rule: Rule) -> Function:
     # TorchScript compiles the original: it cannot read a closure.
     wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
     wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
+    return wrapper
+
+
+def _widening(method: Function) -> Function:
+    """Return a method that takes half arguments in float32; torch.compile reads all of it."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _map_call(to_float, args, kwargs)
+        return method(self, *args, **kwargs)
+
     return wrapper
 
 
@@ -194,6 +208,16 @@ def _run_no_half(
 ) -> Any:
     """Call it with half arguments in float32, beside models as well: it would raise."""
     return _widened(function, args, kwargs)
+
+
+def _run_float_on_cpu(
+    rule: Rule, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call it so where they are on a CPU; in a model its results are cast to the model's dtype."""
+    if not any(tensor.is_cpu and tensor.dtype in HALVES for tensor in _floats_in(args, kwargs)):
+        return function(*args, **kwargs)
+    found, dtype = _widened(function, args, kwargs), mode.stored
+    return found if dtype is None or mode.region is not None else _cast(found, dtype)
 
 
 def _run_rounded(
@@ -352,7 +376,8 @@ _RUN = {
     "told": _run_told,
     "loss": _run_loss,
     "wide": _run_wide,
-    NO_HALF: _run_no_half,
+    "no_half": _run_no_half,
+    "float_on_cpu": _run_float_on_cpu,
     "rounded": _run_rounded,
     "lengths": _run_lengths,
     "logits": _run_logits,

@@ -22,14 +22,17 @@ from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_impor
 from . import layer_forwards, library_rules, targets, written_values
 from .held_functions import HeldFunctions
 from .installation import calling, replace_by
-from .library_casts import NO_HALF, Rule, wrap
+from .library_casts import WITHOUT_HALF, Rule, wrap
 from .meeting_dtypes import MEETINGS
 
 Pairs = dict[int, tuple[Any, Any]]
 
 #: Which do nothing before a model is stored in half, so that torch's functions and all methods wait
 #: for one; "logits" has its like among O1's casts.
-_FOR_HALF = ("stored", "frames", "wide", "rounded", "lengths", "logits", NO_HALF, *MEETINGS)
+_FOR_HALF = (
+    *("stored", "frames", "wide", "rounded", "lengths", "logits"),
+    *(*WITHOUT_HALF, *MEETINGS),
+)
 
 
 class LibraryFunctions:
@@ -50,7 +53,7 @@ class LibraryFunctions:
         }
         for module, found in targets.no_half_targets().items():
             rows = self._rules.setdefault(module, {})
-            rows.update({name: Rule(NO_HALF) for name in found - rows.keys()})
+            rows.update({name: Rule(found[name]) for name in found.keys() - rows.keys()})
         self._patches, self._patches_for_half = Patches(), Patches()
         self._of_torch: Pairs = {}
         self._held = HeldFunctions()

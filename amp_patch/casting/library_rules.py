@@ -25,6 +25,7 @@ stands for that method of every class that the module, or one inside of it, defi
   dtype that they would have had.
 - "loss": to float32 at every level but O0, with all that is computed inside, and not cast back. For
   methods of models, which scripts call beside the model's call, and what calls a model for them.
+- "widened": half ones to float32 at every level, beside models as well.
 - "wide": in such a model half ones to float32, and the results stay in it.
 - "rounded": as "wide", and the results are cast to the model's dtype. For what calls no layer: it
   needs no region, in which each call of torch goes through Python.
@@ -59,6 +60,7 @@ REASONS = {
     "log": "a logarithm of probabilities plus 1e-15, which half precision rounds to 0 and 1",
     "loss": "half precision is too coarse for a loss, and its weights or targets may be float32",
     "layer": "features of edges that are no input of the model meet the layer's half weights",
+    "drawn": "what is drawn rounds to 0 or 1, where log_prob is infinite; some have no CPU kernel",
     "float32 state": "it writes what it computes to float32 tensors of its own, by index",
     "matrix": "a matrix product, for which the CPU has no half kernel",
     "not finite": "torch's kernel for it makes inf and NaN of half numbers",
@@ -257,7 +259,6 @@ RULES = {
         "grid_sample": ("joined", "never", "one dtype"),
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
-        "avg_pool3d": ("stored", "cpu", "CPU kernel"),  # also of nn.LocalResponseNorm
         "cosine_similarity": ("rounded", "always", "tiny"),
         "cosine_embedding_loss": ("rounded", "always", "tiny"),
         "pairwise_distance": ("lengths", "always", "curved"),
@@ -287,6 +288,9 @@ RULES = {
         # of F.interpolate(antialias=True)
         "_upsample_bicubic2d_aa": ("stored", "cpu", "CPU kernel"),
         "_upsample_bilinear2d_aa": ("stored", "cpu", "CPU kernel"),
+    },
+    "torch.distributions": {
+        "*.__init__": ("widened", "always", "drawn"),
     },
     "torch.nn.utils.parametrizations": {
         "_SpectralNorm.forward": ("uncast", "never", "power"),

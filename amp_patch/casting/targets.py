@@ -138,18 +138,19 @@ def rule_targets() -> Mapping[str, str]:
     return types.MappingProxyType(found)
 
 
-def no_half_targets() -> dict[str, set[str]]:
-    """Return where the running torch has functions without a half kernel: names by module.
+def no_half_targets() -> dict[str, dict[str, str]]:
+    """Return where the running torch has functions without a half kernel: rules by module and name.
 
-    Those of a class come with its name: ``Tensor.inverse``.
+    The rules are 'no_half' and 'float_on_cpu'. Names of a class come with its name:
+    ``Tensor.inverse``.
     """
-    found: dict[str, set[str]] = {}
+    found: dict[str, dict[str, str]] = {}
     for path, rule in rule_targets().items():
-        if rule == "no_half":
+        if rule in ("no_half", "float_on_cpu"):
             place, _, name = path.rpartition(".")
             if place == "torch.Tensor":
                 place, name = "torch", f"Tensor.{name}"
-            found.setdefault(place, set()).add(name)
+            found.setdefault(place, {})[name] = rule
     return found
 
 

@@ -67,8 +67,7 @@ def _mend_of_half(message: str, place: Place) -> str | None:
     if PROBABILITIES.search(message):
         return (
             f"Probabilities of {dtype} do not add up to 1 within 1e-6: give torch.distributions "
-            "logits=x in the place of probs=softmax(x), or probs=softmax(x.float()); of those that "
-            "are themselves drawn, as in a RelaxedOneHotCategorical, logits=x.float()."
+            "softmax(x.float())."
         )
     if NO_KERNEL.search(message):
         return (

@@ -759,10 +759,11 @@ def test_what_a_parametrization_stores_is_computed_in_float32_where_functions_ca
     [
         lambda x: F.avg_pool3d(x, 2),
         nn.LocalResponseNorm(3),
+        lambda x: F.rrelu(x, lower=0.2, upper=0.2, training=True),
         lambda x: F.interpolate(x[0], size=(3, 3), mode="bicubic", antialias=True),
         lambda x: F.interpolate(x[0], size=(3, 3), mode="bilinear", antialias=True),
     ],
-    ids=["avg_pool3d", "local_response_norm", "bicubic", "bilinear"],
+    ids=["avg_pool3d", "local_response_norm", "rrelu", "bicubic", "bilinear"],
 )
 def test_what_has_no_half_kernel_on_the_cpu_alone_is_computed_in_float32_there(
     amp: ModuleType, level: str, function: Callable[[Tensor], Tensor]
