@@ -49,7 +49,7 @@ def add_rows(rows: Tensor, index: Tensor, dim: int, size: int | None, is_mean: b
     dim %= rows.dim()
     counts = _counts(index, size, _along(dim, rows)) if is_mean else None
     if rows.numel() < 2 * _least(rows):  # a gradient in float32 is as small, and torch's own nodes
-        return _sums(rows, index, counts, dim, size)  # take the host half as long as ours
+        return sums_at(rows, index, counts, dim, size)  # take the host half as long as ours
     found: Tensor = _Sums.apply(rows, index, counts, dim, size)
     return found
 
@@ -77,7 +77,7 @@ class _Sums(Function):
     ) -> Tensor:
         ctx.save_for_backward(index, counts)  # type: ignore[arg-type]  # None it takes, too
         ctx.dim = dim
-        return _sums(rows, index, counts, dim, size)
+        return sums_at(rows, index, counts, dim, size)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> Any:
@@ -92,7 +92,14 @@ class _Sums(Function):
         return grad, None, None, None, None
 
 
-def _sums(rows: Tensor, index: Tensor, counts: Tensor | None, dim: int, size: int) -> Tensor:
+def sums_at(rows: Tensor, index: Tensor, counts: Tensor | None, dim: int, size: int) -> Tensor:
+    """Return what `add_rows` does, by torch's own nodes.
+
+    Args:
+        rows, index, dim: see `add_rows`.
+        counts: what the sums are divided by; None: by nothing.
+        size: how many sums there are.
+    """
     shape = [*rows.shape]
     shape[dim] = size
     sums = torch.zeros(shape, device=rows.device)

@@ -23,6 +23,7 @@ from .cached_casts import is_large
 from .foreign_objects import cast_frame, has_more_neighbours, promote_column
 from .half_saving import HalfSaving
 from .half_sums import add_rows, can_add
+from .lookups import looking_up
 from .meeting_dtypes import MEETINGS, casting_where_they_meet
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .nested import map_tensors
@@ -38,7 +39,7 @@ WITHOUT_HALF = ("no_half", "float_on_cpu")
 #: Of which only `library_rules` knows: the first two for methods of DGL's objects.
 OWN_CASTS = (
     *("frames", "rows", "sums", "told", "loss", "widened", "wide", "rounded", "lengths"),
-    *("logits", "uncast", *MEETINGS),
+    *("logits", "uncast", "lookup", *MEETINGS),
 )
 IN_FLOAT = ("never", "cpu", "mixed", "always")
 OWN_IN_FLOAT = ("hubs",)
@@ -62,6 +63,8 @@ def wrap(function: Function, rule: Rule) -> Function:
         return casting_where_they_meet(function, rule.casts)
     if rule.casts == "widened":
         return _widening(function)
+    if rule.casts == "lookup":
+        return looking_up(function)
     has_kernel = rule.casts != "logits" or fused_loss.has_kernel(function)
     run = functools.partial(_RUN.get(rule.casts if has_kernel else "wide", _run), rule)
     if rule.in_float == "hubs":

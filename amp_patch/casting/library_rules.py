@@ -31,12 +31,14 @@ stands for that method of every class that the module, or one inside of it, defi
   needs no region, in which each call of torch goes through Python.
 - "lengths": as "rounded", where the first argument is half and no dtype is told.
 - "uncast": not at all, nor is what it calls, as if no level cast; left alone in such a model.
+- "lookup": as it is, but the gradient of a half table is added up in float32 on a CPU.
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 - "product", "products": in such a model float32 ones that meet half ones to its dtype, as its
   layers cast them; not where a float32 parameter is among them, which came to the model later. Of
   a "product" the first two tell.
 - "attention": as "products", but for the mask, which torch takes in float32 beside half ones.
 - "joined", "norm": where they meet so, to float32, and the results are cast to the model's dtype.
+  So are half ones of which torch's kernel would lose too much: see `meeting_dtypes`.
 
 The second word: "never", "cpu" (tensors on the CPU), "mixed" (there, and everywhere where half ones
 come with float32 ones), "always", or "hubs" (in float16, with all that is computed inside, on a
@@ -53,6 +55,7 @@ REASONS = {
     "choices": "differences of large products say which points are near, and half rounds these",
     "CPU kernel": "torch has no half kernel for it on the CPU",
     "columns": "DGL refuses to write rows of one dtype to a column of another",
+    "coordinates": "torch's backward finds pixels anew, in half: of 64 a quarter of one is lost",
     "counts": "more neighbours than 65504 are infinitely many in float16, and divide to zero",
     "hubs": "a sum of half numbers stops growing at 2048 in float16, at 256 in bfloat16",
     "kept": "it computes what is kept as a float32 weight, which half precision would round",
@@ -192,7 +195,7 @@ RULES = {
         "bilinear": ("joined", "never", "one dtype"),
         "cross": ("joined", "never", "one dtype"),
         "dot": ("joined", "never", "one dtype"),
-        "grid_sampler": ("joined", "never", "one dtype"),
+        "grid_sampler": ("joined", "never", "coordinates"),
         "inner": ("joined", "never", "one dtype"),
         "tensordot": ("joined", "never", "one dtype"),
         "vdot": ("joined", "never", "one dtype"),
@@ -206,6 +209,8 @@ RULES = {
         "cdist": ("wide", "always", "no kernel anywhere"),
         "istft": ("rounded", "always", "spectra"),
         "pdist": ("wide", "always", "no kernel anywhere"),
+        "embedding": ("lookup", "cpu", "hubs"),
+        "embedding_bag": ("lookup", "cpu", "hubs"),
         "segment_reduce": ("promote", "always", "hubs"),
         "spmm": ("stored", "cpu", "sparse"),
         "stft": ("rounded", "always", "spectra"),
@@ -256,7 +261,8 @@ RULES = {
         "layer_norm": ("norm", "never", "one dtype"),
         "scaled_dot_product_attention": ("attention", "never", "one dtype"),
         "bilinear": ("joined", "never", "one dtype"),
-        "grid_sample": ("joined", "never", "one dtype"),
+        "affine_grid": ("wide", "always", "coordinates"),
+        "grid_sample": ("joined", "never", "coordinates"),
         # rows of zeros are ordinary in graphs, and layers of both libraries normalize rows
         "normalize": ("rounded", "always", "tiny"),
         "cosine_similarity": ("rounded", "always", "tiny"),
