@@ -79,8 +79,12 @@ def _run(
     count = _MASK_AT if word == "attention" else len(args)
     given = {name: value for name, value in kwargs.items() if name != _MASK}
     taken = [*args[:count], *given.values()]
-    if "out" in kwargs or not ((loses and loses(*args, **kwargs)) or _meet(taken)):
+    is_lost = loses is not None and loses(*args, **kwargs)
+    if "out" in kwargs or not (is_lost or _meet(taken)):
         return function(*args, **kwargs)
+    if is_lost and word == "norm" and _has_few_rows(*args):
+        # Beside float32 weights torch keeps 1 over the deviation in float32: half of the casts.
+        return function(*args[:2], *map(to_float, args[2:4]), *args[4:], **kwargs)
     if word in ("joined", "norm") or any(map(is_sparse_on_cpu, taken)):
         given = {name: to_float(value) for name, value in given.items()}
         return _to_stored(function(*map(to_float, args), **{**kwargs, **given}))
@@ -98,9 +102,15 @@ def _layer_norm_loses(
         return False
     if eps < _LEAST_EPS and input.dtype is torch.float16:
         return True
-    if not isinstance(weight, Tensor) or torch._C._is_tracing():  # a trace would note the numbers
+    return isinstance(weight, Tensor) and not _has_few_rows(input, normalized_shape, weight)
+
+
+def _has_few_rows(input: Tensor, normalized_shape: Any, weight: Any = None, *others: Any) -> bool:
+    """Tell whether a layer norm has weights, whose gradients a CPU may add up in half."""
+    if not isinstance(weight, Tensor):
         return False
-    return input.numel() > _ROWS * weight.numel()
+    # A trace would warn of the numbers.
+    return torch._C._is_tracing() or input.numel() <= _ROWS * weight.numel()
 
 
 def _sampling_loses(input: Any, grid: Any, *args: Any, **kwargs: Any) -> bool:

@@ -378,9 +378,10 @@ def test_a_layer_norm_has_the_gradients_of_float64_on_a_cpu(
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-def test_a_trace_of_a_layer_norm_warns_of_nothing(amp: ModuleType) -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(100, 4)
-    amp.initialize(model, opt_level="O5", verbosity=0)
+@pytest.mark.parametrize(("level", "eps"), [("O5", 1e-5), ("O2", 1e-12)])
+def test_a_trace_of_a_layer_norm_warns_of_nothing(amp: ModuleType, level: str, eps: float) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps)), torch.randn(100, 4)
+    amp.initialize(model, opt_level=level, verbosity=0)
     traced = torch.jit.trace(model, (x,), check_trace=False)
     torch.testing.assert_close(traced(x), model(x), rtol=0.05, atol=0.05)
 
