@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
 
@@ -47,7 +47,7 @@ def _loses_in_half(weight: Any, ids: Any) -> bool:
         return False
     if not (weight.dtype in HALVES and weight.is_cpu and weight.requires_grad):
         return False
-    if not torch.is_grad_enabled() or is_recorded():
+    if not torch.is_grad_enabled() or is_recorded() or forward_ad._current_level >= 0:
         return False
     return ids.numel() > min(_FEW, _FEW_OF_A_ROW * len(weight))
 
@@ -87,6 +87,10 @@ class _Lookup(Function):
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
+        if is_recorded() or torch._C._functorch.is_legacy_batchedtensor(grad):
+            # `is_grads_batched` hands on many at once, which nothing here could write to.
+            of_torch = torch.ops.aten.embedding_dense_backward
+            return None, of_torch(grad, ids, ctx.shape[0], ctx.padding, False), None, None
         # Of each row that was looked up alone: of all rows the sums would take 4 bytes a number.
         rows, places = torch.unique(ids.reshape(-1), return_inverse=True)
         sums = sums_at(grad.reshape(len(places), -1), places, None, 0, len(rows))

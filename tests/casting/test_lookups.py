@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from amp_patch.casting.lookups import looking_up
@@ -119,6 +120,21 @@ def test_a_second_derivative_adds_up_in_float32_as_well() -> None:
     expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     expected[0] = 2 * 4096
     is_near(second, expected)
+
+
+def test_batches_of_gradients_and_forward_derivatives_are_torch_s() -> None:
+    weight, ids = table(torch.bfloat16), torch.randint(0, ROWS, (300,))
+    found, expected = embedding(weight, ids, -1), torch.embedding(weight, ids, -1)
+    grads = torch.randn(2, *found.shape).to(torch.bfloat16)
+    ours, theirs = (
+        torch.autograd.grad(one, weight, grads, is_grads_batched=True)[0]
+        for one in (found, expected)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with forward_ad.dual_level():
+        tangent = torch.randn_like(weight)
+        dual = embedding(forward_ad.make_dual(weight, tangent), ids, -1)
+        assert torch.equal(forward_ad.unpack_dual(dual).tangent, tangent[ids])
 
 
 class Words(nn.Module):
