@@ -122,6 +122,7 @@ def test_a_second_derivative_adds_up_in_float32_as_well() -> None:
     is_near(second, expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # which torch calls for these
 def test_batches_of_gradients_and_forward_derivatives_are_torch_s() -> None:
     weight, ids = table(torch.bfloat16), torch.randint(0, ROWS, (300,))
     found, expected = embedding(weight, ids, -1), torch.embedding(weight, ids, -1)
