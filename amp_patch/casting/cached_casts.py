@@ -18,6 +18,8 @@ from amp_patch import kernels
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.reusable import Reusable, is_held
 
+from .shared_casts import USES
+
 #: Elements from which on a cast gives its memory back in the backward. To give it back and to get
 #: it again takes the host about 4 us, as long as casting that many elements takes one core. Beside
 #: a GPU, which casts them in no time, the host is what takes long, and half a megabyte is little.
@@ -84,6 +86,7 @@ class Entry:
         arrivals: how many gradients of a large one have arrived since the last refresh.
         has_memory: False from the arrival of the gradient until the cast is made again.
         is_large: True where it gives its memory back.
+        uses_left: how often the cast may be used before the next refresh, see `shared_casts.USES`.
         batch: of a large one, with which it does.
     """
 
@@ -102,6 +105,7 @@ class Entry:
         "pointer",
         "requires_grad",
         "strides",
+        "uses_left",
         "version",
     )
 
@@ -116,6 +120,7 @@ class Entry:
         self.layout = (param.shape, param.stride())
         self.arrivals = 0
         self.has_memory = True
+        self.uses_left = USES[cast.dtype]
         self.is_large = is_large(param)
         self.batch: Batch | None = None
         if self.is_large:
@@ -298,6 +303,8 @@ class Bulk:
         self._cast.run()
         for entry in self._large:
             entry.version, entry.arrivals = entry.param._version, 0
+        for entry in self.entries:
+            entry.uses_left = USES[entry.dtype]
         versions = list(map(_VERSION, self.params))
         if versions != self._versions:  # fused optimizers do not move them
             self._versions = versions

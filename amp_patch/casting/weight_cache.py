@@ -139,7 +139,9 @@ class WeightCache:
                 and entry.dtype is dtype
                 and entry.pointer == param.data_ptr()
                 and entry.requires_grad == param.requires_grad
+                and (uses_left := entry.uses_left)
             ):
+                entry.uses_left = uses_left - 1
                 return cast
             # What an outdated cast holds must go before the next is made (see _drop).
             del cast, entry
@@ -177,7 +179,8 @@ class WeightCache:
                 if not entry.has_memory:
                     entry.revive()
                 cast = entry.cast
-                if entry.version == param._version:
+                if entry.version == param._version and entry.uses_left:
+                    entry.uses_left -= 1
                     return cast
                 del cast
             del entry
