@@ -96,7 +96,7 @@ class _Lookup(Function):
         sums = sums_at(grad.reshape(len(places), -1), places, None, 0, len(rows))
         if ctx.padding >= 0:
             sums = sums.masked_fill((rows == ctx.padding)[:, None], 0.0)
-        return None, grad.new_zeros(ctx.shape).index_copy(0, rows, sums), None, None
+        return None, grad.new_zeros(ctx.shape).index_copy(0, rows.long(), sums), None, None
 
 
 def _embedding_bag(

@@ -37,13 +37,20 @@ def is_near(found: Tensor, expected: Tensor) -> None:
     kinds=st.integers(1, ROWS),
     padding=st.integers(-1, ROWS - 1),
     by_freq=st.booleans(),
+    integers=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 9),
 )
 def test_an_embedding_s_gradient(
-    dtype: torch.dtype, count: int, kinds: int, padding: int, by_freq: bool, seed: int
+    dtype: torch.dtype,
+    count: int,
+    kinds: int,
+    padding: int,
+    by_freq: bool,
+    integers: torch.dtype,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    weight, ids = table(dtype), torch.randint(0, kinds, (count, 1))
+    weight, ids = table(dtype), torch.randint(0, kinds, (count, 1), dtype=integers)
     wide = weight.detach().double().requires_grad_()
     options = (padding, by_freq)
     found, expected = embedding(weight, ids, *options), torch.embedding(wide, ids, *options)
@@ -66,6 +73,7 @@ def test_an_embedding_s_gradient(
     is_weighted=st.booleans(),
     padding=st.sampled_from([None, 0, ROWS - 1]),
     by_freq=st.booleans(),
+    integers=st.sampled_from([torch.int32, torch.int64]),
     seed=st.integers(0, 9),
 )
 def test_an_embedding_bag_s_gradient(
@@ -75,11 +83,12 @@ def test_an_embedding_bag_s_gradient(
     is_weighted: bool,
     padding: int | None,
     by_freq: bool,
+    integers: torch.dtype,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    weight, ids = table(dtype), torch.randint(0, ROWS - 1, (count,))
-    offsets = torch.tensor([0, 2, 2, count // 2])
+    weight, ids = table(dtype), torch.randint(0, ROWS - 1, (count,), dtype=integers)
+    offsets = torch.tensor([0, 2, 2, count // 2], dtype=integers)
     weights = torch.randn(count).to(dtype).requires_grad_() if is_weighted else None
     wide = [None if one is None else one.detach().double() for one in (weight, weights)]
     for one in wide:
