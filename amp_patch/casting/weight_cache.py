@@ -176,17 +176,27 @@ class WeightCache:
                 self._refresh(group)
             entry = group.entries.get(id(param))
             if entry is not None and entry.dtype is dtype and entry.stands():
-                if not entry.has_memory:
-                    entry.revive()
-                cast = entry.cast
-                if entry.version == param._version and entry.uses_left:
-                    entry.uses_left -= 1
-                    return cast
-                del cast
+                found = self._use(entry)
+                if found is not None:
+                    return found
             del entry
             return self._cache(param, dtype, group)
 
-    def _cache(self, param: nn.Parameter, dtype: torch.dtype, group: Group) -> Tensor:
+    def _use(self, entry: Entry) -> Tensor | None:
+        """Return an entry's cast, or one that is equal; None where the parameter was written to."""
+        if not entry.has_memory:
+            entry.revive()
+        if entry.version != entry.param._version:
+            return None
+        if not entry.uses_left:
+            return self._cache(entry.param, entry.dtype, entry.group, equal=entry.cast)
+        entry.uses_left -= 1
+        return entry.cast
+
+    def _cache(
+        self, param: nn.Parameter, dtype: torch.dtype, group: Group, equal: Tensor | None = None
+    ) -> Tensor:
+        """Cast a parameter, and keep the cast; one that is equal to an earlier has its memory."""
         self._drop(id(param))
         if not param.requires_grad and is_large(param):
             return _cast_frozen(param, dtype, group)
@@ -196,6 +206,8 @@ class WeightCache:
         # A mode or a transform may hand out something else than a plain tensor, and a cast of a
         # released storage has no address to compare.
         if type(cast) is Tensor and param.data_ptr() != 0:
+            if equal is not None:
+                cast.data = equal.data
             entry = Entry(param, cast, group)
             if node is not None:
                 # The engine runs later nodes first: the node of a cached cast, older than all of
