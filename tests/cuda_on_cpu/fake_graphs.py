@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -121,7 +122,8 @@ class FakeCuda:
     @contextlib.contextmanager
     def graph(self, graph: Recorded, pool: Any, stream: Any) -> Iterator[None]:
         # Tensors of other tests, sparse or fake ones say, may live still.
-        tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+        tensors = [one for one in found if not is_lazy(one)]  # which has no memory yet
         for one in tensors:
             one._fix_weakref()  # torch asks for it of whoever finds a tensor that it owns alone
         storages = {}
