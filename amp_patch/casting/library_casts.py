@@ -88,9 +88,8 @@ def _widening(method: Function) -> Function:
     """Return a method that takes half arguments in float32; torch.compile reads all of it."""
 
     @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _map_call(to_float, args, kwargs)
-        return method(self, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return _widened(method, args, kwargs)
 
     return wrapper
 

@@ -170,3 +170,29 @@ def test_inside_of_a_model_nothing_drawn_or_derived_is_infinite(
     assert log_prob.isfinite().all()
     (value.sum() + log_prob.sum()).backward()
     assert model.layer.weight.grad.isfinite().all()
+
+
+class Encoder(nn.Module):
+    """Returns how far its distribution is from the standard one, as an autoencoder's loss does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loc, self.scale = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = dist.Normal(self.loc(x), softplus(self.scale(x)))
+        return dist.kl_divergence(found, dist.Normal(torch.zeros(3), torch.ones(3)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_torch_compile_reads_how_a_distribution_takes_its_parameters(
+    amp: ModuleType, level: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Encoder(), torch.randn(8, 6)
+    amp.initialize(model, opt_level=level, verbosity=0)
+    expected = model(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = compiled(x)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert found.dtype is torch.float32
