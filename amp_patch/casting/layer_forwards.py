@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from amp_patch.patching import Patches, stood_for
 
+from .many_uses import is_used_up, part
 from .mode import casts_are_on, mode
 from .nested import map_tensors
 
@@ -31,7 +32,11 @@ _Call = Callable[[Any, Tensor, Any, Any, dict[Any, Any]], Tensor]
 
 def _linear(layer: nn.Linear, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
     function = F.linear
-    return to.get(function, function)(x, weight, bias)
+    if to and (own := to.get(function)) is not None:
+        if is_used_up(weight):
+            weight, bias = part(weight), part(bias)
+        return own(x, weight, bias)
+    return function(x, weight, bias)
 
 
 def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
@@ -41,7 +46,11 @@ def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any, to: dict
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
     function = F.group_norm
-    return to.get(function, function)(x, layer.num_groups, weight, bias, layer.eps)
+    if to and (own := to.get(function)) is not None:
+        if is_used_up(weight):
+            weight, bias = part(weight), part(bias)
+        return own(x, layer.num_groups, weight, bias, layer.eps)
+    return function(x, layer.num_groups, weight, bias, layer.eps)
 
 
 def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:

@@ -35,7 +35,7 @@ stands for that method of every class that the module, or one inside of it, defi
 - "logits": as "wide", and not where a CUDA kernel of ours takes them as they are.
 - "product", "products": in such a model float32 ones that meet half ones to its dtype, as its
   layers cast them; not where a float32 parameter is among them, which came to the model later. Of
-  a "product" the first two tell.
+  a "product" the first two tell, of a "cell" the first and the third.
 - "attention": as "products", but for the mask, which torch takes in float32 beside half ones.
 - "joined", "norm": where they meet so, to float32, and the results are cast to the model's dtype.
   So are half ones of which torch's kernel would lose too much: see `meeting_dtypes`.
@@ -156,6 +156,12 @@ RULES = {
     "dgl.transforms.functional": {
         "knn_graph": ("float", "always", "choices"),
         "segmented_knn_graph": ("float", "always", "choices"),
+    },
+    "torch._VF": {
+        "gru_cell": ("cell", "never", "one dtype"),
+        "lstm_cell": ("cell", "never", "one dtype"),
+        "rnn_relu_cell": ("cell", "never", "one dtype"),
+        "rnn_tanh_cell": ("cell", "never", "one dtype"),
     },
     "torch": {
         "addbmm": ("products", "never", "one dtype"),

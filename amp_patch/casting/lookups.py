@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
 
 from .half_sums import sums_at
+from .many_uses import used
 from .mode import HALVES
 from .shared_casts import is_recorded
 
@@ -32,6 +33,8 @@ def looking_up(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling():
+            args, kwargs = used(args, kwargs)
         if len(args) > 1 and _loses_in_half(args[0], args[1]):
             return run(function, *args, **kwargs)
         return function(*args, **kwargs)

@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .argument_casts import is_sparse_on_cpu, tensors_in, to_dtype, to_float
+from .many_uses import in_parts, is_used_up, used
 from .mode import HALVES, mode
 
 Function = Callable[..., Any]
@@ -28,6 +29,7 @@ MEETINGS: dict[str, tuple[int, int] | None] = {
     "product": (1, 1),
     "attention": (1, 2),
     "norm": (2, 2),
+    "cell": (2, 2),  # whose state `layer_forwards` has cast
     "products": None,
     "joined": None,
 }
@@ -58,7 +60,12 @@ def casting_where_they_meet(function: Function, word: str) -> Function:
                 found = first.dtype
                 is_one = found is last.dtype and (one is other or found is args[one].dtype)
                 if is_one and not (loses and loses(*args, **kwargs)):
+                    weight = last if type(last) is Parameter else first
+                    if type(weight) is Parameter and not is_compiling() and is_used_up(weight):
+                        args, kwargs = in_parts(args, kwargs)
                     return function(*args, **kwargs)
+        if not is_compiling():
+            args, kwargs = used(args, kwargs)
         if mode.stored is None or mode.region is not None:
             return function(*args, **kwargs)
         return _run(function, word, args, kwargs, loses)

@@ -21,6 +21,7 @@ from amp_patch.kernels.default_device import without_default_device
 
 from .argument_casts import is_on_cast_device
 from .cached_casts import Batch, Bulk, Entry, Group, Owner, is_large
+from .many_uses import begin_anew
 from .mode import FLOATS, mode
 from .shared_casts import CAST, is_in_selective_checkpoint, is_recorded
 
@@ -62,6 +63,7 @@ class WeightCache:
 
     def mark_stale(self) -> None:
         """Weights may have changed: the next use of a model's weights refreshes its casts."""
+        begin_anew()
         for group in [*self._groups.values()]:
             group.stale = True
 

@@ -1,8 +1,14 @@
-"""A cast that is used very often in one iteration: what comes back to it is added up in float32."""
+"""What comes back to a weight from many uses in one iteration is added up in float32.
+
+At O1 and O4 to its casts, at O2, O3 and O5 to its parts.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -25,11 +31,18 @@ from cast_counter import CastCounter
 from hypothesis import given
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from amp_patch.casting import many_uses
 from amp_patch.casting.shared_casts import USES
 from amp_patch.casting.weight_cache import WeightCache
 
 HALF_OF = {"O1": torch.float16, "O4": torch.bfloat16}
+STORED_IN = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
 
 class Unrolled(nn.Module):
@@ -129,3 +142,238 @@ def test_a_cast_for_each_use_gives_every_bit_that_no_cache_gives(
         monkeypatch.setitem(USES, half, 0)
     for what, found, expected in run_both(maker(run, net, "O4"), program, monkeypatch):
         assert torch.equal(bits(found), bits(expected)), what
+
+
+def parts_of(output: Tensor) -> set[Any]:
+    """Return the nodes of a graph that are parts of weights."""
+    found, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    return {node for node in found if isinstance(node, many_uses._Part._backward_cls)}
+
+
+class Used(nn.Module):
+    """Calls a function with its weights, again and again, and adds up what that returns."""
+
+    def __init__(self, weights: list[Tensor], call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.call = call
+
+    def forward(self, x: Tensor, uses: int) -> Tensor:
+        total = x.new_zeros((), dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)
+        for _ in range(uses):
+            total = total + self.call(x, *self.weights).to(total.dtype).mean()
+        return total / uses
+
+
+def embedded(x: Tensor, table: Tensor) -> Tensor:
+    return F.embedding(torch.tensor([0, 1, 1]), table)
+
+
+def rows(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.rand(shape) / 4 for shape in shapes]
+
+
+CALLS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor]]] = {
+    "linear": ([(4, 4), (4,)], lambda x, w, b: F.linear(x, w, b)),
+    "linear by names": ([(4, 4), (4,)], lambda x, w, b: F.linear(x, weight=w, bias=b)),
+    "matmul": ([(4, 4)], lambda x, w: torch.matmul(x, w)),
+    "@": ([(4, 4)], lambda x, w: x @ w),
+    "weight @": ([(4, 4)], lambda x, w: w @ x.mT),
+    "mm": ([(4, 4)], lambda x, w: x.mm(w)),
+    "addmm": ([(4,), (4, 4)], lambda x, b, w: torch.addmm(b, x, w)),
+    "einsum": ([(4, 4)], lambda x, w: torch.einsum("ni,oi->no", x, w)),
+    "convolution": ([(2, 1, 3), (2,)], lambda x, w, b: F.conv1d(x[:, None], w, b)),
+    "layer norm": ([(4,), (4,)], lambda x, w, b: F.layer_norm(x, (4,), w, b)),
+    "group norm": ([(4,), (4,)], lambda x, w, b: F.group_norm(x, 2, w, b)),
+    "cell": (
+        [(12, 4), (12, 4), (12,), (12,)],
+        lambda x, *weights: torch.gru_cell(x, x, *weights),
+    ),
+    "embedding": ([(3, 4)], embedded),
+}
+
+
+@pytest.mark.parametrize("level", STORED_IN)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_thousand_uses_of_a_half_weight_add_up_in_float32(
+    amp: ModuleType, level: str, name: str
+) -> None:
+    """From the second iteration on; in the first one 32 or 64 uses are added up in half."""
+    torch.manual_seed(0)
+    shapes, call = CALLS[name]
+    model, x = Used(rows(*shapes), call), torch.rand(5, 4) + 0.5
+    for weight in model.weights:  # half numbers, so that only the gradients are rounded
+        weight.data = weight.to(STORED_IN[level]).float()
+    x = x.to(STORED_IN[level]).float()
+    exact = copy.deepcopy(model).double()
+    exact(x.double(), 1000).backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
+    for bound in (64 * torch.finfo(torch.bfloat16).eps / 8, 8 * torch.finfo(STORED_IN[level]).eps):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x, 1000), optimizer) as scaled:
+            scaled.backward()
+        for found, one in zip(amp.master_params(optimizer), exact.parameters(), strict=True):
+            assert found.grad is not None
+            assert one.grad is not None
+            error = (found.grad.double() - one.grad).norm() / one.grad.norm()
+            assert error < bound
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+def test_a_cell_s_own_weights_are_used_in_parts(amp: ModuleType, cell: type[nn.Module]) -> None:
+    model = cell(4, 4)
+    amp.initialize(model, opt_level="O5", verbosity=0)
+    state, x = None, torch.randn(3, 4)
+    for _ in range(2 * USES[torch.bfloat16]):
+        state = model(x, state)
+    assert len(parts_of(state[0] if isinstance(state, tuple) else state)) == 4
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(8, 8), nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.LayerNorm(8)], ids=repr
+)
+def test_a_layer_s_own_weights_are_used_in_parts(amp: ModuleType, layer: nn.Module) -> None:
+    amp.initialize(layer, opt_level="O5", verbosity=0)
+    y = torch.randn(2, 4, 8)
+    for _ in range(2 * USES[torch.bfloat16]):
+        y = layer(y)
+    assert len(parts_of(y)) == 2
+
+
+def looping(amp: ModuleType) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """Return a layer at O5 whose weights are used in parts from the first use on."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    train(amp, model, optimizer, USES[torch.bfloat16] + 1)
+    return model, optimizer
+
+
+def train(amp: ModuleType, model: nn.Module, optimizer: Any, uses: int) -> int:
+    """Return how many parts the graph of one iteration has."""
+    optimizer.zero_grad()
+    loss = torch.stack([model(torch.ones(2, 4)).sum() for _ in range(uses)]).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return len(parts_of(loss))
+
+
+def test_only_what_is_used_so_often_is_used_in_parts(amp: ModuleType) -> None:
+    uses = USES[torch.bfloat16]
+    model, optimizer = looping(amp)
+    assert train(amp, model, optimizer, 3 * uses) == 2 * 3  # of weight and bias, from the first on
+    assert train(amp, model, optimizer, 1) == 2  # nobody knows yet that it is the only one
+    assert [train(amp, model, optimizer, uses) for _ in range(3 * uses)] == [0] * (3 * uses)
+
+
+def test_a_part_has_the_memory_and_the_version_of_its_weight(amp: ModuleType) -> None:
+    model, _ = looping(amp)
+    assert many_uses.is_used_up(model.weight)
+    part = many_uses.part(model.weight)
+    assert part is not model.weight
+    assert part.data_ptr() == model.weight.data_ptr()
+    loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert torch.equal(part, model.weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_that_was_given_other_memory_gets_another_part(amp: ModuleType) -> None:
+    model, _ = looping(amp)
+    model(torch.ones(2, 4))
+    model.weight.data = torch.zeros(4, 4, dtype=torch.bfloat16)
+    assert torch.equal(model(torch.ones(2, 4)), model.bias.float().expand(2, 4))
+
+
+def test_what_a_failed_iteration_has_used_ends_with_the_next_one(amp: ModuleType) -> None:
+    model, optimizer = looping(amp)
+    for _ in range(3):
+        model(torch.ones(2, 4))  # no backward
+    train(amp, model, optimizer, 2)
+    weight = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+
+
+def in_selective_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    result: Tensor = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+    return result
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: model(x.requires_grad_(False)).detach(),
+        lambda model, x: torch.func.vjp(model, x)[0],
+        lambda model, x: torch.vmap(model)(x),
+        lambda model, x: torch.compile(model, backend="eager", fullgraph=True)(x),
+        in_selective_checkpoint,
+    ],
+    ids=["without grad", "vjp", "vmap", "compiled", "selective checkpoint"],
+)
+def test_no_part_where_a_weight_must_be_itself(
+    amp: ModuleType, call: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
+    model, _ = looping(amp)
+    x = torch.ones(2, 4)
+    with torch.set_grad_enabled(call.__code__.co_names[:1] != ("requires_grad_",)):
+        result = call(model, x)
+    assert not parts_of(result)
+    assert not many_uses._parts
+    assert torch.equal(result.detach(), model(x).detach())
+    assert many_uses._parts
+
+
+def test_a_checkpoint_repeats_what_was_used_in_parts(amp: ModuleType) -> None:
+    model, optimizer = looping(amp)
+    x = torch.rand(2, 4, requires_grad=True)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        optimizer.zero_grad()
+        loss = sum(run(x).square().mean() for _ in range(100))
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        found = [param.grad.clone() for param in amp.master_params(optimizer)]
+        optimizer.zero_grad()
+        return found
+
+    plain = gradients(model)
+    again = gradients(lambda x: checkpoint(model, x, use_reentrant=False))
+    for one, other in zip(again, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+@steps_without_gradients
+@pytest.mark.filterwarnings("ignore:at a level with fp32 masters the gradients of a step")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@shared_fixtures
+@given(program=programs(without=("penalty", "other_step", "late_backward")))
+def test_a_part_for_each_use_gives_every_bit_that_weights_give(
+    amp: ModuleType, monkeypatch: pytest.MonkeyPatch, level: str, program: Program
+) -> None:
+    """Where each weight is used once: not in a penalty, which derives it twice.
+
+    Half weights are stepped by no other optimizer, and refuse a backward once they were written to.
+    """
+    make = maker(Run, Net, level)
+    expected = make().execute(program)
+    with monkeypatch.context() as patch:
+        patch.setitem(USES, STORED_IN[level], 0)
+        patch.setattr(many_uses, "_FEW", 0)
+        found = make().execute(program)
+    for (what, one), (_, other) in zip(found, expected, strict=True):
+        assert torch.equal(bits(one), bits(other)), what
