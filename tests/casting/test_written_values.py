@@ -244,3 +244,126 @@ def test_a_model_of_pieces_trains_as_in_float32(
     assert exact[-1] < exact[0]
     found = losses_of(model, loss_of, amp, backend=backend, opt_level=level)
     assert found == pytest.approx(exact, rel=0.03)
+
+
+IS_DIAGONAL = torch.eye(4, dtype=torch.bool)
+
+
+def changed(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    copied = x * 1.0
+    change(copied)
+    return copied
+
+
+#: Write a number into numbers of a dtype, all of them or those of the diagonal.
+FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "masked_fill": lambda x, value: x.masked_fill(IS_DIAGONAL, value),
+    "masked_fill by names": lambda x, value: x.masked_fill(mask=IS_DIAGONAL, value=value),
+    "torch.masked_fill": lambda x, value: torch.masked_fill(x, IS_DIAGONAL, value),
+    "masked_fill_": lambda x, value: changed(x, lambda y: y.masked_fill_(IS_DIAGONAL, value)),
+    "index_fill": lambda x, value: x.index_fill(0, torch.tensor([1]), value),
+    "a mask": lambda x, value: changed(x, lambda y: y.__setitem__(IS_DIAGONAL, value)),
+    "a slice": lambda x, value: changed(x, lambda y: y.__setitem__((slice(None), 0), value)),
+    "where": lambda x, value: torch.where(IS_DIAGONAL, value, x),
+    "else": lambda x, value: torch.where(IS_DIAGONAL, x, value),
+    "Tensor.where": lambda x, value: x.where(IS_DIAGONAL, value),
+    "full_like": torch.full_like,
+    "new_full": lambda x, value: x.new_full((4, 4), value),
+    "full": lambda x, value: torch.full((4, 4), value, dtype=x.dtype),
+}
+#: The same, whose results are float32 whatever is given.
+FILLS_IN_FLOAT32: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "full": lambda x, value: torch.full((4, 4), value),
+    "full_like": lambda x, value: torch.full_like(x, value, dtype=torch.float32),
+    "where": lambda x, value: torch.where(IS_DIAGONAL, x.float(), value),
+    "masked_fill": lambda x, value: x.float().masked_fill(IS_DIAGONAL, value),
+}
+
+
+class Filled(nn.Module):
+    """Writes a number into what a layer returns."""
+
+    def __init__(self, fill: Callable[[Tensor, float], Tensor], value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.fill, self.value = fill, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.fill(self.layer(x), self.value)
+        self.dtype = found.dtype
+        return found
+
+
+@pytest.mark.parametrize("value", [-1e9, 1e9, -1e5, 65504.0, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+def test_a_number_beyond_the_range_is_the_nearest_within(
+    amp: ModuleType, level: str, value: float
+) -> None:
+    half = {**HALF, **STORED}[level]
+    most = torch.finfo(half).max
+    for dtype, fills in ((half, FILLS), (torch.float32, FILLS_IN_FLOAT32)):
+        for name, fill in fills.items():
+            torch.manual_seed(0)
+            model, x = Filled(fill, value), torch.randn(4, 4)
+            expected = model(x).detach()
+            amp.initialize(model, opt_level=level, verbosity=0, cast_model_outputs=torch.float32)
+            found = model(x).detach()
+            amp.deactivate()
+            if dtype is half:
+                expected.clamp_(-most, most)
+            assert model.dtype is dtype, name
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01, msg=name)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_minus_infinity_and_an_index_stay(amp: ModuleType, level: str) -> None:
+    for name, fill in FILLS.items():
+        model = Filled(fill, -torch.inf)
+        amp.initialize(model, opt_level=level, verbosity=0)
+        assert model(torch.randn(4, 4)).isinf().any(), name
+        amp.deactivate()
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    rows = torch.zeros(70_001, dtype=torch.float16)
+    rows[70_000] = 1.0
+    assert rows.nonzero().tolist() == [[70_000]]
+
+
+class Attention(nn.Module):
+    """Attention as scripts write it out, with a row of the mask that has nothing to look at."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(8, 24), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        hidden[2] = True
+        scores = self.mask(query @ key.mT / 8**0.5, hidden)
+        return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda scores, hidden: scores.masked_fill(hidden, -1e9),
+        lambda scores, hidden: torch.where(hidden, -1e9, scores),
+        lambda scores, hidden: changed(scores, lambda one: one.__setitem__((..., hidden), -9e15)),
+    ],
+    ids=["masked_fill", "where", "a mask"],
+)
+def test_attention_with_minus_a_billion_trains_as_in_float32(
+    amp: ModuleType, level: str, backend: str | None, mask: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, x, y = Attention(mask), torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+
+    def loss_of(run: Callable[[Tensor], Tensor]) -> Tensor:
+        return F.mse_loss(run(x), y)
+
+    exact = losses_of(copy.deepcopy(model), loss_of)
+    assert exact[-1] < exact[0]
+    found = losses_of(model, loss_of, amp, backend=backend, opt_level=level)
+    assert found == pytest.approx(exact, rel=0.03)
