@@ -133,9 +133,10 @@ PROMOTE = (
 
 BANNED = ("binary_cross_entropy",)
 
-# Operators that run listed ones inside C++, where no patch of the inner name reaches them, and
-# other names of listed operators.
+# Operators that run listed ones inside C++, where no patch of the inner name reaches them, other
+# names of listed operators, and products of matrices that torch's lists do not have yet.
 COMPOSITES = {
+    "_grouped_mm": "half",
     "arccos": "float",
     "arcsin": "float",
     "arctan2": "promote",
@@ -144,6 +145,7 @@ COMPOSITES = {
     "cumulative_trapezoid": "float",
     "dsmm": "half",
     "grid_sample": "promote",
+    "grouped_mm": "half",
     "gru": "half",
     "inner": "promote",
     "linalg_matmul": "half",

@@ -176,6 +176,7 @@ MORE_CALLS = {
     "torch.Tensor.__rtruediv__": (X, 2),
     "torch.chain_matmul": (X, X, X),
     "torch.lobpcg": (X @ X.T, 1),
+    "torch.nn.functional.grouped_mm": (X[None], X[None]),
     "torch.nn.functional.upsample": (X[None], None, 2),
 }
 RULES = ("off", "half", "float")

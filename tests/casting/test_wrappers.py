@@ -253,6 +253,26 @@ def test_operators_and_methods_are_cast(amp, opt_level):
     torch.testing.assert_close(results["of 2"], 2 ** h.float())
 
 
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="since torch 2.10")
+@pytest.mark.parametrize("opt_level", HALVES)
+def test_experts_multiply_in_half(amp, opt_level):
+    """Where torch's autocast lets half numbers of a layer meet float32 weights, and raises."""
+    torch.manual_seed(0)
+    layer, experts = nn.Linear(8, 8), nn.Parameter(torch.randn(3, 8, 8))
+    amp.initialize(layer, opt_level=opt_level, verbosity=0)
+    x, ends = torch.randn(6, 8), torch.tensor([2, 4, 6], dtype=torch.int32)
+    found = F.grouped_mm(layer(x), experts, offs=ends)
+    assert found.dtype is HALVES[opt_level]
+    hidden = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    wanted = torch.einsum("tgi,gio->tgo", hidden.view(3, 2, 8).transpose(0, 1), experts.double())
+    torch.testing.assert_close(
+        found.double(), wanted.transpose(0, 1).reshape(6, 8), rtol=0.05, atol=0.05
+    )
+    found.float().sum().backward()
+    assert experts.grad is not None
+    assert experts.grad.dtype is torch.float32
+
+
 @pytest.mark.usefixtures("o1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64])
 def test_other_dtypes_are_never_touched(dtype):
