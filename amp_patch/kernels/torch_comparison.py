@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import torch
 from torch import Tensor
@@ -55,14 +55,19 @@ class Comparison:
         Between `note_equal` and `forget`, what is written to a small source is not seen.
         """
         if self._are_on_cpu:
-            for wanted, found in self._expected():  # noqa: SIM110  # no generator more: faster
-                if not torch.equal(wanted, found):
-                    return True
-            return False
+            return self._differs_on_cpu()
         flags = [torch.ne(*both).any() for both in self._expected()]
         if len({flag.device for flag in flags}) == 1:
             return bool(flags[0] if len(flags) == 1 else torch.stack(flags).any())
         return any(bool(flag) for flag in flags)
+
+    def _differs_on_cpu(self) -> bool:
+        for pair in self._pairs if self._seen is None else self._alone:
+            if any(starmap(_is_another, _pieces(*pair))):
+                return True
+        if self._seen is None:
+            return False
+        return not all(map(torch.equal, self._seen, map(_joined, self._together)))
 
     def _expected(self) -> Iterator[Sequence[Tensor]]:
         """Yield the bits that copies must have and have; few casts are in memory at a time."""
@@ -95,6 +100,13 @@ class Comparison:
                     source.copy_(torch.where(same, source, copy.to(source.dtype)))
             self.note_equal()
         return differs
+
+
+def _is_another(source: Tensor, copy: Tensor) -> bool:
+    """Return whether a copy on the CPU is not its source cast to its dtype."""
+    wanted, found = _words([source.to(copy.dtype, copy=True), copy])
+    # `torch.equal` looks at one number after the other, in one thread.
+    return bool(wanted.bitwise_xor_(found).count_nonzero())
 
 
 def _smallest(copies: Sequence[Tensor]) -> list[Tensor]:
@@ -141,7 +153,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _words(tensors: Sequence[Tensor]) -> list[Tensor]:
     """View the numbers of tensors of one dtype as integers of 64 bits, flat, if all of them can be.
 
-    torch compares on the CPU one integer at a time, whatever it holds. Else see `_bits`.
+    Else see `_bits`.
     """
     per_word = 8 // tensors[0].element_size()
     if all(_is_of_words(tensor, per_word) for tensor in tensors):
@@ -167,7 +179,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: How many elements of small copies are compared together: a share of all, within these bounds.
 _SHARE, _LEAST, _MOST = 1 / 64, 1 << 16, 1 << 20
 #: How many elements of a large copy are compared at once, about.
-_STRIP = 1 << 17
+_STRIP = 1 << 18
 
 
 def _is_view(flat: Tensor, tensor: Tensor) -> bool:

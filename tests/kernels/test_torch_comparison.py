@@ -106,7 +106,7 @@ def test_comparison_casts_a_strip_at_a_time() -> None:
     with LivingTensors() as living:
         before = living.peak
         comparison.differs()
-    assert 0 < living.peak - before <= 1 << 19
+    assert 0 < living.peak - before <= (1 << 19) + 8  # a strip, and how many of it differ
 
 
 def test_comparison_sees_nan_as_equal_to_itself(ops: Operations) -> None:
