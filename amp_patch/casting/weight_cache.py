@@ -48,6 +48,7 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget all models and casts."""
+        begin_anew()
         with self._lock:
             for group in self._groups.values():  # which its entries hold
                 group.entries.clear()

@@ -306,6 +306,16 @@ def test_what_a_failed_iteration_has_used_ends_with_the_next_one(amp: ModuleType
     assert weight() is None
 
 
+def test_parts_go_with_amp(amp: ModuleType) -> None:
+    model, _ = looping(amp)
+    model(torch.ones(2, 4))
+    weight = weakref.ref(model.weight)
+    amp.deactivate()
+    del model, _
+    gc.collect()
+    assert weight() is None
+
+
 def in_selective_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
