@@ -33,10 +33,8 @@ _WRITES = (
     "__setitem__",
     "index_add_",
     "index_copy_",
-    "index_fill_",
     "index_put_",
     "index_reduce_",
-    "masked_fill_",
     "masked_scatter_",
     "put_",
     "scatter_",
@@ -47,9 +45,7 @@ _WRITES = (
 _WRITES_TO_A_COPY = (
     "index_add",
     "index_copy",
-    "index_fill",
     "index_reduce",
-    "masked_fill",
     "masked_scatter",
     "put",
     "scatter",
@@ -57,12 +53,18 @@ _WRITES_TO_A_COPY = (
 )
 #: The same, of which functions have a rule where they cast.
 _RULED = ("index_put", "scatter_add")
-#: Functions that fill a tensor of their own with a number, or a part of it.
+#: What fills a tensor, or a part of it, with a number.
 _FILLS = (
+    "torch.Tensor.index_fill",
+    "torch.Tensor.index_fill_",
+    "torch.Tensor.masked_fill",
+    "torch.Tensor.masked_fill_",
     "torch.Tensor.new_full",
     "torch.Tensor.where",
     "torch.full",
     "torch.full_like",
+    "torch.index_fill",
+    "torch.masked_fill",
     "torch.where",
 )
 #: For each dtype those that are cast to it.
