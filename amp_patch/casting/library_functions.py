@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from amp_patch.imported_modules import bindings, is_left_alone
 from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_imported
 
-from . import layer_forwards, library_rules, targets, written_values
+from . import half_numbers, layer_forwards, library_rules, targets, written_values
 from .held_functions import HeldFunctions
 from .installation import calling, replace_by
 from .library_casts import WITHOUT_HALF, Rule, wrap
@@ -101,7 +101,8 @@ class LibraryFunctions:
         for name in self._rules:
             if name in sys.modules:  # of other libraries methods alone, which no module binds
                 self._of_torch.update(self._patch(sys.modules[name], for_half=True))
-        for path, make in written_values.replacements_for_half().items():
+        others = {**written_values.replacements_for_half(), **half_numbers.replacements()}
+        for path, make in others.items():
             original, replacement = replace_by(self._patches_for_half, make, path)
             self._of_torch[id(original)] = original, replacement
         # A module that is imported from now on may bind one by its name.

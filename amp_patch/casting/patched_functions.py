@@ -19,6 +19,7 @@ from amp_patch.patching import Patches, resolve
 
 from . import (
     autocast_questions,
+    half_numbers,
     installation,
     layer_forwards,
     targets,
@@ -174,7 +175,11 @@ class PatchedFunctions:
             layer_forwards.install(self._patches)
             registered = self._registered.values()
             questions = autocast_questions.replacements()
-            others = {**questions, **written_values.replacements()}
+            others = {
+                **questions,
+                **written_values.replacements(),
+                **half_numbers.replacements(),
+            }
             wrappers, users = installation.install(
                 self._casts.wrap, self._patches, self._rules, registered, others
             )

@@ -105,8 +105,8 @@ class Comparison:
 def _is_another(source: Tensor, copy: Tensor) -> bool:
     """Return whether a copy on the CPU is not its source cast to its dtype."""
     wanted, found = _words([source.to(copy.dtype, copy=True), copy])
-    # `torch.equal` looks at one number after the other, in one thread.
-    return bool(wanted.bitwise_xor_(found).count_nonzero())
+    # `equal` of these two would look at one number after the other, in one thread.
+    return not torch.equal(wanted.bitwise_xor_(found).count_nonzero(), _NONE)
 
 
 def _smallest(copies: Sequence[Tensor]) -> list[Tensor]:
@@ -175,6 +175,7 @@ def _pieces(source: Tensor, copy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(cut(source, length), cut(copy, length), strict=True)
 
 
+_NONE = torch.zeros((), dtype=torch.int64, device="cpu")
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: How many elements of small copies are compared together: a share of all, within these bounds.
 _SHARE, _LEAST, _MOST = 1 / 64, 1 << 16, 1 << 20

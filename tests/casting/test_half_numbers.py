@@ -1,0 +1,265 @@
+"""Numbers that half does not have: what is filled and what is bounded by them, as in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from casting_support import losses_of
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HALF = {"O1": torch.float16, "O4": torch.bfloat16}
+STORED = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+IS_DIAGONAL = torch.eye(4, dtype=torch.bool)
+
+
+def changed(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    copied = x * 1.0
+    change(copied)
+    return copied
+
+
+#: Write a number into numbers of a dtype, all of them or those of the diagonal.
+FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "masked_fill": lambda x, value: x.masked_fill(IS_DIAGONAL, value),
+    "masked_fill by names": lambda x, value: x.masked_fill(mask=IS_DIAGONAL, value=value),
+    "torch.masked_fill": lambda x, value: torch.masked_fill(x, IS_DIAGONAL, value),
+    "masked_fill_": lambda x, value: changed(x, lambda y: y.masked_fill_(IS_DIAGONAL, value)),
+    "index_fill": lambda x, value: x.index_fill(0, torch.tensor([1]), value),
+    "a mask": lambda x, value: changed(x, lambda y: y.__setitem__(IS_DIAGONAL, value)),
+    "a slice": lambda x, value: changed(x, lambda y: y.__setitem__((slice(None), 0), value)),
+    "where": lambda x, value: torch.where(IS_DIAGONAL, value, x),
+    "else": lambda x, value: torch.where(IS_DIAGONAL, x, value),
+    "Tensor.where": lambda x, value: x.where(IS_DIAGONAL, value),
+    "full_like": torch.full_like,
+    "new_full": lambda x, value: x.new_full((4, 4), value),
+    "full": lambda x, value: torch.full((4, 4), value, dtype=x.dtype),
+}
+#: The same, whose results are float32 whatever is given.
+FILLS_IN_FLOAT32: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "full": lambda x, value: torch.full((4, 4), value),
+    "full_like": lambda x, value: torch.full_like(x, value, dtype=torch.float32),
+    "where": lambda x, value: torch.where(IS_DIAGONAL, x.float(), value),
+    "masked_fill": lambda x, value: x.float().masked_fill(IS_DIAGONAL, value),
+}
+
+
+class Filled(nn.Module):
+    """Writes a number into what a layer returns."""
+
+    def __init__(self, fill: Callable[[Tensor, float], Tensor], value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.fill, self.value = fill, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.fill(self.layer(x), self.value)
+        self.dtype = found.dtype
+        return found
+
+
+@pytest.mark.parametrize("value", [-1e9, 1e9, -1e5, 65504.0, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+def test_a_number_beyond_the_range_is_the_nearest_within(
+    amp: ModuleType, level: str, value: float
+) -> None:
+    half = {**HALF, **STORED}[level]
+    most = torch.finfo(half).max
+    for dtype, fills in ((half, FILLS), (torch.float32, FILLS_IN_FLOAT32)):
+        for name, fill in fills.items():
+            torch.manual_seed(0)
+            model, x = Filled(fill, value), torch.randn(4, 4)
+            expected = model(x).detach()
+            amp.initialize(model, opt_level=level, verbosity=0, cast_model_outputs=torch.float32)
+            found = model(x).detach()
+            amp.deactivate()
+            if dtype is half:
+                expected.clamp_(-most, most)
+            assert model.dtype is dtype, name
+            torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01, msg=name)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_minus_infinity_and_an_index_stay(amp: ModuleType, level: str) -> None:
+    for name, fill in FILLS.items():
+        model = Filled(fill, -torch.inf)
+        amp.initialize(model, opt_level=level, verbosity=0)
+        assert model(torch.randn(4, 4)).isinf().any(), name
+        amp.deactivate()
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    rows = torch.zeros(70_001, dtype=torch.float16)
+    rows[70_000] = 1.0
+    assert rows.nonzero().tolist() == [[70_000]]
+
+
+class Attention(nn.Module):
+    """Attention as scripts write it out, with a row of the mask that has nothing to look at."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(8, 24), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        hidden[2] = True
+        scores = self.mask(query @ key.mT / 8**0.5, hidden)
+        return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda scores, hidden: scores.masked_fill(hidden, -1e9),
+        lambda scores, hidden: torch.where(hidden, -1e9, scores),
+        lambda scores, hidden: changed(scores, lambda one: one.__setitem__((..., hidden), -9e15)),
+    ],
+    ids=["masked_fill", "where", "a mask"],
+)
+def test_attention_with_minus_a_billion_trains_as_in_float32(
+    amp: ModuleType, level: str, backend: str | None, mask: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, x, y = Attention(mask), torch.randn(4, 6, 8), torch.randn(4, 6, 8)
+
+    def loss_of(run: Callable[[Tensor], Tensor]) -> Tensor:
+        return F.mse_loss(run(x), y)
+
+    exact = losses_of(copy.deepcopy(model), loss_of)
+    assert exact[-1] < exact[0]
+    found = losses_of(model, loss_of, amp, backend=backend, opt_level=level)
+    assert found == pytest.approx(exact, rel=0.03)
+
+
+def padded(x: Tensor, value: float) -> Tensor:
+    return F.pad(x, (1, 0), value=value)
+
+
+FILLS["pad"] = padded
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_number_that_is_not_0_is_not_written_as_0(amp: ModuleType, level: str) -> None:
+    for name, fill in FILLS.items():
+        for value in (1e-9, -1e-12):
+            model = Filled(fill, value)
+            amp.initialize(model, opt_level=level, verbosity=0, cast_model_outputs=torch.float32)
+            found = model(torch.ones(4, 4)).detach()
+            amp.deactivate()
+            assert found.abs().min() == 2.0**-24, name
+            assert (found == (2.0**-24 if value > 0 else -(2.0**-24))).any(), name
+
+
+#: Bound numbers of a dtype from both sides, or from one.
+CLAMPS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "clamp": lambda x, low, high: x.clamp(low, high),
+    "clamp by names": lambda x, low, high: x.clamp(max=high, min=low),
+    "torch.clamp": lambda x, low, high: torch.clamp(x, low, high),
+    "torch.clamp by names": lambda x, low, high: torch.clamp(input=x, min=low, max=high),
+    "clamp_": lambda x, low, high: changed(x, lambda y: y.clamp_(low, high)),
+    "clip": lambda x, low, high: x.clip(low, max=high),
+    "torch.clip": lambda x, low, high: torch.clip(x, low, high),
+    "clamp_min": lambda x, low, high: torch.clamp_max(x.clamp_min(low), high),
+    "clamp_min_": lambda x, low, high: changed(
+        x, lambda y: torch.clamp_max_(y.clamp_min_(min=low), high)
+    ),
+}
+
+
+class Between(nn.Module):
+    """What a layer returns, between two bounds."""
+
+    def __init__(self, clamp: Callable[[Tensor, float, float], Tensor], *bounds: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.clamp, self.bounds = clamp, bounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.clamp(self.layer(x), *self.bounds)
+        self.dtype = found.dtype
+        return found.double()
+
+
+BOUNDS = st.one_of(
+    st.floats(-1e10, 1e10), st.floats(-2.0, 2.0), st.sampled_from([1e-9, 1 - 1e-4, 1 - 1e-7, 0.0])
+)
+
+
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+def test_what_is_clamped_lies_between_the_bounds(amp: ModuleType, level: str) -> None:
+    half = {**HALF, **STORED}[level]
+    info = torch.finfo(half)
+
+    @given(st.sampled_from(sorted(CLAMPS)), BOUNDS, BOUNDS, st.floats(-1e4, 1e4))
+    def run(name: str, one: float, other: float, factor: float) -> None:
+        low, high = min(one, other), max(one, other)
+        model = Between(CLAMPS[name], low, high)
+        x = torch.eye(4) * factor
+        amp.initialize(model, opt_level=level, verbosity=0, cast_model_outputs=torch.float64)
+        found, plain = model(x).detach(), model.layer(x.to(model.layer.weight.dtype)).double()
+        amp.deactivate()
+        assert model.dtype is half
+        apart = info.eps * max(abs(low), abs(high), info.smallest_normal)
+        if high - low > 2 * apart:  # so that half has a number between them
+            bound = info.max
+            assert found.min() >= max(-bound, min(bound, low))
+            assert found.max() <= max(-bound, min(bound, high))
+        wanted = plain.detach().clamp(max(-info.max, low), min(info.max, high))
+        torch.testing.assert_close(found, wanted, rtol=2 * info.eps, atol=2.0**-23)
+
+    run()
+
+
+def test_other_bounds_and_dtypes_stay(amp: ModuleType) -> None:
+    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    x = torch.linspace(-1, 2, 7)
+    assert torch.equal(x.clamp(1e-9, 1 - 1e-4), x.double().clamp(1e-9, 1 - 1e-4).float())
+    assert torch.equal(torch.arange(9).clamp(2, 100_000), torch.arange(9).clamp(min=2))
+    half = x.half()
+    assert half.clamp(max=torch.inf).tolist() == half.tolist()
+    assert half.clamp(torch.zeros(7)).tolist() == half.float().relu().tolist()
+    assert half.clamp(max=torch.nan).isnan().all()
+    out = torch.empty(7, dtype=torch.float16)
+    assert torch.clamp(half, 0, 1, out=out) is out
+    assert out.max() == 1
+
+
+class Scored(nn.Module):
+    """A head whose heat map is bounded so that its focal loss is finite, as CenterNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.clamp(self.layer(x).sigmoid(), min=1e-4, max=1 - 1e-4)
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+def test_a_focal_loss_of_bounded_scores_is_finite(
+    amp: ModuleType, level: str, backend: str | None
+) -> None:
+    torch.manual_seed(0)
+    model, x = Scored(), 8 * torch.randn(32, 8)
+    is_there = torch.rand(32, 4) < 0.5
+
+    def loss_of(run: Callable[[Tensor], Tensor]) -> Tensor:
+        score = run(x)
+        found = (1 - score).pow(2) * score.log() * is_there
+        return -(found + score.pow(2) * (1 - score).log() * ~is_there).float().mean()
+
+    exact = losses_of(copy.deepcopy(model), loss_of)
+    options = {"opt_level": level, "loss_scale": 64.0}
+    found = losses_of(model, loss_of, amp, backend=backend, **options)
+    assert found[0] == pytest.approx(exact[0], rel=0.15)
+    assert 0 < found[-1] < found[0]
