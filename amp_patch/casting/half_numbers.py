@@ -113,14 +113,34 @@ def _scriptable(replacement: Any, original: Function) -> Function:
 
 
 def _bound(name: str, value: Any, half: torch.dtype) -> Any:
-    """Return a bound of a clamp, rounded to its side; any other argument as it is."""
-    if name not in ("min", "max") or not isinstance(value, float | int) or math.isnan(value):
+    """Return a bound of a clamp, rounded to its side; any other argument as it is.
+
+    By products and comparisons alone: in a compiled function the number may be a symbol.
+    """
+    if name not in ("min", "max") or not isinstance(value, float | int) or value != value:
         return value
     info = torch.finfo(half)
     if not -info.max <= value <= info.max:
-        return value if math.isinf(value) else math.copysign(info.max, value)
-    apart = info.eps * max(info.smallest_normal, 2.0 ** (math.frexp(value)[1] - 1))
-    return (math.ceil if name == "min" else math.floor)(value / apart) * apart
+        return value if abs(value) == math.inf else math.copysign(info.max, value)
+    if abs(value) < info.smallest_normal:
+        apart = info.smallest_normal * info.eps
+        return (math.ceil if name == "min" else math.floor)(value / apart) * apart
+    nearest = _rounded(value, info.eps)
+    side = 1.0 if name == "min" else -1.0
+    if side * nearest >= side * value:
+        return nearest
+    # by three quarters of what lies between two numbers, or by up to twice as much
+    return _rounded(nearest + side * 0.75 * info.eps * abs(nearest), info.eps)
+
+
+def _rounded(value: float, eps: float) -> float:
+    """Return the nearest number of as many bits as a dtype of this precision has.
+
+    Source: Veltkamp's splitting, in T. J. Dekker, A floating-point technique for extending the
+    available precision, Numerische Mathematik 18, 1971.
+    """
+    shifted = value * (2.0**52 * eps + 1.0)
+    return shifted - (shifted - value)
 
 
 def _may_be_lost(value: Any) -> bool:

@@ -263,3 +263,30 @@ def test_a_focal_loss_of_bounded_scores_is_finite(
     found = losses_of(model, loss_of, amp, backend=backend, **options)
     assert found[0] == pytest.approx(exact[0], rel=0.15)
     assert 0 < found[-1] < found[0]
+
+
+class Sized(nn.Module):
+    """Numbers that hang on a size, which is a symbol where torch.compile traces any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[0]
+        found = self.layer(x).clamp(min=-count, max=count * 1.5 + 0.001)
+        mask = torch.full((count, count), -1e9, dtype=found.dtype).triu(1)
+        return (
+            torch.where(found > 0, found.masked_fill(found > 1, count), -1e9).float() + mask.sum()
+        )
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("level", [*HALF, *STORED])
+def test_numbers_may_be_symbols(amp: ModuleType, level: str, dynamic: bool | None) -> None:
+    model = amp.initialize(Sized(), opt_level=level, verbosity=0)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", dynamic=dynamic, fullgraph=True)
+    for count in (3, 5, 7):
+        x = torch.randn(count, 4)
+        assert torch.equal(compiled(x), model(x))
