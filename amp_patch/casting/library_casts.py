@@ -229,7 +229,8 @@ def _run_rounded(
     dtype = mode.stored
     if dtype is None or mode.region is not None:
         return function(*args, **kwargs)
-    return _to(_widened(function, args, kwargs), dtype)
+    args, kwargs = _map_call(to_float, args, kwargs)
+    return _to(function(*args, **kwargs), dtype)
 
 
 def _run_lengths(
