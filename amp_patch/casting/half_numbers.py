@@ -52,6 +52,7 @@ _CLAMPS = {
     "clip": ("min", "max"),
     "clip_": ("min", "max"),
 }
+_NUMBERS = (float, int)
 _LEAST_RANGE = torch.finfo(torch.float16).max
 _HALF_OF_THE_LEAST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 
@@ -99,8 +100,9 @@ def _clamping(names: tuple[str, ...], original: Function) -> Function:
     def clamp(*args: Any, **kwargs: Any) -> Any:
         dtype = getattr(args[0] if args else kwargs.get("input"), "dtype", None)
         if dtype in HALVES and (mode.stored is not None or casts_are_on()):
-            given = dict(zip(names, args[1:], strict=False))
-            args = (*args[:1], *[_bound(name, value, dtype) for name, value in given.items()])
+            given = args[1:]
+            pairs = zip(names[: len(given)], given, strict=True)  # torch 2.6 compiles no other
+            args = (*args[:1], *[_bound(name, value, dtype) for name, value in pairs])
             kwargs = {name: _bound(name, value, dtype) for name, value in kwargs.items()}
         return original(*args, **kwargs)
 
@@ -117,7 +119,7 @@ def _bound(name: str, value: Any, half: torch.dtype) -> Any:
 
     By products and comparisons alone: in a compiled function the number may be a symbol.
     """
-    if name not in ("min", "max") or not isinstance(value, float | int) or value != value:
+    if name not in ("min", "max") or not isinstance(value, _NUMBERS) or value != value:
         return value
     info = torch.finfo(half)
     if not -info.max <= value <= info.max:
@@ -145,7 +147,7 @@ def _rounded(value: float, eps: float) -> float:
 
 def _may_be_lost(value: Any) -> bool:
     """Tell whether a finite number may become infinite in half, or 0."""
-    if not isinstance(value, float | int):
+    if not isinstance(value, _NUMBERS):
         return False
     size = abs(value)
     return _LEAST_RANGE < size < math.inf or 0 < size <= _HALF_OF_THE_LEAST

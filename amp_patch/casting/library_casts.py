@@ -466,7 +466,8 @@ def _map_call(
 
     To map the tuple and the dict as containers takes the host several times as long.
     """
-    return (*map(function, args),), {name: function(one) for name, one in kwargs.items()}
+    named = {name: function(one) for name, one in kwargs.items()} if kwargs else {}
+    return (*map(function, args),), named
 
 
 def _to(value: Any, dtype: torch.dtype) -> Any:
