@@ -100,9 +100,9 @@ def _clamping(names: tuple[str, ...], original: Function) -> Function:
     def clamp(*args: Any, **kwargs: Any) -> Any:
         dtype = getattr(args[0] if args else kwargs.get("input"), "dtype", None)
         if dtype in HALVES and (mode.stored is not None or casts_are_on()):
-            given = args[1:]
+            given, others = args[1 : 1 + len(names)], args[1 + len(names) :]
             pairs = zip(names[: len(given)], given, strict=True)  # torch 2.6 compiles no other
-            args = (*args[:1], *[_bound(name, value, dtype) for name, value in pairs])
+            args = (*args[:1], *[_bound(name, value, dtype) for name, value in pairs], *others)
             kwargs = {name: _bound(name, value, dtype) for name, value in kwargs.items()}
         return original(*args, **kwargs)
 

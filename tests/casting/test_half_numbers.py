@@ -232,6 +232,8 @@ def test_other_bounds_and_dtypes_stay(amp: ModuleType) -> None:
     with core.disable_casts():
         bounded_by_nan = half.clamp(max=torch.nan)  # NaN, but not in torch 2.6
     torch.testing.assert_close(half.clamp(max=torch.nan), bounded_by_nan, equal_nan=True)
+    with pytest.raises(TypeError, match="clamp"):
+        half.clamp(0, 1, 2)
     out = torch.empty(7, dtype=torch.float16)
     assert torch.clamp(half, 0, 1, out=out) is out
     assert out.max() == 1
