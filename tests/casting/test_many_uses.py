@@ -214,7 +214,7 @@ def test_a_thousand_uses_of_a_half_weight_add_up_in_float32(
     exact(x.double(), 1000).backward()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=1024.0, verbosity=0)
-    for bound in (64 * torch.finfo(torch.bfloat16).eps / 8, 8 * torch.finfo(STORED_IN[level]).eps):
+    for bound in (0.06, 8 * torch.finfo(STORED_IN[level]).eps):
         optimizer.zero_grad()
         with amp.scale_loss(model(x, 1000), optimizer) as scaled:
             scaled.backward()
@@ -327,7 +327,7 @@ def in_selective_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda model, x: model(x.requires_grad_(False)).detach(),
+        torch.no_grad()(lambda model, x: model(x)),
         lambda model, x: torch.func.vjp(model, x)[0],
         lambda model, x: torch.vmap(model)(x),
         lambda model, x: torch.compile(model, backend="eager", fullgraph=True)(x),
@@ -340,8 +340,7 @@ def test_no_part_where_a_weight_must_be_itself(
 ) -> None:
     model, _ = looping(amp)
     x = torch.ones(2, 4)
-    with torch.set_grad_enabled(call.__code__.co_names[:1] != ("requires_grad_",)):
-        result = call(model, x)
+    result = call(model, x)
     assert not parts_of(result)
     assert not many_uses._parts
     assert torch.equal(result.detach(), model(x).detach())
