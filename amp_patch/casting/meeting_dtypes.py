@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from .argument_casts import is_sparse_on_cpu, tensors_in, to_dtype, to_float
+from .cpu_convolutions import right_on_cpu
 from .many_uses import in_parts, is_used_up, used
 from .mode import HALVES, mode
 
@@ -51,8 +52,9 @@ def casting_where_they_meet(function: Function, word: str) -> Function:
     """
     one, other = MEETINGS[word] or (sys.maxsize, sys.maxsize)
     loses = _LOSES.get(function.__name__)
+    torchs, function = function, right_on_cpu(function)
 
-    @functools.wraps(function)
+    @functools.wraps(torchs)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if len(args) > other:
             first, last = args[0], args[other]
@@ -71,8 +73,8 @@ def casting_where_they_meet(function: Function, word: str) -> Function:
         return _run(function, word, args, kwargs, loses)
 
     # TorchScript compiles the original: it cannot read a closure.
-    wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
-    wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
+    wrapper.__prepare_scriptable__ = lambda: torchs  # type: ignore[attr-defined]  # our own
+    wrapper.stands_for = torchs  # type: ignore[attr-defined]  # for `installation`
     return wrapper
 
 

@@ -32,6 +32,7 @@ from .argument_casts import (
     to_dtype,
     to_float,
 )
+from .cpu_convolutions import right_on_cpu
 from .mode import FLOATS, HALVES, OFF, mode, process
 from .rules import ROUNDED_ONCE
 from .shared_casts import shared_cast
@@ -107,6 +108,7 @@ class Casts:
         torchs = _beneath(original)
         cast_activation = shared_cast if _is_torchs_in_c(torchs) else None
         takes_sparse = _name(original) in _TAKE_SPARSE
+        original = right_on_cpu(original)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:

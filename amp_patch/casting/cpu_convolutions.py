@@ -1,0 +1,133 @@
+"""Convolutions in bfloat16 of which torch's kernels for a CPU make wrong gradients.
+
+Where a kernel is larger than its padded input's part that has numbers, oneDNN's gradient of the
+weight has places that nobody wrote to, NaN or anything, on CPUs with AVX-512; of some it writes
+beyond the end, and the process ends later. Seen with torch 2.6 to 2.14, also under torch.autocast;
+float16, and what comes out of the forward, are right. Such a call is computed in float32 here.
+Knows the sizes of these, and no modes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .argument_casts import to_float
+
+Function = Callable[..., Any]
+
+
+def right_on_cpu(function: Function) -> Function:
+    """Return a convolution of torch whose gradients are right; any other function as it is."""
+    make = _MADE.get(getattr(function, "__name__", ""))
+    return function if make is None else make(function)
+
+
+def _convolving(dims: int, function: Function) -> Function:
+    @functools.wraps(function)
+    def convolution(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: Any = 1,
+    ) -> Any:
+        others = stride, padding, dilation, groups
+        if _has_backward(input, weight, bias) and _is_wrong(
+            dims, input.shape, weight.shape, stride, dilation
+        ):
+            return _in_float(function, input, weight, bias, others)
+        return function(input, weight, bias, *others)
+
+    return convolution
+
+
+def _convolving_transposed(dims: int, function: Function) -> Function:
+    @functools.wraps(function)
+    def convolution(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: Any = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        others = stride, padding, output_padding, groups, dilation
+        if _has_backward(input, weight, bias):
+            # The gradient of its weight is that of a convolution of what comes out.
+            sizes = [
+                (size - 1) * step - 2 * pad + spread * (kernel - 1) + more + 1
+                for size, step, pad, spread, kernel, more in zip(
+                    input.shape[-dims:],
+                    _each(stride, dims),
+                    _each(padding, dims),
+                    _each(dilation, dims),
+                    weight.shape[-dims:],
+                    _each(output_padding, dims),
+                    strict=False,  # a wrong number of them is torch's to refuse
+                )
+            ]
+            if _is_wrong(dims, sizes, weight.shape, stride, dilation):
+                return _in_float(function, input, weight, bias, others)
+        return function(input, weight, bias, *others)
+
+    return convolution
+
+
+_MADE: dict[str, Callable[[Function], Function]] = {
+    **{f"conv{dims}d": functools.partial(_convolving, dims) for dims in (1, 2, 3)},
+    **{
+        f"conv_transpose{dims}d": functools.partial(_convolving_transposed, dims)
+        for dims in (1, 2, 3)
+    },
+}
+
+
+def _has_backward(input: Any, weight: Any, bias: Any) -> bool:
+    """Tell whether a convolution is in bfloat16 on a CPU, and its weights have gradients."""
+    if not isinstance(input, Tensor) or input.dtype is not torch.bfloat16 or not input.is_cpu:
+        return False
+    if not torch.is_grad_enabled() or torch._C._is_tracing():  # which would warn of the numbers
+        return False
+    return any(isinstance(one, Tensor) and one.requires_grad for one in (weight, bias))
+
+
+def _is_wrong(
+    dims: int, sizes: Sequence[int], kernel: Sequence[int], stride: Any, dilation: Any
+) -> bool:
+    """Tell whether torch may make wrong gradients: a little more often than it does.
+
+    Args:
+        dims: how many dimensions it convolves.
+        sizes: of the input; the last ones are of these dimensions.
+        kernel: the sizes of the weight, so.
+    """
+    if sizes[-1] < (stride if isinstance(stride, int) else stride[-1]) and kernel[-1] > 1:
+        return True
+    if dims < 3:
+        return False
+    spread = _each(dilation, dims)
+    places = zip(sizes[-3:-1], kernel[-3:-1], spread, strict=False)
+    return any(one * (taken - 1) >= size for size, taken, one in places)
+
+
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    """Return an option of a convolution for each dimension."""
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) if len(value) == dims else tuple(value) * dims
+
+
+def _in_float(
+    function: Function, input: Tensor, weight: Tensor, bias: Any, others: tuple[Any, ...]
+) -> Any:
+    result: Tensor = function(to_float(input), to_float(weight), to_float(bias), *others)
+    return result.to(input.dtype)
