@@ -145,10 +145,11 @@ def initialize(
             O4: the bare name of a torch function ("softmax"), or a dotted path. Or "fast-norms",
             a profile of such rules: norms and softmax in half where torch's kernels round once
             (docs/rules.md). Or a rules file, by its path, or what it holds, ``{"opt_level": ...,
-            "profile": ..., "functions": ..., "modules": ...}``: its level takes the place of
-            ``opt_level``, ``functions`` stand above the profile, and ``modules`` maps paths in the
-            model, or patterns ("blocks.*.norm"), to "float" or "half" at every level
-            (docs/tune.md).
+            "profile": ..., "functions": ..., "modules": ..., "inputs": ...}``: its level takes the
+            place of ``opt_level``, ``functions`` stand above the profile, ``modules`` maps paths in
+            the model, or patterns ("blocks.*.norm"), to "float" or "half" at every level
+            (docs/tune.md), and ``inputs`` maps arguments of a model's ``forward`` to "off": its
+            call leaves them as they are.
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.

@@ -43,7 +43,7 @@ def initialize_at(
         resolved: the level, and what is to be said of it.
         models, optimizers, num_losses, verbosity, fused_step, process_group: as `amp.initialize`
             takes them.
-        rules: of functions and modules.
+        rules: of functions, modules and inputs.
         lists: dotted path -> rule of a function, below these, at levels that cast functions.
         allow_half: take models whose half parameters are trained, too.
         given_scale: the loss scale that the script names; None where the level decides.
@@ -63,7 +63,7 @@ def initialize_at(
     with rules.told():
         functions = _rules_of_functions(rules)
         idle = _without_effect(rules, level)
-        precisions = session.models.precisions(checked, rules.modules)
+        of_each = session.models.rules_of(checked, rules.modules, rules.inputs)
     if message is not None:  # what a level that the script did not ask for has no use for
         fused_step = fused_step and bool(level.master_weights)
     says_all = verbosity != "skips"
@@ -75,7 +75,7 @@ def initialize_at(
         scale_rule,
         arguments.count_of(num_losses),
         {**(lists or {}), **functions} if level.casts_functions else {},
-        precisions,
+        of_each,
         arguments.fused_step_of(fused_step, level.name, bool(level.master_weights)),
         arguments.process_group_of(process_group),
     )

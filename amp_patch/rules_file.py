@@ -1,4 +1,4 @@
-"""What a rules file holds: a level, a profile, rules of functions, precisions of modules.
+"""What a rules file holds: a level, a profile, rules of functions, modules and inputs.
 
 Knows the format, and of functions, modules, levels and profiles only how they are named.
 """
@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,8 @@ else:
 #: Set by ``amp-patch run --rules``: a profile or the path of a file, in the place of the script's.
 RULES_BY: Final = "AMP_PATCH_RULES"
 PRECISIONS: Final = ("float", "half")
-_KEYS = ("opt_level", "profile", "functions", "modules")
+LEFT_ALONE: Final = "off"
+_KEYS = ("opt_level", "profile", "functions", "modules", "inputs")
 #: How like one of these a key must be to be taken for it: no function of torch is.
 _SURE = 0.8
 
@@ -39,6 +40,7 @@ class Rules:
             were written.
         file: where they were read; None where they came otherwise.
         profile: name of rules of functions that hold where ``functions`` has none.
+        inputs: name of an argument of a model's forward -> "off": its call does not cast it.
     """
 
     opt_level: str | None = None
@@ -46,6 +48,7 @@ class Rules:
     modules: Mapping[str, str] = field(default_factory=dict)
     file: Path | None = None
     profile: str | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -61,7 +64,7 @@ class Rules:
 
 
 def rules_of(given: Any, levels: Collection[str], profiles: Collection[str]) -> Rules:
-    """Return what the environment says, else what ``initialize`` was given.
+    """Return what the environment says, else what ``initialize`` was given; of inputs both.
 
     Args:
         given: None; the name of a profile; the path of a file, a str or Path; a mapping of
@@ -78,9 +81,13 @@ def rules_of(given: Any, levels: Collection[str], profiles: Collection[str]) -> 
     if not forced:
         return _rules_of(given, levels, profiles)
     try:
-        return _rules_of(forced, levels, profiles)
+        found = _rules_of(forced, levels, profiles)
     except (OSError, TypeError, ValueError) as error:
         raise _of_the_environment(error) from error
+    # Which inputs are cast is no matter of precision, but of what they are.
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        found = replace(found, inputs={**_rules_of(given, levels, profiles).inputs, **found.inputs})
+    return found
 
 
 def _of_the_environment(error: Exception) -> Exception:
@@ -190,13 +197,15 @@ def _checked(
 ) -> Rules:
     _check_keys(found, origin)
     functions, modules = found.get("functions", {}), found.get("modules", {})
+    inputs = found.get("inputs", {})
     _check_level(found.get("opt_level"), levels, origin)
     _check_profile(found.get("profile"), profiles, origin)
     _check_table("functions", "softmax", functions, origin)
     _check_table("modules", "blocks.2.proj", modules, origin)
     _check_modules(modules, origin)
+    _check_inputs(inputs, origin)
     level, profile = found.get("opt_level"), found.get("profile")
-    return Rules(level, dict(functions), dict(modules), origin.path, profile)
+    return Rules(level, dict(functions), dict(modules), origin.path, profile, dict(inputs))
 
 
 def _check_keys(found: Mapping[Any, Any], origin: _Origin) -> None:
@@ -207,11 +216,12 @@ def _check_keys(found: Mapping[Any, Any], origin: _Origin) -> None:
         mend = (
             f"did you mean {near!r}? Write {near} in its place."
             if near
-            else "a function has its rule in functions, a module in modules. "
-            + origin.mend_in("functions", "softmax", "half")
+            else "a function has its rule in functions, a module in modules, what forward gets in "
+            "inputs. " + origin.mend_in("functions", "softmax", "half")
         )
         raise ValueError(
-            f"{origin} may have opt_level, profile, functions and modules; got {key!r}; {mend}"
+            f"{origin} may have opt_level, profile, functions, modules and inputs; got {key!r}; "
+            f"{mend}"
         )
 
 
@@ -279,4 +289,24 @@ def _check_modules(modules: Mapping[Any, Any], origin: _Origin) -> None:
             raise ValueError(
                 f"a module in {origin} is 'float' or 'half'; got {precision!r} for {name!r}"
                 f"{did_you_mean(precision, PRECISIONS)} {origin.mend_in('modules', name, mended)}"
+            )
+
+
+def _check_inputs(inputs: Any, origin: _Origin) -> None:
+    mend = origin.mend_in("inputs", "targets", LEFT_ALONE)
+    if not isinstance(inputs, Mapping):
+        raise ValueError(
+            f"inputs in {origin} must be a table of arguments of the model's forward; got "
+            f"{inputs!r}. {mend}"
+        )
+    for name, rule in inputs.items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"inputs in {origin} must be named by strings, as arguments of the model's "
+                f"forward; got {type(name).__name__} in the place of one. {mend}"
+            )
+        if rule != LEFT_ALONE:
+            raise ValueError(
+                f"an input in {origin} is {LEFT_ALONE!r}, and not cast, or has no rule; got "
+                f"{rule!r} for {name!r}. {origin.mend_in('inputs', name, LEFT_ALONE)}"
             )

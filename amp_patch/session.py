@@ -49,7 +49,7 @@ from .warn_once import warn_once
 from .weights import module_rules as rules_of_modules
 from .weights.forward_methods import ForwardMethods
 from .weights.fp32_values import FP32Values
-from .weights.prepared_models import ModelHooks, PreparedModels
+from .weights.prepared_models import ModelHooks, ModelRules, PreparedModels
 from .weights.rollback import Snapshot
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Session:
         scale_rule: ScaleRule,
         num_losses: int,
         rules: Mapping[str, str],
-        precisions: Sequence[Mapping[str, str]],
+        rules_of_each: Sequence[ModelRules],
         fused_step: bool,
         process_group: ProcessGroup | None = None,
     ) -> None:
@@ -170,7 +170,7 @@ class Session:
             level, scale_rule: resolved.
             num_losses: how many loss_ids the optimizers get.
             rules: dotted path -> rule of a function, at levels that cast functions.
-            precisions: for each model, path of a module -> "float" or "half".
+            rules_of_each: for each model, of its modules and of what it is called with.
             fused_step: at levels with masters only.
             process_group: of the ranks that step together; None: found by itself.
         """
@@ -192,7 +192,7 @@ class Session:
             on_error.callback(Snapshot(models, stepping).restore)
             self._patch_functions(models, level, rules, on_error)
             on_error.callback(self.store.end_conversion)
-            self.models.set_up(models, level, stepped, precisions, on_error)
+            self.models.set_up(models, level, stepped, rules_of_each, on_error)
             self.optimizers.set_up(
                 optimizers,
                 level,

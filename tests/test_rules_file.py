@@ -75,6 +75,31 @@ def test_the_environment_may_name_a_profile(monkeypatch) -> None:
     assert read({"gelu": "half"}) == Rules(profile="fast-norms")
 
 
+def test_the_environment_leaves_the_inputs_of_the_script(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text('opt_level = "O5"\n[inputs]\nboxes = "off"')
+    monkeypatch.setenv("AMP_PATCH_RULES", str(path))
+    of_the_script = {"modules": {"head": "float"}, "inputs": {"targets": "off"}}
+    inputs = {"targets": "off", "boxes": "off"}
+    assert read(of_the_script) == Rules("O5", file=path, inputs=inputs)
+    assert read("no_such_file.toml") == Rules("O5", file=path, inputs={"boxes": "off"})
+
+
+INPUTS = {
+    "of": ({"targets": "of"}, ValueError, "an input in rules is 'off', .* got 'of' for 'targets'"),
+    "a list": (["targets"], ValueError, "must be a table of arguments .*; got \\['targets'\\]"),
+    "a number": ({3: "off"}, TypeError, "must be named by strings, .*; got int in the place"),
+    "a key": ({"targets": {"boxes": "off"}}, ValueError, "got {'boxes': 'off'} for 'targets'"),
+}
+
+
+@pytest.mark.parametrize(("inputs", "kind", "words"), INPUTS.values(), ids=INPUTS)
+def test_inputs_that_mean_nothing_are_told_with_what_would(inputs, kind, words) -> None:
+    with pytest.raises(kind, match=words) as raised:
+        read({"inputs": inputs})
+    assert str(raised.value).endswith("rules={'inputs': {'targets': 'off'}}).")
+
+
 def test_a_profile_that_is_none_is_told_with_those_that_are(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as raised:
@@ -113,6 +138,7 @@ MISSPELLED = {
     "opt_level": ("opt_levl", "opt-level", "optlevel", "OPT_LEVEL"),
     "functions": ("function", "funtions", "Functions"),
     "modules": ("module", "Modules", "modlues"),
+    "inputs": ("input", "Inputs", "inptus"),
 }
 
 
@@ -127,8 +153,8 @@ def test_a_misspelled_key_is_told_with_the_one_that_was_meant(
         with pytest.raises(ValueError, match="rules may have") as raised:
             read({**beside, key: value})
         assert str(raised.value) == (
-            f"rules may have opt_level, profile, functions and modules; got {key!r}; did you mean "
-            f"{meant!r}? Write {meant} in its place."
+            f"rules may have opt_level, profile, functions, modules and inputs; got {key!r}; did "
+            f"you mean {meant!r}? Write {meant} in its place."
         )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -41,12 +42,29 @@ PROBABILITIES = re.compile(
     r"(constraint |within the support \()Simplex\(\)(?!.*\bnan\b).*dtype=torch\.b?float16",
     re.DOTALL,
 )
+# A tensor that a message shows has a dtype of which it does not complain.
+SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
+# What code asks for that takes float32 alone, and the half dtype that it tells of.
+_TELLS_OF_HALF = re.compile(r"\b(torch\.b?float16|BFloat16|Half)\b")
+_ASKS_FOR_FLOAT = re.compile(r"\bdtype\b.*\bfloat(32)?\b|\bis_floating_point\b")
+
+
+def refuses_half(error: BaseException) -> bool:
+    """Tell whether code of a model, or of a library, has asked for a dtype, and got a half one."""
+    if not isinstance(error, (TypeError, AssertionError)):
+        return False
+    places = traceback.extract_tb(error.__traceback__)[-1:]
+    lines = [place.line or "" for place in places if isinstance(error, AssertionError)]
+    message = SHOWN.sub("", str(error))
+    return bool(_TELLS_OF_HALF.search(message) or any(map(_ASKS_FOR_FLOAT.search, lines)))
 
 
 def mend_of(place: Place, error: BaseException) -> str:
     """Return what mends an error about dtypes that came from a place, in sentences."""
     message = str(error)
     mend = _MEND_OF_AUTOCAST if _AUTOCAST.search(message) else _mend_of_half(message, place)
+    if mend is None and refuses_half(error):
+        mend = _mend_of_a_refusal(place, error)
     if mend is None and re.search(r"\bdouble\b", message, re.IGNORECASE):
         mend = _mend_of_float64(place)
     if mend is None and place.level.casts_functions:
@@ -74,6 +92,28 @@ def _mend_of_half(message: str, place: Place) -> str | None:
             f"This is not computed in {dtype}: put `with amp.float_region():` around it, give it "
             "x.float() in the place of x, and hand on y.to(x.dtype) behind it."
         )
+    return None
+
+
+def _mend_of_a_refusal(place: Place, error: BaseException) -> str:
+    """Return what mends code that takes no half numbers, in which tensors may have come."""
+    mend = "This takes no half numbers: give it x.float()"
+    name = _cast_argument(place, error) if place.level.stores_half else None
+    if name is None:
+        return f"{mend}, or compute this part in `with amp.float_region():`."
+    return (
+        f"{mend}; or leave an argument of the model's call as it is, by "
+        f"amp.initialize(..., rules={{'inputs': {{{name!r}: 'off'}}}})."
+    )
+
+
+def _cast_argument(place: Place, error: BaseException) -> str | None:
+    """Return the last argument of the model's forward with tensors that its call has cast."""
+    for frame in frames(error):
+        if frame.f_code.co_name == "forward" and owner_of(frame) is place.model:
+            for name in reversed(inspect.getargs(frame.f_code).args[1:]):
+                if _has(HALVES, frame.f_locals.get(name)):
+                    return name
     return None
 
 
@@ -210,16 +250,21 @@ def _mend_of_a_call(place: Place, error: BaseException) -> str:
 
 def _has_float_arguments(frame: types.FrameType) -> bool:
     """Tell whether a float32 tensor is among a function's arguments, also in containers."""
-    dtypes = set()
+    names = inspect.getargs(frame.f_code)
+    names_of_all = filter(None, (*names.args, names.varargs, names.varkw))
+    return any(_has([torch.float32], frame.f_locals.get(name)) for name in names_of_all)
+
+
+def _has(dtypes: Collection[torch.dtype], value: object) -> bool:
+    """Tell whether a tensor of one of these dtypes is in a value, also in containers."""
+    found = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        dtypes.add(tensor.dtype)
+        found.add(tensor.dtype)
         return tensor
 
-    names = inspect.getargs(frame.f_code)
-    for name in filter(None, (*names.args, names.varargs, names.varkw)):
-        map_tensors(note, frame.f_locals.get(name))
-    return torch.float32 in dtypes
+    map_tensors(note, value)
+    return not found.isdisjoint(dtypes)
 
 
 def _is_in_a_decorated_forward(error: BaseException) -> bool:

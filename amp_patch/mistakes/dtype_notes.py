@@ -23,7 +23,9 @@ from .dtype_mends import (
     NO_KERNEL,
     OVERFLOW,
     PROBABILITIES,
+    SHOWN,
     mend_of,
+    refuses_half,
 )
 from .error_places import Place, innermost, operands
 
@@ -36,8 +38,6 @@ _COMPLAINT = re.compile(
     r"|could not create a primitive descriptor"
 )
 _NO_NUMPY = re.compile("^Got unsupported ScalarType BFloat16")
-# A tensor that a message shows has a dtype of which it does not complain.
-_SHOWN = re.compile(r"\btensor\(.*?\bdtype=torch\.\w+", re.DOTALL)
 # What the code of a script raises where functions cast, beside any module of a model.
 _HOOK = re.compile(r"^hook .* has changed the type of value .*(Half|BFloat16)T(ensor|ype)")
 _OF_ONE_DTYPE = re.compile(
@@ -63,11 +63,12 @@ def explain(error: BaseException, levels: Mapping[nn.Module, OptLevel]) -> None:
     message = str(error)
     is_of_half = any(one.search(message) for one in (NO_KERNEL, OVERFLOW, PROBABILITIES))
     is_of_two = isinstance(error, (RuntimeError, ValueError)) and _COMPLAINT.search(
-        _SHOWN.sub("", message)
+        SHOWN.sub("", message)
     )
-    if not (is_of_half or is_of_two) or _is_noted(error):
+    is_refused = refuses_half(error)
+    if not (is_of_half or is_of_two or is_refused) or _is_noted(error):
         return
-    where_functions_cast = is_of_half or _HALF_AND_ANOTHER.search(message)
+    where_functions_cast = is_of_half or is_refused or _HALF_AND_ANOTHER.search(message)
     place = innermost(
         error,
         {

@@ -6,6 +6,7 @@ a model alone. Knows no optimizer, and not how a model came to be in half.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from amp_patch.casting.torch_compile import never_trace
 from amp_patch.patching import Patches
 
 from .half_model import ForwardCasts
+from .kept_inputs import places
 
 
 class ForwardMethods:
@@ -113,6 +115,8 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    if casts.kept:  # the places are those of forward
+        casts = dataclasses.replace(casts, kept_at=places(method, casts.kept, has_self=True))
     try:
         args, kwargs = casts.enter(model, args, kwargs) or (args, kwargs)
         outputs = method(module, *args, **kwargs)

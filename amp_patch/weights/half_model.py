@@ -50,6 +50,8 @@ class ForwardCasts(FollowsCopies):
         region_dtype: half dtype of a ``half_region`` inside.
         inputs: dtype that floating inputs are cast to; None leaves them. A copy casts them to that
             of its weights, and leaves them where it has none, say because these are quantized.
+        kept: names of arguments that are not cast.
+        kept_at: their places in a call by place.
         outputs: dtype that floating outputs are cast to; None leaves them. So does a call in the
             model's own forward, as of a tree that calls itself.
         observe: called with the model at the start of its forward; must be picklable.
@@ -62,6 +64,8 @@ class ForwardCasts(FollowsCopies):
     outputs: torch.dtype | None = None
     observe: Callable[[nn.Module], None] | None = None
     explain: Callable[[BaseException], None] | None = None
+    kept: frozenset[str] = frozenset()
+    kept_at: frozenset[int] = frozenset()
 
     @leave_out
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -81,12 +85,18 @@ class ForwardCasts(FollowsCopies):
                 _warn_of_autocast(model, self.level)
             if self.observe is not None:
                 self.observe(model)
-        if inputs is None:
-            return None
-        args = tuple([cast_floats(value, inputs) for value in args])
+        return None if inputs is None else self._cast_inputs(inputs, args, kwargs)
+
+    def _cast_inputs(self, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+        cast = [cast_floats(value, dtype) for value in args]
+        for place in self.kept_at:
+            cast[place : place + 1] = args[place : place + 1]
         if kwargs:
-            kwargs = {key: cast_floats(value, inputs) for key, value in kwargs.items()}
-        return args, kwargs
+            kwargs = {
+                key: value if key in self.kept else cast_floats(value, dtype)
+                for key, value in kwargs.items()
+            }
+        return tuple(cast), kwargs
 
     @leave_out
     def leave(self, model: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:

@@ -25,7 +25,7 @@ from amp_patch.distributed.fully_sharded import (
 from amp_patch.distributed.shards import set_data
 from amp_patch.levels import OptLevel
 
-from . import half_model, half_storage, module_rules, parametrizations
+from . import half_model, half_storage, kept_inputs, module_rules, parametrizations
 from .fp32_values import FP32Values
 from .half_model import ForwardCasts, WeightCasts
 from .out_of_range import warn_of_infinite
@@ -51,6 +51,18 @@ class ModelHooks(NamedTuple):
     read_state: Callable[..., None]
     before_state: Callable[..., None]
     before_load: Callable[..., None]
+
+
+class ModelRules(NamedTuple):
+    """What rules say of one model.
+
+    Attributes:
+        precisions: path of a module -> "float" or "half".
+        kept_inputs: names of arguments that its call leaves as they are.
+    """
+
+    precisions: Mapping[str, str] = {}
+    kept_inputs: frozenset[str] = frozenset()
 
 
 class _StateHooks(NamedTuple):
@@ -85,9 +97,7 @@ class PreparedModels:
         self.levels: weakref.WeakKeyDictionary[nn.Module, OptLevel] = weakref.WeakKeyDictionary()
         self.numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._count = 0
-        self._precisions: weakref.WeakKeyDictionary[nn.Module, Mapping[str, str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._rules: weakref.WeakKeyDictionary[nn.Module, ModelRules] = weakref.WeakKeyDictionary()
         self._probes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tensor]] = (
             weakref.WeakKeyDictionary()
         )
@@ -99,28 +109,30 @@ class PreparedModels:
             weakref.WeakKeyDictionary()
         )
 
-    def precisions(
-        self, models: Sequence[nn.Module], rules: Mapping[str, str]
-    ) -> list[dict[str, str]]:
-        """Return, for each model that comes, path of a module -> "float" or "half".
+    def rules_of(
+        self, models: Sequence[nn.Module], modules: Mapping[str, str], inputs: Mapping[str, str]
+    ) -> list[ModelRules]:
+        """Return what rules say of each model that comes.
 
         Args:
             models: changed by nothing here.
-            rules: see `module_rules.find`.
+            modules: see `module_rules.find`.
+            inputs: see `kept_inputs.find`.
 
         Raises:
-            ValueError: a rule that names no module of them.
+            ValueError: a rule that names no module of them, or no argument of their forward.
         """
         new = [model for model in models if model not in self.numbers]
         numbers = {**self.numbers, **{one: self._count + i for i, one in enumerate(new)}}
-        return module_rules.find(models, [numbers[model] for model in models], rules)
+        precisions = module_rules.find(models, [numbers[model] for model in models], modules)
+        return list(map(ModelRules, precisions, kept_inputs.find(models, inputs)))
 
     def set_up(
         self,
         models: Sequence[nn.Module],
         level: OptLevel,
         stepped: set[int],
-        precisions: Sequence[Mapping[str, str]],
+        rules: Sequence[ModelRules],
         on_error: contextlib.ExitStack,
     ) -> None:
         """Set models up at ``level``, in place of an earlier one.
@@ -129,25 +141,25 @@ class PreparedModels:
             models: in fp32, but for what is frozen.
             level: says whether they are stored in half, and what their forward casts.
             stepped: ids of the parameters that an optimizer of the same call steps.
-            precisions: for each model, see `precisions`.
+            rules: for each model, see `rules_of`.
             on_error: gets what undoes it; the models' tensors are somebody else's to restore.
         """
         on_error.callback(self._forget_numbers, self._count)
-        for model, rules in zip(models, precisions, strict=True):
+        for model, own in zip(models, rules, strict=True):
             if model not in self.numbers:
                 self.numbers[model] = self._count
                 self._count += 1
-            earlier = self.levels.get(model), self._precisions.get(model, {})
+            earlier = self.levels.get(model), self._rules.get(model, ModelRules())
             on_error.callback(self._put_back, model, *earlier)
             if level.cast_model_type is not None:
-                in_float = module_rules.in_float(model, rules)
-                in_float |= module_rules.has_frequencies(model, rules)
+                in_float = module_rules.in_float(model, own.precisions)
+                in_float |= module_rules.has_frequencies(model, own.precisions)
                 originals = self._store_as(level.cast_model_type, model, level, stepped, in_float)
                 on_error.callback(self._store.forget, originals)
                 on_error.callback(self._converted.pop, model, None)
                 if model in self._converted:
                     follow_parameters(model)
-            self._attach(model, level, rules)
+            self._attach(model, level, own)
             self.follow_device(model)
             if level.casts_functions:
                 self._cache.add_model(model)
@@ -159,7 +171,7 @@ class PreparedModels:
         for model, level in list(self.levels.items()):
             if level.stores_half:
                 casting = replace(level, patch_torch_functions=True)
-                self._attach(model, casting, self._precisions[model])
+                self._attach(model, casting, self._rules[model])
 
     def reshard(self) -> None:
         """Have sharded models hold what their optimizers step; call it before these let go."""
@@ -301,10 +313,10 @@ class PreparedModels:
                 param.grad = original.grad.to(param.dtype)
         return [*params, *rounded]
 
-    def _attach(self, model: nn.Module, level: OptLevel, precisions: Mapping[str, str]) -> None:
+    def _attach(self, model: nn.Module, level: OptLevel, rules: ModelRules) -> None:
         """Put the hooks of ``level`` on a model, in place of those of an earlier level."""
         self._detach(model)
-        self._precisions[model] = precisions
+        self._rules[model] = rules
         hooks = self._hooks
         ForwardCasts(
             level=level.half_dtype if level.casts_functions else OFF,
@@ -313,8 +325,10 @@ class PreparedModels:
             outputs=level.cast_model_outputs or (torch.float32 if level.cast_model_type else None),
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
             explain=hooks.explain if level.stores_half or level.casts_functions else None,
+            kept=rules.kept_inputs,
+            kept_at=kept_inputs.places(model.forward, rules.kept_inputs),
         ).attach(model)
-        module_rules.attach(model, precisions, level.cast_model_type)
+        module_rules.attach(model, rules.precisions, level.cast_model_type)
         self.levels[model] = level
         if level.stores_half:
             self._compute_weights_in_fp32(model, level)
@@ -356,19 +370,17 @@ class PreparedModels:
         module_rules.detach(model)
         for _, weight in parametrizations.weights_of(model):
             half_model.detach(weight)
-        self._precisions.pop(model, None)
+        self._rules.pop(model, None)
         known = self._state_hooks.pop(model, None)
         for handle in () if known is None else known.handles:
             handle.remove()
         self.levels.pop(model, None)
 
-    def _put_back(
-        self, model: nn.Module, level: OptLevel | None, precisions: Mapping[str, str]
-    ) -> None:
+    def _put_back(self, model: nn.Module, level: OptLevel | None, rules: ModelRules) -> None:
         """Undo `_attach`: the hooks are again those of ``level``, or none."""
         self._detach(model)
         if level is not None:
-            self._attach(model, level, precisions)
+            self._attach(model, level, rules)
 
     def _forget_numbers(self, count: int) -> None:
         """The models that got a number from ``count`` on never came."""

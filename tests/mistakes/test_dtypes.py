@@ -18,7 +18,7 @@ import torch
 from support import scaled_backward
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training import Net, make, prepared
+from training import Choosy, Net, make, prepared
 
 from amp_patch import amp as core
 from amp_patch.levels import OPT_LEVELS
@@ -924,3 +924,45 @@ def test_a_convolution_of_another_dtype_is_explained(amp: ModuleType, level: str
         model(torch.randn(2, 4, 16, 16))
     told = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
     assert f"the model itself (Noisy), with x {DTYPES[level]}, noise torch.float32" in told
+
+
+@pytest.mark.parametrize("kind", ["type", "bare", "said"])
+@pytest.mark.parametrize("level", HALF)
+def test_code_that_refuses_half_targets_is_told_how_they_stay(
+    amp: ModuleType, level: str, kind: str
+) -> None:
+    targets = [{"boxes": torch.ones(1, 4), "labels": torch.ones(1, dtype=torch.long)}]
+    model = amp.initialize(Choosy(kind), opt_level=level, verbosity=0)
+    with pytest.raises((TypeError, AssertionError)) as raised:
+        model(torch.ones(2, 4), targets)
+    assert told(raised.value).endswith(
+        "This takes no half numbers: give it x.float(); or leave an argument of the model's call "
+        "as it is, by amp.initialize(..., rules={'inputs': {'targets': 'off'}})."
+    )
+    core.deactivate()
+    rules = {"inputs": {"targets": "off"}}  # what the note says
+    core.initialize(model, opt_level=level, verbosity=0, rules=rules)
+    assert torch.equal(model(torch.ones(2, 4), targets), targets[0]["boxes"])
+
+
+@pytest.mark.parametrize("kind", ["type of head", "bare head", "said of head"])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_where_functions_cast_it_is_told_how_to_widen(
+    amp: ModuleType, level: str, kind: str
+) -> None:
+    model = amp.initialize(Choosy(kind), opt_level=level, verbosity=0)
+    with pytest.raises((TypeError, AssertionError)) as raised:
+        model(torch.ones(2, 4), [])
+    assert told(raised.value).endswith(
+        "This takes no half numbers: give it x.float(), or compute this part in "
+        "`with amp.float_region():`."
+    )
+
+
+@pytest.mark.parametrize("kind", ["rank", "keyword"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_other_refusals_are_as_they_are(amp: ModuleType, level: str, kind: str) -> None:
+    model = amp.initialize(Choosy(kind), opt_level=level, verbosity=0)
+    with pytest.raises((TypeError, AssertionError)) as raised:
+        model(torch.ones(2, 4), [{"boxes": torch.ones(1, 4)}])
+    assert not getattr(raised.value, "__notes__", None)

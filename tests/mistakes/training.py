@@ -27,6 +27,31 @@ class Net(nn.Module):
         return self.last(self.first(x).tanh())
 
 
+class Choosy(nn.Module):
+    """Asks for the dtype of what its head returns, or of its targets, as libraries do.
+
+    Here, for pytest would write a message for a bare assertion of a module of tests.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.head = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, targets: Any, size: int = 4) -> Tensor:
+        boxes = self.head(x) if "head" in self.kind else targets[0]["boxes"]
+        if self.kind.startswith("type") and boxes.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"boxes must be of float type, instead got {boxes.dtype}")
+        if self.kind.startswith("bare"):
+            assert boxes.dtype == torch.float32
+        if self.kind.startswith("said"):
+            assert boxes.dtype == torch.float32, f"got {boxes.dtype}"
+        if self.kind == "rank":
+            assert boxes.dim() == 3, f"one for each image is needed; got {boxes}"
+        if self.kind == "keyword":
+            self.head(x, half=True)
+        return boxes
+
+
 def make(kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[nn.Module, Any]:
     """Return a model and its optimizer, the same each time."""
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from amp_patch.casting.mode import ALL_DEVICES, process
 from amp_patch.casting.weight_cache import WeightCache
 from amp_patch.levels import OPT_LEVELS
 from amp_patch.weights.fp32_values import FP32Values
-from amp_patch.weights.prepared_models import ModelHooks, PreparedModels
+from amp_patch.weights.prepared_models import ModelHooks, ModelRules, PreparedModels
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 STORED = {"O0": F32, "O1": F32, "O2": F16, "O3": F16, "O4": F32, "O5": BF16}
@@ -42,7 +42,7 @@ class Prepared:
     def set_up(self, model: nn.Module, level: str, *stepped: nn.Parameter) -> contextlib.ExitStack:
         """Set a model up, and return what undoes it."""
         undo = contextlib.ExitStack()
-        self.models.set_up([model], OPT_LEVELS[level], set(map(id, stepped)), [{}], undo)
+        self.models.set_up([model], OPT_LEVELS[level], set(map(id, stepped)), [ModelRules()], undo)
         return undo
 
 
