@@ -248,8 +248,8 @@ REFUSALS: dict[str, tuple[Refused, type[Exception], str]] = {
     "misspelled key of rules": (
         initialize_with(opt_level="O1", rules={"profil": "fast-norms"}),
         ValueError,
-        "rules may have opt_level, profile, functions and modules; got 'profil'; did you mean "
-        "'profile'? Write profile in its place.",
+        "rules may have opt_level, profile, functions, modules and inputs; got 'profil'; did "
+        "you mean 'profile'? Write profile in its place.",
     ),
     "module that is no string": (
         initialize_with(opt_level="O2", rules={"modules": {nn.Linear: "float"}}),
