@@ -407,12 +407,14 @@ class Session:
 # Hooks on models must be picklable, so they are functions that find the session below.
 
 
-def _observe_model(model: nn.Module) -> None:
+def _observe_model(model: nn.Module, args: Any, kwargs: Any) -> None:
     session.models.follow_device(model)
     session.show_writes(model)
+    if session.guard.targets.are_awaited:
+        session.guard.targets.look(model, args, kwargs)
 
 
-def _observe_cast_model(model: nn.Module) -> None:
+def _observe_cast_model(model: nn.Module, args: Any, kwargs: Any) -> None:
     session.models.follow_device(model)
     # A replica of nn.DataParallel lives for one forward and owns no parameters. Looked up as it is
     # set, for a module takes 2 us to say that it has no such attribute.

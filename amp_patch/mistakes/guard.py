@@ -45,6 +45,7 @@ from .grad_scaler import MakePass, MakeScaling, ServedScalers
 from .late_modules import LateModules
 from .lone_scales import ScaleUsers
 from .plain_averages import PlainAverages
+from .rounded_targets import RoundedTargets
 from .split_averages import SplitAverages
 from .unprepared import HalfSteps, UnpreparedParams, refuse_flat, warn_of_strangers
 
@@ -62,6 +63,7 @@ class Guard:
         unprepared: parameters that a scaled loss reaches, and nobody unscales; false without any.
         plain_averages: kept by a script in tensors of its own; false where none is looked for.
         unsynced: models that may leave gradients on one rank; false without any.
+        targets: that models in half are called with.
         backwards: calls of ``backward`` around blocks.
     """
 
@@ -92,6 +94,7 @@ class Guard:
         self._copies = ExactCopies(store, models.in_half)
         self.plain_averages = PlainAverages(optimizers.params)
         self.unsynced = Unsynced()
+        self.targets = RoundedTargets()
         self.scale_users = ScaleUsers(self.unsynced.averaged_among)
         self._split_averages = SplitAverages(
             lambda: [step.backward for step in optimizers.steps.values()],
@@ -189,6 +192,9 @@ class Guard:
         hooks.tell_of_earlier(models if self._optimizers.scalers.scale_losses else ())
         self.unprepared.find(list(self._models.levels), self._optimizers)
         halves = [model for model in models if self._models.levels[model].stores_half]
+        for model in halves:
+            level, kept = self._models.levels[model], self._models.kept_inputs(model)
+            self.targets.follow(model, level.name, level.half_dtype, kept)
         self._copies.follow(halves, patches)
         if halves and not self._follows_halves:
             self._follows_halves = True

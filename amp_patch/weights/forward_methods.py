@@ -118,7 +118,7 @@ def _run(
     if casts.kept:  # the places are those of forward
         casts = dataclasses.replace(casts, kept_at=places(method, casts.kept, has_self=True))
     try:
-        args, kwargs = casts.enter(model, args, kwargs) or (args, kwargs)
+        args, kwargs = casts.enter(model, args, kwargs, is_forward=False) or (args, kwargs)
         outputs = method(module, *args, **kwargs)
     except BaseException:
         casts.leave(model, args, kwargs, None)

@@ -54,7 +54,8 @@ class ForwardCasts(FollowsCopies):
         kept_at: their places in a call by place.
         outputs: dtype that floating outputs are cast to; None leaves them. So does a call in the
             model's own forward, as of a tree that calls itself.
-        observe: called with the model at the start of its forward; must be picklable.
+        observe: called with the model at the start of its forward, and what this gets; must be
+            picklable.
         explain: called with what its forward raised; must be picklable.
     """
 
@@ -62,14 +63,14 @@ class ForwardCasts(FollowsCopies):
     region_dtype: torch.dtype
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    observe: Callable[[nn.Module], None] | None = None
+    observe: Callable[[nn.Module, Any, Any], None] | None = None
     explain: Callable[[BaseException], None] | None = None
     kept: frozenset[str] = frozenset()
     kept_at: frozenset[int] = frozenset()
 
     @leave_out
-    def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook."""
+    def enter(self, model: nn.Module, args: Any, kwargs: Any, is_forward: bool = True) -> Any:
+        """Forward pre-hook; also called before another method, whose places are its own."""
         is_compiling = torch.compiler.is_compiling()
         inputs = self.inputs
         if self.is_copy and inputs is not None:
@@ -84,7 +85,7 @@ class ForwardCasts(FollowsCopies):
             if _autocast_is_on() or mode.autocasts:
                 _warn_of_autocast(model, self.level)
             if self.observe is not None:
-                self.observe(model)
+                self.observe(model, args if is_forward else (), kwargs)
         return None if inputs is None else self._cast_inputs(inputs, args, kwargs)
 
     def _cast_inputs(self, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:

@@ -35,7 +35,8 @@ class ModelHooks(NamedTuple):
     """What the hooks on models call: functions of a module, for a model must be picklable.
 
     Attributes:
-        observe: gets the model at the start of its forward, where it casts no functions.
+        observe: gets the model, and what it is called with, at the start of its forward, where it
+            casts no functions.
         observe_casting: the same, at O1 and O4.
         explain: gets what the forward of a model raised.
         write_state: a state-dict post-hook of each submodule of a model in half.
@@ -44,8 +45,8 @@ class ModelHooks(NamedTuple):
         before_load: a load-state-dict pre-hook of the model itself, likewise.
     """
 
-    observe: Callable[[nn.Module], None]
-    observe_casting: Callable[[nn.Module], None]
+    observe: Callable[[nn.Module, Any, Any], None]
+    observe_casting: Callable[[nn.Module, Any, Any], None]
     explain: Callable[[BaseException], None]
     write_state: Callable[..., None]
     read_state: Callable[..., None]
@@ -223,6 +224,10 @@ class PreparedModels:
     def holds(self, module: nn.Module) -> bool:
         """Return whether a module is part of a model that is stored in half."""
         return any(module is one for model in self.in_half() for one in model.modules())
+
+    def kept_inputs(self, model: nn.Module) -> frozenset[str]:
+        """Return the names of arguments that the call of a model leaves as they are."""
+        return self._rules[model].kept_inputs
 
     def in_half(self) -> list[nn.Module]:
         """Return the models that are stored in half (O2, O3, O5)."""

@@ -29,8 +29,8 @@ class Prepared:
         self.seen: list[str] = []
         self.values, self.cache = FP32Values(), WeightCache()
         hooks = ModelHooks(
-            observe=lambda model: self.seen.append("observe"),
-            observe_casting=lambda model: self.seen.append("observe casting"),
+            observe=lambda *call: self.seen.append("observe"),
+            observe_casting=lambda *call: self.seen.append("observe casting"),
             explain=lambda error: self.seen.append("explain"),
             write_state=lambda *args: self.seen.append("write"),
             read_state=lambda *args: self.seen.append("read"),

@@ -1,0 +1,139 @@
+"""Targets that a model's call rounds are told once, with the rule that leaves them as they are."""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_patch import amp as core
+from amp_patch.session import session
+
+X = torch.linspace(-1.0, 1.0, 8).view(2, 4)
+BOXES = torch.full((2, 4), 1333.3)
+HALF = {"O2": "torch.float16", "O3": "torch.float16", "O5": "torch.bfloat16"}
+OFF = {"O2": "0.3", "O3": "0.3", "O5": "2.7"}
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, gt_boxes: Any = None, size: Any = None) -> Tensor:
+        found: Tensor = self.head(x)
+        return found
+
+    def loss(self, size: Any, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x)
+        return found
+
+
+def warned(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """Return what a call warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(*args, **kwargs)
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_the_first_that_come_are_told(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(Detector(), opt_level=level, verbosity=0)
+    assert warned(model, X) == []
+    assert warned(model, X, [{"boxes": BOXES, "ids": torch.tensor([1])}]) == [
+        f"a call of a model at opt_level {level} casts float32 targets, too, which must keep their "
+        f"numbers; got 'gt_boxes' of Detector.forward, which {HALF[level]} rounds by up to "
+        f"{OFF[level]}. Leave it as it is by amp.initialize(..., rules={{'inputs': {{'gt_boxes': "
+        "'off'}}), or pass it in float64."
+    ]
+    assert warned(model, X, BOXES) == []
+    assert not session.guard.targets.are_awaited
+
+
+@pytest.mark.parametrize("level", HALF)
+def test_what_the_warning_says_mends_it(amp: ModuleType, level: str) -> None:
+    rules = {"inputs": {"gt_boxes": "off"}}
+    model = core.initialize(Detector(), opt_level=level, verbosity=0, rules=rules)
+    assert warned(model, X, BOXES) == []
+    core.deactivate()
+    model = core.initialize(model, opt_level=level, verbosity=0)
+    assert warned(model, X, BOXES.double()) == []
+
+
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "whole numbers that half has": (X, torch.full((2, 4), 96.0)),
+    "probabilities": (X, torch.full((2, 4), 1 / 3)),
+    "ids": (X, torch.full((2, 4), 100_000)),
+    "none": (X, None),
+    "infinite": (X, torch.full((2, 4), torch.inf)),
+    "another argument": (X, None, BOXES),
+    "an input": (BOXES,),
+    "empty": (X, torch.empty(0, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_all_else_is_not(amp: ModuleType, level: str, name: str) -> None:
+    model = amp.initialize(Detector(), opt_level=level, verbosity=0)
+    assert warned(model, *RIGHT[name]) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_nor_where_inputs_are_not_cast(amp: ModuleType, level: str) -> None:
+    model = amp.initialize(Detector(), opt_level=level, verbosity=0)
+    assert warned(model, X, BOXES) == []
+
+
+def test_beyond_the_range_they_are_infinite(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O2", verbosity=0)
+    assert "rounds by up to inf." in warned(model, X, gt_boxes=BOXES * 100)[0]
+
+
+def test_evaluation_is_waited_out(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    with torch.no_grad():
+        assert warned(model, X, BOXES) == []
+    assert warned(model.eval(), X, BOXES) == []
+    assert warned(model.train(), X, BOXES) != []
+
+
+def test_nobody_waits_for_long(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    for _ in range(16):
+        assert session.guard.targets.are_awaited
+        model(X)
+    assert not session.guard.targets.are_awaited
+
+
+def test_places_of_another_method_are_its_own(amp: ModuleType) -> None:
+    core.register_forward_method(Detector, "loss")
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.loss(None, BOXES)
+
+
+def test_numbers_that_cannot_be_read_are_left_alone(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    many = torch.stack([X, X])
+
+    def call(x: Tensor) -> Tensor:
+        return model(x, x * 1333.3)
+
+    torch.func.vmap(call)(many)
+    model.to("meta")
+    model(many[0].to("meta"), BOXES.to("meta"))
+    assert session.guard.targets.are_awaited
+
+
+def test_a_model_that_comes_again_is_looked_at_by_its_new_rules(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    core.deactivate()
+    core.initialize(model, opt_level="O1", verbosity=0)
+    assert not session.guard.targets.are_awaited
