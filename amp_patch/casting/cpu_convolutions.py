@@ -1,10 +1,10 @@
 """Convolutions in bfloat16 of which torch's kernels for a CPU make wrong gradients.
 
-Where a kernel is larger than its padded input's part that has numbers, oneDNN's gradient of the
-weight has places that nobody wrote to, NaN or anything, on CPUs with AVX-512; of some it writes
-beyond the end, and the process ends later. Seen with torch 2.6 to 2.14, also under torch.autocast;
-float16, and what comes out of the forward, are right. Such a call is computed in float32 here.
-Knows the sizes of these, and no modes.
+Where a kernel or a stride is longer than the input, some places of the kernel see padding alone. On
+CPUs with AVX-512 oneDNN then leaves places of the weight's gradient as the memory was, NaN or any
+number, or writes beyond its end, and the process ends later. Seen with torch 2.6 to 2.14, under
+torch.autocast as well; float16, and what comes out of the forward, are right. Such a call is
+computed in float32 here. Knows the sizes of these calls, and no modes.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def _is_wrong(
         sizes: of the input; the last ones are of these dimensions.
         kernel: the sizes of the weight, so.
     """
+    if len(sizes) < dims or len(kernel) < dims:
+        return False  # torch refuses it
     if sizes[-1] < (stride if isinstance(stride, int) else stride[-1]) and kernel[-1] > 1:
         return True
     if dims < 3:

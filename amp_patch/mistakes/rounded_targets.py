@@ -6,10 +6,9 @@ bfloat16 1333.3 becomes 1336. Knows the names that targets have; not how inputs 
 
 from __future__ import annotations
 
-import inspect
 import re
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from amp_patch.casting.nested import map_tensors
 from amp_patch.warn_once import warn_once
+from amp_patch.weights.kept_inputs import names_of, places
 
 _NAMES = re.compile(
     r"(^|_)(targets?|labels?|gt|ground_truth|b?box(es)?|keypoints?|landmarks?|y_true)(_|$)"
@@ -32,13 +32,13 @@ class _Awaited(NamedTuple):
     """Targets of a model that have not come yet.
 
     Attributes:
-        names: of arguments of its forward, the place in a call before each.
+        names: of arguments of its forward -> the places in a call of each, one or none.
         level: name of its level.
         half: what its inputs are cast to.
         calls: in which they may still come.
     """
 
-    names: list[tuple[int, str]]
+    names: dict[str, Collection[int]]
     level: str
     half: torch.dtype
     calls: int = _CALLS
@@ -65,12 +65,11 @@ class RoundedTargets:
             level, half: its level, and the dtype that its call casts to.
             kept: arguments that its call leaves as they are.
         """
-        params = inspect.signature(model.forward).parameters
-        names = [
-            (place, name)
-            for place, name in enumerate(params)
+        names: dict[str, Collection[int]] = {
+            name: places(model.forward, [name])
+            for name in names_of(model.forward)
             if _NAMES.search(name) and name not in kept
-        ]
+        }
         if names:
             self._awaited[model] = _Awaited(names, level, half)
             self.are_awaited = True
@@ -80,12 +79,10 @@ class RoundedTargets:
         awaited = self._awaited.get(model)
         if awaited is None or not (model.training and torch.is_grad_enabled()) or _is_traced():
             return
-        given = {
-            name: kwargs[name] if name in kwargs else args[place]
-            for place, name in awaited.names
-            if name in kwargs or place < len(args)
+        found = {
+            name: _floats_in([kwargs.get(name), *[args[one] for one in at if one < len(args)]])
+            for name, at in awaited.names.items()
         }
-        found = {name: list(_floats_in(value)) for name, value in given.items()}
         if any(map(_is_captured, chain.from_iterable(found.values()))):
             return
         if not any(found.values()) and awaited.calls > 1:
@@ -111,24 +108,24 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _floats_in(value: Any) -> Iterator[Tensor]:
-    """Yield the float32 tensors in an argument, also in containers."""
+def _floats_in(value: Any) -> list[Tensor]:
+    """Return the float32 tensors in a value, also in containers, of which numbers can be read."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        is_known = type(tensor) is Tensor and tensor.numel() and not tensor.is_meta
-        if is_known and tensor.dtype is torch.float32:
-            found.append(tensor)
+        # torchvision's boxes are of a class of their own, which computes as torch's
+        is_torchs = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if is_torchs and tensor.dtype is torch.float32 and tensor.numel() and not tensor.is_meta:
+            found.append(tensor.detach().as_subclass(Tensor))
         return tensor
 
     map_tensors(note, value)
-    yield from found
+    return found
 
 
 def _rounded_by(tensor: Tensor, half: torch.dtype) -> float:
     """Return by how much the number that is rounded most is off; infinite beyond the range."""
-    values = tensor.detach()
-    off = (values.to(half).to(torch.float32) - values).abs()
+    off = (tensor.to(half).to(torch.float32) - tensor).abs()
     return float(off.nan_to_num(nan=0.0, posinf=torch.inf).max())  # what was not finite stays so
 
 

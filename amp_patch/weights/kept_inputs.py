@@ -15,6 +15,7 @@ from torch import nn
 from amp_patch.did_you_mean import did_you_mean, meant
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def find(models: Sequence[nn.Module], rules: Mapping[str, str]) -> list[frozenset[str]]:
@@ -49,26 +50,26 @@ def places(
     return frozenset(place for place, one in enumerate(params) if one.name in names)
 
 
+def names_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of what a function can be given by name; not what it collects."""
+    return [one.name for one in _params(function) if one.kind in _BY_NAME]
+
+
 def _takes(model: nn.Module, name: str) -> bool:
-    return any(
-        one.name == name
-        if one.kind in (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)
-        else one.kind is inspect.Parameter.VAR_KEYWORD
-        for one in _params(model.forward)
-    )
+    if name in names_of(model.forward):
+        return True
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in _params(model.forward))
 
 
 def _params(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # none that Python knows
+        return []
 
 
 def _unknown(name: str, models: Sequence[nn.Module]) -> str:
-    named = [
-        one.name
-        for model in models
-        for one in _params(model.forward)
-        if one.kind is not inspect.Parameter.VAR_POSITIONAL
-    ]
+    named = [known for model in models for known in names_of(model.forward)]
     listed = ", ".join(dict.fromkeys(map(repr, named)))
     example = meant(name, named) or (named or ["targets"])[-1]
     return (

@@ -147,6 +147,8 @@ def test_arguments_by_name_and_torchs_own_errors(amp: ModuleType) -> None:
         nn.functional.conv3d(x, weight, stride=(1, 1))
     with pytest.raises(RuntimeError, match="expected stride to be a single integer value or"):
         nn.functional.conv_transpose3d(x, weight, stride=(1, 1))
+    with pytest.raises(RuntimeError, match="Expected 3D .* or 4D .* input to conv2d, but got"):
+        nn.functional.conv2d(torch.tensor(1.0), weight)
 
 
 @st.composite

@@ -95,6 +95,26 @@ def test_beyond_the_range_they_are_infinite(amp: ModuleType) -> None:
     assert "rounds by up to inf." in warned(model, X, gt_boxes=BOXES * 100)[0]
 
 
+class Boxes(Tensor):
+    """As torchvision's bounding boxes: a class of its own, which computes as torch's does."""
+
+
+def test_boxes_of_a_class_of_their_own_are_looked_at(amp: ModuleType) -> None:
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
+    assert "rounds by up to 2.7." in warned(model, X, {"boxes": BOXES.as_subclass(Boxes)})[0]
+
+
+class Collecting(Detector):
+    def forward(self, x: Tensor, *others: Any, labels: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_what_is_given_by_name_alone_has_no_place(amp: ModuleType) -> None:
+    model = amp.initialize(Collecting(), opt_level="O5", verbosity=0)
+    assert warned(model, X, BOXES, BOXES) == []
+    assert "got 'labels' of Collecting.forward" in warned(model, X, labels=BOXES)[0]
+
+
 def test_evaluation_is_waited_out(amp: ModuleType) -> None:
     model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
     with torch.no_grad():
