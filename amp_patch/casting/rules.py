@@ -285,11 +285,8 @@ NO_HALF = frozenset(
     }
 )
 
-# Operators in none of the lists that have a half kernel, which makes NaN of small numbers.
-WRONG_IN_HALF = frozenset({"linalg_matrix_exp", "matrix_exp"})
-
-# Operators in none of the lists whose forward or backward has no float16 or no bfloat16 kernel on
-# the CPU; a test probes the running torch for them.
+# The same whose forward or backward has no float16 or no bfloat16 kernel on the CPU; a test probes
+# the running torch for them.
 NO_HALF_ON_CPU = frozenset(
     {
         "_upsample_lanczos2d_aa",
@@ -338,11 +335,9 @@ DIFFERENCES = {
     "cumulative_trapezoid": "its differences are float32 too; autocast's are half",
     "inner": "a number as a tensor counts as well; autocast lets the other operand's dtype rule",
     "ldexp": "stays half; before torch 2.11 autocast runs the pow inside in float32",
-    "linalg_matrix_exp": "float32; torch's kernel makes NaN of half numbers",
     "linalg_matrix_power": "stays float32; a negative power inverts, which has no half kernel",
     "linalg_matrix_sqrth": "float32; before torch 2.14 autocast leaves it alone",
     "linear_cross_entropy": "as cross_entropy, which it calls",
-    "matrix_exp": "float32; torch's kernel makes NaN of half numbers",
     "matrix_power": "stays float32; a negative power inverts, which has no half kernel",
     "pairwise_distance": "its differences are float32 too; autocast's are half",
     "rms_norm": "float32; before torch 2.12 autocast leaves it alone",
@@ -392,7 +387,7 @@ OPERATORS = {
 def rules() -> dict[str, str]:
     """Return the rule of every operator that has one in some version of torch, by its name."""
     return {
-        **dict.fromkeys(NO_HALF | WRONG_IN_HALF, "no_half"),
+        **dict.fromkeys(NO_HALF, "no_half"),
         **dict.fromkeys(NO_HALF_ON_CPU, "float_on_cpu"),
         **dict.fromkeys(NO_HALF_ON_CPU_BEFORE, "float_on_cpu"),
         **COMPOSITES,

@@ -1,24 +1,20 @@
 """The rules are torch's: its dispatcher, its test lists and its CUDA autocast are the oracles."""
 
 import contextlib
-import copy
 import logging
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import autocast_oracle as oracle
 import pytest
 import torch
 from support import PROFILE
-from torch import nn
 
 from amp_patch.casting import rules as cast_rules
 from amp_patch.casting import targets
-from amp_patch.patching import resolve
 
 LISTS = {
     "half": cast_rules.HALF,
@@ -88,7 +84,7 @@ def test_every_listed_operator_is_registered_with_cuda_autocast():
 def test_no_operator_stands_in_two_lists_and_each_list_is_sorted():
     everything = [name for names in LISTS.values() for name in names]
     everything += [*cast_rules.COMPOSITES, *cast_rules.NO_HALF, *cast_rules.NO_HALF_ON_CPU]
-    everything += [*cast_rules.NO_HALF_ON_CPU_BEFORE, *cast_rules.WRONG_IN_HALF]
+    everything += cast_rules.NO_HALF_ON_CPU_BEFORE
     assert len(everything) == len(set(everything))
     for names in (*LISTS.values(), cast_rules.COMPOSITES, cast_rules.DIFFERENCES):
         assert list(names) == sorted(names)
@@ -239,35 +235,6 @@ def test_what_has_no_half_kernel_on_the_cpu_is_listed_and_nothing_else():
     assert not missing, "\n".join(failing_in_spite[name][0] for name in sorted(missing))
     stale = no_half - failing
     assert not stale, f"remove from NO_HALF or NO_HALF_ON_CPU: {sorted(stale)}"
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5"])
-@pytest.mark.parametrize("path", ["torch.matrix_exp", "torch.linalg.matrix_exp"])
-def test_what_is_wrong_in_half_is_computed_in_float32(amp: ModuleType, path: str, level: str):
-    model = Rotating(resolve(path)[2])
-    x = torch.randn(3, 4)
-    exact = copy.deepcopy(model).double()(x.double())
-    model = amp.initialize(model, opt_level=level, verbosity=0)
-    torch.testing.assert_close(model(x).double(), exact, rtol=0, atol=0.03)
-
-
-class Rotating(nn.Module):
-    """Makes rotations of vectors: its function takes matrices with minus themselves beside."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__()
-        self.linear, self.function = nn.Linear(4, 16), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        matrices = self.linear(x).view(-1, 4, 4)
-        return self.function(matrices - matrices.mT)
-
-
-@pytest.mark.parametrize("name", sorted(cast_rules.WRONG_IN_HALF))
-def test_torchs_half_kernel_of_these_is_still_wrong(name: str):
-    function = getattr(torch.ops.aten, name)
-    small = torch.randn(5, 5, dtype=torch.bfloat16) / 10
-    assert not torch.allclose(function(small).float(), function(small.float()), atol=0.1)
 
 
 #: Of which a GPU takes some half tensors: of sizes that are powers of two, to complex halves.
