@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .argument_casts import to_float
 
@@ -28,6 +29,8 @@ def right_on_cpu(function: Function) -> Function:
 
 
 def _convolving(dims: int, function: Function) -> Function:
+    never_wrong = _never_wrong(dims)
+
     @functools.wraps(function)
     def convolution(
         input: Any,
@@ -38,17 +41,21 @@ def _convolving(dims: int, function: Function) -> Function:
         dilation: Any = 1,
         groups: Any = 1,
     ) -> Any:
-        others = stride, padding, dilation, groups
-        if _has_backward(input, weight, bias) and _is_wrong(
-            dims, input.shape, weight.shape, stride, dilation
+        if (
+            stride not in never_wrong
+            and _has_backward(input, weight, bias)
+            and _is_wrong(dims, input.shape, weight.shape, stride, dilation)
         ):
+            others = stride, padding, dilation, groups
             return _in_float(function, input, weight, bias, others)
-        return function(input, weight, bias, *others)
+        return function(input, weight, bias, stride, padding, dilation, groups)
 
     return convolution
 
 
 def _convolving_transposed(dims: int, function: Function) -> Function:
+    never_wrong = _never_wrong(dims)
+
     @functools.wraps(function)
     def convolution(
         input: Any,
@@ -61,7 +68,7 @@ def _convolving_transposed(dims: int, function: Function) -> Function:
         dilation: Any = 1,
     ) -> Any:
         others = stride, padding, output_padding, groups, dilation
-        if _has_backward(input, weight, bias):
+        if stride not in never_wrong and _has_backward(input, weight, bias):
             # The gradient of its weight is that of a convolution of what comes out.
             sizes = [
                 (size - 1) * step - 2 * pad + spread * (kernel - 1) + more + 1
@@ -91,13 +98,20 @@ _MADE: dict[str, Callable[[Function], Function]] = {
 }
 
 
+def _never_wrong(dims: int) -> tuple[Any, ...]:
+    """Return strides with which no gradient is wrong: of most calls, which need no other look."""
+    return (1, (1,) * dims) if dims < 3 else ()
+
+
 def _has_backward(input: Any, weight: Any, bias: Any) -> bool:
     """Tell whether a convolution is in bfloat16 on a CPU, and its weights have gradients."""
     if not isinstance(input, Tensor) or input.dtype is not torch.bfloat16 or not input.is_cpu:
         return False
-    if not torch.is_grad_enabled() or torch._C._is_tracing():  # which would warn of the numbers
+    if not torch.is_grad_enabled():
         return False
-    return any(isinstance(one, Tensor) and one.requires_grad for one in (weight, bias))
+    if not is_dynamo_compiling() and torch._C._is_tracing():  # which would warn of the numbers
+        return False
+    return getattr(weight, "requires_grad", False) or getattr(bias, "requires_grad", False)
 
 
 def _is_wrong(
