@@ -22,7 +22,7 @@ from amp_patch.patching import Patches, as_if_defined_at, resolve_in, when_impor
 from . import half_numbers, layer_forwards, library_rules, targets, written_values
 from .held_functions import HeldFunctions
 from .installation import calling, replace_by
-from .library_casts import WITHOUT_HALF, Rule, wrap
+from .library_casts import OWN_IN_FLOAT, WITHOUT_HALF, Rule, wrap
 from .meeting_dtypes import MEETINGS
 
 Pairs = dict[int, tuple[Any, Any]]
@@ -168,7 +168,9 @@ class LibraryFunctions:
         patches = self._patches_for_half if for_half else self._patches
         is_torchs = is_left_alone(module.__name__)
         for path, rule in _expanded(module, self._rules[module.__name__]).items():
-            is_late = rule.casts in _FOR_HALF and (is_torchs or "." in path)
+            # At O1 float16 counts a hub's neighbours no further either.
+            is_for_half = rule.casts in _FOR_HALF and rule.in_float not in OWN_IN_FLOAT
+            is_late = is_for_half and (is_torchs or "." in path)
             if is_late is not for_half:
                 continue
             with contextlib.suppress(AttributeError):  # another version of the library

@@ -80,6 +80,7 @@ ORDINARY = {
     ("DGL, GraphConv both", "O1"),
     ("DGL, GraphConv right", "O2"),
     ("DGL, SAGEConv gcn", "O2"),
+    ("DGL, SGConv", "O1"),
     ("PyG, GCNConv", "O1"),
     ("PyG, GCNConv", "O2"),
     ("PyG, ChebConv", "O2"),
