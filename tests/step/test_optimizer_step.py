@@ -139,7 +139,8 @@ def test_gradients_that_overflowed_skip_steps_until_they_are_cleared(
         model = nn.BatchNorm1d(1, affine=True).eval()
         optimizer = SGD(model.parameters(), lr=0.125)
         weight, gradient, are_skipped = 1.0, 0.0, []
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        scale = {"loss_scale": 128.0} if level == "O3" else {}  # by its own of 1 nothing is checked
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
         for event in events:
             if event == "clear":
                 optimizer.zero_grad()
