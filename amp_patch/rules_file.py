@@ -23,7 +23,7 @@ else:
 #: Set by ``amp-patch run --rules``: a profile or the path of a file, in the place of the script's.
 RULES_BY: Final = "AMP_PATCH_RULES"
 PRECISIONS: Final = ("float", "half")
-LEFT_ALONE: Final = "off"
+_LEFT_ALONE: Final = "off"
 _KEYS = ("opt_level", "profile", "functions", "modules", "inputs")
 #: How like one of these a key must be to be taken for it: no function of torch is.
 _SURE = 0.8
@@ -293,7 +293,7 @@ def _check_modules(modules: Mapping[Any, Any], origin: _Origin) -> None:
 
 
 def _check_inputs(inputs: Any, origin: _Origin) -> None:
-    mend = origin.mend_in("inputs", "targets", LEFT_ALONE)
+    mend = origin.mend_in("inputs", "targets", _LEFT_ALONE)
     if not isinstance(inputs, Mapping):
         raise ValueError(
             f"inputs in {origin} must be a table of arguments of the model's forward; got "
@@ -305,8 +305,8 @@ def _check_inputs(inputs: Any, origin: _Origin) -> None:
                 f"inputs in {origin} must be named by strings, as arguments of the model's "
                 f"forward; got {type(name).__name__} in the place of one. {mend}"
             )
-        if rule != LEFT_ALONE:
+        if rule != _LEFT_ALONE:
             raise ValueError(
-                f"an input in {origin} is {LEFT_ALONE!r}, and not cast, or has no rule; got "
-                f"{rule!r} for {name!r}. {origin.mend_in('inputs', name, LEFT_ALONE)}"
+                f"an input in {origin} is {_LEFT_ALONE!r}, and not cast, or has no rule; got "
+                f"{rule!r} for {name!r}. {origin.mend_in('inputs', name, _LEFT_ALONE)}"
             )

@@ -28,73 +28,38 @@ def right_on_cpu(function: Function) -> Function:
     return function if make is None else make(function)
 
 
-def _convolving(dims: int, function: Function) -> Function:
-    never_wrong = _never_wrong(dims)
+def _checking(dims: int, is_transposed: bool, function: Function) -> Function:
+    never_wrong, names = _never_wrong(dims), _OPTIONS[is_transposed]
 
     @functools.wraps(function)
     def convolution(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: Any = 1,
+        input: Any, weight: Any, bias: Any = None, stride: Any = 1, *others: Any, **named: Any
     ) -> Any:
-        if (
-            stride not in never_wrong
-            and _has_backward(input, weight, bias)
-            and _is_wrong(dims, input.shape, weight.shape, stride, dilation)
-        ):
-            others = stride, padding, dilation, groups
-            return _in_float(function, input, weight, bias, others)
-        return function(input, weight, bias, stride, padding, dilation, groups)
-
-    return convolution
-
-
-def _convolving_transposed(dims: int, function: Function) -> Function:
-    never_wrong = _never_wrong(dims)
-
-    @functools.wraps(function)
-    def convolution(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: Any = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        others = stride, padding, output_padding, groups, dilation
         if stride not in never_wrong and _has_backward(input, weight, bias):
-            # The gradient of its weight is that of a convolution of what comes out.
-            sizes = [
-                (size - 1) * step - 2 * pad + spread * (kernel - 1) + more + 1
-                for size, step, pad, spread, kernel, more in zip(
-                    input.shape[-dims:],
-                    _each(stride, dims),
-                    _each(padding, dims),
-                    _each(dilation, dims),
-                    weight.shape[-dims:],
-                    _each(output_padding, dims),
-                    strict=False,  # a wrong number of them is torch's to refuse
-                )
-            ]
-            if _is_wrong(dims, sizes, weight.shape, stride, dilation):
-                return _in_float(function, input, weight, bias, others)
-        return function(input, weight, bias, *others)
+            # torch 2.6 compiles no `zip` of other lengths
+            given = zip(names[: len(others)], others[: len(names)], strict=True)
+            options = {"stride": stride, **dict(given), **named}
+            sizes = input.shape
+            if is_transposed:  # the gradient of its weight is that of a convolution of its result
+                sizes = _sizes_of_result(dims, sizes, weight.shape, **options)
+            if _is_wrong(dims, sizes, weight.shape, stride, options.get("dilation", 1)):
+                wide = to_float(input), to_float(weight), to_float(bias)
+                result: Tensor = function(*wide, stride, *others, **named)
+                return result.to(input.dtype)
+        return function(input, weight, bias, stride, *others, **named)
 
     return convolution
 
 
+#: What convolutions, and transposed ones, take by place behind the stride.
+_OPTIONS = {
+    False: ("padding", "dilation", "groups"),
+    True: ("padding", "output_padding", "groups", "dilation"),
+}
 _MADE: dict[str, Callable[[Function], Function]] = {
-    **{f"conv{dims}d": functools.partial(_convolving, dims) for dims in (1, 2, 3)},
-    **{
-        f"conv_transpose{dims}d": functools.partial(_convolving_transposed, dims)
-        for dims in (1, 2, 3)
-    },
+    f"conv{kind}{dims}d": functools.partial(_checking, dims, bool(kind))
+    for kind in ("", "_transpose")
+    for dims in (1, 2, 3)
 }
 
 
@@ -112,6 +77,26 @@ def _has_backward(input: Any, weight: Any, bias: Any) -> bool:
     if not is_dynamo_compiling() and torch._C._is_tracing():  # which would warn of the numbers
         return False
     return getattr(weight, "requires_grad", False) or getattr(bias, "requires_grad", False)
+
+
+def _sizes_of_result(
+    dims: int,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> list[int]:
+    """Return how large the result of a transposed convolution is, in these dimensions."""
+    each = (_each(one, dims) for one in (stride, padding, output_padding, dilation))
+    # A wrong number of them is torch's to refuse.
+    places = zip(sizes[-dims:], kernel[-dims:], *each, strict=False)
+    return [
+        (size - 1) * step - 2 * pad + spread * (taken - 1) + more + 1
+        for size, taken, step, pad, more, spread in places
+    ]
 
 
 def _is_wrong(
@@ -140,10 +125,3 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) if len(value) == dims else tuple(value) * dims
-
-
-def _in_float(
-    function: Function, input: Tensor, weight: Tensor, bias: Any, others: tuple[Any, ...]
-) -> Any:
-    result: Tensor = function(to_float(input), to_float(weight), to_float(bias), *others)
-    return result.to(input.dtype)

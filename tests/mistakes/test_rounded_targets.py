@@ -152,7 +152,7 @@ def test_numbers_that_cannot_be_read_are_left_alone(amp: ModuleType) -> None:
     assert session.guard.targets.are_awaited
 
 
-def test_a_model_that_comes_again_is_looked_at_by_its_new_rules(amp: ModuleType) -> None:
+def test_nobody_waits_after_deactivate(amp: ModuleType) -> None:
     model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
     core.deactivate()
     core.initialize(model, opt_level="O1", verbosity=0)

@@ -37,7 +37,7 @@ class Detector(nn.Module):
 
 
 class Open(Detector):
-    def forward(self, x: Tensor, **others: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, **others: Any) -> Tensor:  # type: ignore[override]  # it collects
         return super().forward(x, **others)
 
 
