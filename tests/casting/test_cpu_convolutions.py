@@ -31,6 +31,7 @@ WRONG = {
     "stride of 3 on two columns": (nn.Conv2d(32, 64, 3, (1, 3), 1), (4, 32, 6, 2)),
     "transposed, to two frames": (nn.ConvTranspose3d(16, 16, 3, padding=1), (2, 16, 2, 4, 4)),
     "transposed, to one column": (nn.ConvTranspose2d(16, 16, 3, 2, 1), (2, 16, 3, 1)),
+    "transposed, from two frames to one": (nn.ConvTranspose3d(16, 16, 2, 1, 1), (2, 16, 2, 4, 4)),
     "frozen weight": (nn.Conv3d(16, 16, 5, padding=2), (2, 16, 4, 1, 4)),
 }
 WRONG["frozen weight"][0].weight.requires_grad_(False)
@@ -43,6 +44,7 @@ RIGHT = {
     "a large kernel on one row": (nn.Conv2d(16, 16, (5, 3), padding=(2, 1)), (2, 16, 1, 4)),
     "one place, strided": (nn.Conv2d(16, 16, 1, stride=2), (2, 16, 1, 1)),
     "transposed, to three frames": (nn.ConvTranspose3d(16, 16, 3, padding=1), (2, 16, 3, 4, 4)),
+    "transposed, from two frames to five": (nn.ConvTranspose3d(16, 16, 3, 2), (2, 16, 2, 4, 4)),
     "without gradients": (nn.Conv3d(16, 16, 3, padding=1).requires_grad_(False), (2, 16, 2, 4, 4)),
 }
 
