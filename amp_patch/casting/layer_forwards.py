@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from amp_patch.patching import Patches, stood_for
 
 from .many_uses import is_used_up, part
+from .meeting_dtypes import layer_norm_of_half
 from .mode import casts_are_on, mode
 from .nested import map_tensors
 
@@ -40,17 +41,21 @@ def _linear(layer: nn.Linear, x: Tensor, weight: Any, bias: Any, to: dict[Any, A
 
 
 def _layer_norm(layer: nn.LayerNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
-    function = F.layer_norm
-    return to.get(function, function)(x, layer.normalized_shape, weight, bias, layer.eps)
+    function, weight, bias = _of_one_dtype(F.layer_norm, weight, bias, to)
+    return function(x, layer.normalized_shape, weight, bias, layer.eps)
 
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
-    function = F.group_norm
-    if to and (own := to.get(function)) is not None:
-        if is_used_up(weight):
-            weight, bias = part(weight), part(bias)
-        return own(x, layer.num_groups, weight, bias, layer.eps)
+    function, weight, bias = _of_one_dtype(F.group_norm, weight, bias, to)
     return function(x, layer.num_groups, weight, bias, layer.eps)
+
+
+def _of_one_dtype(function: Any, weight: Any, bias: Any, to: dict[Any, Any]) -> tuple[Any, ...]:
+    """Return what stands for a function, and what it takes; `_linear` has it inline, for speed."""
+    own = to.get(function) if to else None
+    if own is None:
+        return function, weight, bias
+    return (own, part(weight), part(bias)) if is_used_up(weight) else (own, weight, bias)
 
 
 def _convolution(layer: Any, x: Tensor, weight: Any, bias: Any, to: dict[Any, Any]) -> Any:
@@ -106,9 +111,12 @@ def install(patches: Patches) -> None:
 
 def install_for_half(patches: Patches) -> None:
     """Do the same, and let other layers take float32, too, where weights are stored in half."""
-    functions = (F.linear, F.group_norm)
     _OF_ONE_DTYPE.clear()
-    _OF_ONE_DTYPE.update({one: own for one in functions if (own := stood_for(one)) is not None})
+    for function in (F.linear, F.group_norm, F.layer_norm):
+        own = stood_for(function)
+        if own is not None:
+            of_half = layer_norm_of_half(own) if function is F.layer_norm else own
+            _OF_ONE_DTYPE[function] = of_half
     install(patches)
     for kind in _OTHERS:
         if _is_torchs(kind):

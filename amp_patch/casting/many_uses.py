@@ -76,6 +76,14 @@ def begin_anew() -> None:
         _counts.update(dict.fromkeys(_loops, sys.maxsize))
 
 
+def forget() -> None:
+    """Forget all weights: another one may get the id of one that is gone."""
+    _loops.clear()
+    _further.clear()
+    _parts.clear()
+    _counts.clear()
+
+
 def is_used_up(weight: Tensor) -> bool:
     """Count one use more of a weight, and return whether it must be of a `part`."""
     key = id(weight)

@@ -92,13 +92,49 @@ def _run(
     if "out" in kwargs or not (is_lost or _meet(taken)):
         return function(*args, **kwargs)
     if is_lost and word == "norm" and _has_few_rows(*args):
-        # Beside float32 weights torch keeps 1 over the deviation in float32: half of the casts.
-        return function(*args[:2], *map(to_float, args[2:4]), *args[4:], **kwargs)
+        return _beside_float_weights(function, *args, **kwargs)
     if word in ("joined", "norm") or any(map(is_sparse_on_cpu, taken)):
         given = {name: to_float(value) for name, value in given.items()}
         return _to_stored(function(*map(to_float, args), **{**kwargs, **given}))
     given = {name: _to_stored(value) for name, value in given.items()}
     return function(*map(_to_stored, args[:count]), *args[count:], **{**kwargs, **given})
+
+
+def layer_norm_of_half(torchs: Function) -> Function:
+    """Return ``F.layer_norm`` for a half input beside a weight of its dtype, with few checks.
+
+    Args:
+        torchs: torch's own.
+    """
+
+    def layer_norm(input: Tensor, shape: Any, weight: Tensor, bias: Any, eps: float) -> Tensor:
+        args = input, shape, weight, bias, eps
+        if not _layer_norm_loses(*args) or mode.stored is None or mode.region is not None:
+            result: Tensor = torchs(*args)
+        elif _has_few_rows(*args):
+            result = _beside_float_weights(torchs, *args)
+        else:
+            result = _run(torchs, "norm", args, {}, _layer_norm_loses)
+        return result
+
+    return layer_norm
+
+
+def _beside_float_weights(
+    function: Function,
+    input: Any,
+    shape: Any,
+    weight: Any,
+    bias: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return a layer norm for which torch keeps 1 over the deviation in float32.
+
+    It takes half of the casts of a layer norm in float32.
+    """
+    bias = None if bias is None else bias.float()
+    return function(input, shape, weight.float(), bias, *args, **kwargs)
 
 
 def _layer_norm_loses(

@@ -21,7 +21,7 @@ from amp_patch.kernels.default_device import without_default_device
 
 from .argument_casts import is_on_cast_device
 from .cached_casts import Batch, Bulk, Entry, Group, Owner, is_large
-from .many_uses import begin_anew
+from .many_uses import begin_anew, forget
 from .mode import FLOATS, mode
 from .shared_casts import CAST, is_in_selective_checkpoint, is_recorded
 
@@ -48,7 +48,7 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget all models and casts."""
-        begin_anew()
+        forget()
         with self._lock:
             for group in self._groups.values():  # which its entries hold
                 group.entries.clear()

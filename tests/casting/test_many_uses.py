@@ -316,6 +316,14 @@ def test_parts_go_with_amp(amp: ModuleType) -> None:
     assert weight() is None
 
 
+def test_deactivate_forgets_whose_uses_were_many(amp: ModuleType) -> None:
+    model, _ = looping(amp)
+    model(torch.ones(2, 4))
+    amp.deactivate()
+    many_uses.begin_anew()  # as the next backward does
+    assert not many_uses.is_used_up(model.weight)  # another one may have its id by now
+
+
 def in_selective_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)

@@ -346,9 +346,15 @@ LOSING: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "many rows": lambda x, w, b: F.layer_norm(x, (8,), w, b),
     "many rows, by name": lambda x, w, b: F.layer_norm(x, (8,), weight=w, bias=b),
     "equal numbers": lambda x, w, b: F.layer_norm(x[:2] * 0, (8,), w, b, 1e-12),
+    "equal numbers, bias by name": lambda x, w, b: F.layer_norm(
+        x[:2] * 0, (8,), w, bias=b, eps=1e-12
+    ),
     "equal numbers, no weight": lambda x, w, b: F.layer_norm(x[:2] * 0, (8,), eps=1e-12),
     "a layer of many rows": lambda x, w, b: functional_call(
         nn.LayerNorm(8), {"weight": w, "bias": b}, (x,)
+    ),
+    "a layer of equal numbers": lambda x, w, b: functional_call(
+        nn.LayerNorm(8, 1e-12), {"weight": w, "bias": b}, (x[:2] * 0,)
     ),
 }
 
