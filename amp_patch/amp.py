@@ -148,8 +148,8 @@ def initialize(
             "profile": ..., "functions": ..., "modules": ..., "inputs": ...}``: its level takes the
             place of ``opt_level``, ``functions`` stand above the profile, ``modules`` maps paths in
             the model, or patterns ("blocks.*.norm"), to "float" or "half" at every level
-            (docs/tune.md), and ``inputs`` maps arguments of a model's ``forward`` to "off": its
-            call leaves them as they are.
+            (docs/tune.md), and ``inputs`` maps arguments of a model's ``forward``, or parts of one
+            ("batch.boxes"), to "off": its call leaves them as they are.
         fused_step: step AdamW, Adam and SGD of torch, and `FusedLAMB`, in one pass over half
             gradients, masters, state and half weights (O2, O5). The masters' gradients are made
             only where they are read.

@@ -40,7 +40,8 @@ class Rules:
             were written.
         file: where they were read; None where they came otherwise.
         profile: name of rules of functions that hold where ``functions`` has none.
-        inputs: name of an argument of a model's forward -> "off": its call does not cast it.
+        inputs: name of an argument of a model's forward, or of a part of one (``batch.boxes``) ->
+            "off": its call does not cast it.
     """
 
     opt_level: str | None = None
@@ -197,7 +198,7 @@ def _checked(
 ) -> Rules:
     _check_keys(found, origin)
     functions, modules = found.get("functions", {}), found.get("modules", {})
-    inputs = found.get("inputs", {})
+    inputs = _flat(found.get("inputs", {}))
     _check_level(found.get("opt_level"), levels, origin)
     _check_profile(found.get("profile"), profiles, origin)
     _check_table("functions", "softmax", functions, origin)
@@ -206,6 +207,23 @@ def _checked(
     _check_inputs(inputs, origin)
     level, profile = found.get("opt_level"), found.get("profile")
     return Rules(level, dict(functions), dict(modules), origin.path, profile, dict(inputs))
+
+
+def _flat(inputs: Any) -> Any:
+    """Return a table of inputs in which tables within tables are names with dots.
+
+    As TOML reads ``batch.boxes = "off"``.
+    """
+    if not isinstance(inputs, Mapping):
+        return inputs
+    flat: dict[Any, Any] = {}
+    for name, rule in inputs.items():
+        is_table = isinstance(rule, Mapping) and rule and all(isinstance(key, str) for key in rule)
+        if is_table and isinstance(name, str):
+            flat.update({f"{name}.{part}": inner for part, inner in _flat(rule).items()})
+        else:
+            flat[name] = rule
+    return flat
 
 
 def _check_keys(found: Mapping[Any, Any], origin: _Origin) -> None:

@@ -89,7 +89,8 @@ INPUTS = {
     "of": ({"targets": "of"}, ValueError, "an input in rules is 'off', .* got 'of' for 'targets'"),
     "a list": (["targets"], ValueError, "must be a table of arguments .*; got \\['targets'\\]"),
     "a number": ({3: "off"}, TypeError, "must be named by strings, .*; got int in the place"),
-    "a key": ({"targets": {"boxes": "off"}}, ValueError, "got {'boxes': 'off'} for 'targets'"),
+    "no key": ({"targets": {}}, ValueError, "got {} for 'targets'"),
+    "an index": ({"targets": {3: "off"}}, ValueError, "got {3: 'off'} for 'targets'"),
 }
 
 
@@ -98,6 +99,16 @@ def test_inputs_that_mean_nothing_are_told_with_what_would(inputs, kind, words) 
     with pytest.raises(kind, match=words) as raised:
         read({"inputs": inputs})
     assert str(raised.value).endswith("rules={'inputs': {'targets': 'off'}}).")
+
+
+@pytest.mark.parametrize("line", ['batch.boxes = "off"', '"batch.boxes" = "off"'])
+def test_a_part_of_an_input_is_a_name_with_dots(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(f"[inputs]\n{line}\nbatch.at.time = 'off'")
+    inputs = {"batch.boxes": "off", "batch.at.time": "off"}
+    assert read(path) == Rules(file=path, inputs=inputs)
+    with pytest.raises(ValueError, match="got 'of' for 'batch.boxes'"):
+        read({"inputs": {"batch": {"boxes": "of"}}})
 
 
 def test_a_profile_that_is_none_is_told_with_those_that_are(tmp_path: Path, monkeypatch) -> None:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -42,6 +42,21 @@ def map_tensors(
         return _map_mapping(function, value, other)
     names = _fields_of(value)
     return other(value) if names is None else _map_fields(function, value, names, other)
+
+
+def items_of(value: Any) -> Iterator[tuple[str | None, Any]]:
+    """Yield what a container holds, with the name that leads to each; None where none does.
+
+    Names are keys of a mapping, and fields of a named tuple, a dataclass or a namespace.
+    """
+    if isinstance(value, Mapping):
+        yield from ((key if isinstance(key, str) else None, item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip(value._fields, value, strict=True)
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield from ((None, item) for item in value)
+    else:
+        yield from ((name, getattr(value, name, None)) for name in _fields_of(value) or ())
 
 
 def _same(new: Any, old: Any) -> bool:

@@ -1,26 +1,28 @@
 """Targets that a model's call rounds, told once, with the rule that leaves them as they are.
 
 At O2, O3 and O5 a model's call casts all float32 tensors, so corners of boxes in pixels as well: in
-bfloat16 1333.3 becomes 1336. Knows the names that targets have; not how inputs are cast.
+bfloat16 1333.3 becomes 1336. Also told is a rule that leaves a part of an argument alone which does
+not come. Knows the names that targets have; not how inputs are cast.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Collection
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from amp_patch.casting.nested import map_tensors
+from amp_patch.casting.nested import items_of
+from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.warn_once import warn_once
-from amp_patch.weights.kept_inputs import names_of, places
+from amp_patch.weights.kept_inputs import by_place, has_part
 
 _NAMES = re.compile(
-    r"(^|_)(targets?|labels?|gt|ground_truth|b?box(es)?|keypoints?|landmarks?|y_true)(_|$)"
+    r"(^|[_.])(targets?|labels?|gt|ground_truth|b?box(es)?|keypoints?|landmarks?|y_true"
+    r"|positions?|coord(s|inates?)?|time(s|steps?|stamps?)?)([_.]|$)"
 )
 #: Off by so much they are told; probabilities are rounded by less.
 _OFF = 0.25
@@ -29,18 +31,22 @@ _CALLS = 16
 
 
 class _Awaited(NamedTuple):
-    """Targets of a model that have not come yet.
+    """A model whose targets have not come yet.
 
     Attributes:
-        names: of arguments of its forward -> the places in a call of each, one or none.
+        names: of the arguments of its forward, by their places.
         level: name of its level.
         half: what its inputs are cast to.
+        kept: names of arguments, and of parts of them, that are not cast.
+        unseen: those of these parts that have not come.
         calls: in which they may still come.
     """
 
-    names: dict[str, Collection[int]]
+    names: list[str]
     level: str
     half: torch.dtype
+    kept: Collection[str]
+    unseen: frozenset[str]
     calls: int = _CALLS
 
 
@@ -63,37 +69,35 @@ class RoundedTargets:
         Args:
             model: prepared just now.
             level, half: its level, and the dtype that its call casts to.
-            kept: arguments that its call leaves as they are.
+            kept: arguments, and parts of them, that its call leaves as they are.
         """
-        names: dict[str, Collection[int]] = {
-            name: places(model.forward, [name])
-            for name in names_of(model.forward)
-            if _NAMES.search(name) and name not in kept
-        }
-        if names:
-            self._awaited[model] = _Awaited(names, level, half)
-            self.are_awaited = True
+        parts = frozenset(name for name in kept if "." in name)
+        self._awaited[model] = _Awaited(by_place(model.forward), level, half, kept, parts)
+        self.are_awaited = True
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Look at a call, and warn of targets that it rounds by much."""
+        """Look at a call, and warn of targets that it rounds by much, and of parts that are not."""
         awaited = self._awaited.get(model)
         if awaited is None or not (model.training and torch.is_grad_enabled()) or _is_traced():
             return
-        found = {
-            name: _floats_in([kwargs.get(name), *[args[one] for one in at if one < len(args)]])
-            for name, at in awaited.names.items()
-        }
-        if any(map(_is_captured, chain.from_iterable(found.values()))):
+        given = {**dict(zip(awaited.names, args, strict=False)), **kwargs}
+        found = [*_targets_in(given, awaited.kept)]
+        if any(_is_captured(tensor) for _, tensor in found):
             return
-        if not any(found.values()) and awaited.calls > 1:
-            self._awaited[model] = awaited._replace(calls=awaited.calls - 1)
+        unseen = frozenset(name for name in awaited.unseen if not has_part(given, name))
+        if not found and awaited.calls > 1:
+            self._awaited[model] = awaited._replace(calls=awaited.calls - 1, unseen=unseen)
             return
         del self._awaited[model]
         self.are_awaited = bool(self._awaited)
-        for name, tensors in found.items():
-            off = max([_rounded_by(tensor, awaited.half) for tensor in tensors], default=0.0)
-            if off >= _OFF:
-                _warn(model, awaited, name, off)
+        off: dict[str, float] = {}
+        for name, tensor in found:
+            off[name] = max(off.get(name, 0.0), _rounded_by(tensor, awaited.half))
+        for name, most in off.items():
+            if most >= _OFF:
+                _warn(model, awaited, name, most)
+        for name in sorted(unseen):
+            _warn_of_unseen(model, name, given)
 
 
 def _is_traced() -> bool:
@@ -108,19 +112,25 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _floats_in(value: Any) -> list[Tensor]:
-    """Return the float32 tensors in a value, also in containers, of which numbers can be read."""
-    found: list[Tensor] = []
+def _targets_in(given: Mapping[str, Any], kept: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the float32 tensors that a name tells to be targets, each with the name as in rules."""
+    for path, tensor in _floats_in(given, ()):
+        names = [".".join(path[: count + 1]) for count in range(len(path))]
+        if not any(name in kept for name in names):
+            told = (name for name, key in zip(names, path, strict=True) if _NAMES.search(key))
+            yield from ((name, tensor) for name in [*told][:1])
 
-    def note(tensor: Tensor) -> Tensor:
+
+def _floats_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the float32 tensors in a value of which numbers can be read, by the keys to them."""
+    if isinstance(value, Tensor):
         # torchvision's boxes are of a class of their own, which computes as torch's
-        is_torchs = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-        if is_torchs and tensor.dtype is torch.float32 and tensor.numel() and not tensor.is_meta:
-            found.append(tensor.detach().as_subclass(Tensor))
-        return tensor
-
-    map_tensors(note, value)
-    return found
+        is_torchs = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if is_torchs and value.dtype is torch.float32 and value.numel() and not value.is_meta:
+            yield path, value.detach().as_subclass(Tensor)
+        return
+    for key, item in items_of(value):
+        yield from _floats_in(item, path if key is None else (*path, key))
 
 
 def _rounded_by(tensor: Tensor, half: torch.dtype) -> float:
@@ -131,8 +141,21 @@ def _rounded_by(tensor: Tensor, half: torch.dtype) -> float:
 
 def _warn(model: nn.Module, awaited: _Awaited, name: str, off: float) -> None:
     warn_once(
-        f"a call of a model at opt_level {awaited.level} casts float32 targets, too, which must "
-        f"keep their numbers; got {name!r} of {type(model).__name__}.forward, which "
-        f"{awaited.half} rounds by up to {off:.3g}. Leave it as it is by amp.initialize(..., "
-        f"rules={{'inputs': {{{name!r}: 'off'}}}}), or pass it in float64."
+        f"a call of a model at opt_level {awaited.level} casts float32 targets, positions and "
+        f"times, too, which must keep their numbers; got {name!r} of {type(model).__name__}"
+        f".forward, which {awaited.half} rounds by up to {off:.3g}. Leave it as it is by "
+        f"amp.initialize(..., rules={{'inputs': {{{name!r}: 'off'}}}}), or pass it in float64."
+    )
+
+
+def _warn_of_unseen(model: nn.Module, name: str, given: Mapping[str, Any]) -> None:
+    """Tell of a part that a rule names and no call has, with the parts that there are."""
+    argument = name.partition(".")[0]
+    named = [".".join(path) for path, _ in _floats_in({argument: given.get(argument)}, ())]
+    example = meant(name, named) or (named or [f"{argument}.boxes"])[0]
+    warn_once(
+        f"inputs in rules must be named as what a model is called with; got {name!r}, and no "
+        f"training call of {type(model).__name__}.forward so far had it"
+        f"{did_you_mean(name, named)} Call amp.initialize(..., "
+        f"rules={{'inputs': {{{example!r}: 'off'}}}})."
     )

@@ -24,6 +24,8 @@ from amp_patch.casting.shared_casts import CAST
 from amp_patch.casting.torch_compile import call_as_traced, is_exporting, leave_out, order_hooks
 from amp_patch.warn_once import warn_once
 
+from .kept_inputs import put_back
+
 
 class FollowsCopies:
     """Hooks that `copy.deepcopy` and pickle take along, and that know it.
@@ -50,8 +52,8 @@ class ForwardCasts(FollowsCopies):
         region_dtype: half dtype of a ``half_region`` inside.
         inputs: dtype that floating inputs are cast to; None leaves them. A copy casts them to that
             of its weights, and leaves them where it has none, say because these are quantized.
-        kept: names of arguments that are not cast.
-        kept_at: their places in a call by place.
+        kept: names of arguments, and of parts of one, that are not cast.
+        kept_at: their places in a call by place, and the parts there.
         outputs: dtype that floating outputs are cast to; None leaves them. So does a call in the
             model's own forward, as of a tree that calls itself.
         observe: called with the model at the start of its forward, and what this gets; must be
@@ -65,8 +67,8 @@ class ForwardCasts(FollowsCopies):
     outputs: torch.dtype | None = None
     observe: Callable[[nn.Module, Any, Any], None] | None = None
     explain: Callable[[BaseException], None] | None = None
-    kept: frozenset[str] = frozenset()
-    kept_at: frozenset[int] = frozenset()
+    kept: tuple[str, ...] = ()
+    kept_at: tuple[tuple[int, str], ...] = ()
 
     @leave_out
     def enter(self, model: nn.Module, args: Any, kwargs: Any, is_forward: bool = True) -> Any:
@@ -90,13 +92,14 @@ class ForwardCasts(FollowsCopies):
 
     def _cast_inputs(self, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
         cast = [cast_floats(value, dtype) for value in args]
-        for place in self.kept_at:
-            cast[place : place + 1] = args[place : place + 1]
+        for place, part in self.kept_at:
+            if place < len(args):
+                cast[place] = put_back(cast[place], args[place], part)
         if kwargs:
-            kwargs = {
-                key: value if key in self.kept else cast_floats(value, dtype)
-                for key, value in kwargs.items()
-            }
+            given = kwargs
+            kwargs = {key: cast_floats(value, dtype) for key, value in given.items()}
+            for name in self.kept:
+                kwargs = put_back(kwargs, given, name)
         return tuple(cast), kwargs
 
     @leave_out

@@ -63,7 +63,7 @@ class ModelRules(NamedTuple):
     """
 
     precisions: Mapping[str, str] = {}
-    kept_inputs: frozenset[str] = frozenset()
+    kept_inputs: tuple[str, ...] = ()
 
 
 class _StateHooks(NamedTuple):
@@ -225,7 +225,7 @@ class PreparedModels:
         """Return whether a module is part of a model that is stored in half."""
         return any(module is one for model in self.in_half() for one in model.modules())
 
-    def kept_inputs(self, model: nn.Module) -> frozenset[str]:
+    def kept_inputs(self, model: nn.Module) -> tuple[str, ...]:
         """Return the names of arguments that the call of a model leaves as they are."""
         return self._rules[model].kept_inputs
 

@@ -314,3 +314,23 @@ def test_the_neighbours_of_a_graph_are_counted_in_both_directions() -> None:
     ring = dgl.graph((torch.arange(5), torch.arange(5).roll(1)))
     assert not has_more_neighbours(ring, 1)
     assert not has_more_neighbours(torch.ones(9), 1)
+
+
+class Takes(nn.Linear):
+    def forward(self, graph: Any, data: Any) -> Tensor:  # type: ignore[override]  # no tensor
+        self.seen = graph, data
+        return super().forward(data.x)
+
+
+def test_a_rule_leaves_one_feature_of_a_graph(amp: ModuleType) -> None:
+    graph = dgl.graph((torch.tensor([0, 1]), torch.tensor([1, 0])))
+    graph.ndata["x"], graph.ndata["at"] = torch.ones(2, 4), torch.full((2,), 1333.3)
+    data = torch_geometric.data.Data(x=torch.ones(3, 4), pos=torch.full((3,), 1333.3))
+    rules = {"inputs": {"graph.ndata.at": "off", "data.pos": "off"}}
+    model = amp.initialize(Takes(4, 4), opt_level="O5", verbosity=0, rules=rules)
+    model(graph, data=data)
+    seen, features = model.seen
+    assert seen.ndata["x"].dtype is features.x.dtype is torch.bfloat16
+    assert seen.ndata["at"].dtype is features.pos.dtype is torch.float32
+    assert data.x.dtype is torch.float32
+    assert graph.ndata["x"].dtype is torch.float32

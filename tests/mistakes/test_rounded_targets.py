@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from amp_patch import amp as core
+from amp_patch.casting.argument_casts import tensors_in
 from amp_patch.session import session
 
 X = torch.linspace(-1.0, 1.0, 8).view(2, 4)
@@ -46,10 +48,10 @@ def test_the_first_that_come_are_told(amp: ModuleType, level: str) -> None:
     model = amp.initialize(Detector(), opt_level=level, verbosity=0)
     assert warned(model, X) == []
     assert warned(model, X, [{"boxes": BOXES, "ids": torch.tensor([1])}]) == [
-        f"a call of a model at opt_level {level} casts float32 targets, too, which must keep their "
-        f"numbers; got 'gt_boxes' of Detector.forward, which {HALF[level]} rounds by up to "
-        f"{OFF[level]}. Leave it as it is by amp.initialize(..., rules={{'inputs': {{'gt_boxes': "
-        "'off'}}), or pass it in float64."
+        f"a call of a model at opt_level {level} casts float32 targets, positions and times, too, "
+        f"which must keep their numbers; got 'gt_boxes' of Detector.forward, which {HALF[level]} "
+        f"rounds by up to {OFF[level]}. Leave it as it is by amp.initialize(..., rules={{'inputs': "
+        "{'gt_boxes': 'off'}}), or pass it in float64."
     ]
     assert warned(model, X, BOXES) == []
     assert not session.guard.targets.are_awaited
@@ -102,6 +104,75 @@ class Boxes(Tensor):
 def test_boxes_of_a_class_of_their_own_are_looked_at(amp: ModuleType) -> None:
     model = amp.initialize(Detector(), opt_level="O5", verbosity=0)
     assert "rounds by up to 2.7." in warned(model, X, {"boxes": BOXES.as_subclass(Boxes)})[0]
+
+
+class Sample(NamedTuple):
+    image: Tensor
+    boxes: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    image: Tensor
+    boxes: Tensor
+
+
+#: What a model takes in one argument -> what the warning names.
+BATCHES: dict[str, tuple[Any, str]] = {
+    "a dict": ({"image": X, "boxes": BOXES}, "batch.boxes"),
+    "dicts": ([{"image": X, "boxes": BOXES}] * 2, "batch.boxes"),
+    "a dict in a dict": ({"image": X, "labels": {"at": BOXES}}, "batch.labels"),
+    "further in": ({"image": X, "one": {"gt_boxes": BOXES}}, "batch.one.gt_boxes"),
+    "a key with dots": ({"image": X, "image.boxes": BOXES}, "batch.image.boxes"),
+    "times": ({"image": X, "timesteps": BOXES}, "batch.timesteps"),
+    "a named tuple": (Sample(X, BOXES), "batch.boxes"),
+    "a dataclass": (Batch(X, BOXES), "batch.boxes"),
+    "a namespace": (SimpleNamespace(image=X, boxes=BOXES), "batch.boxes"),
+}
+
+
+class Batched(Detector):
+    def forward(self, batch: Any) -> Tensor:  # type: ignore[override]  # one argument
+        self.seen = batch
+        return super().forward(X.to(self.head.weight.dtype))
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_part_of_a_batch_is_told_and_its_rule_leaves_it(amp: ModuleType, kind: str) -> None:
+    batch, name = BATCHES[kind]
+    model = amp.initialize(Batched(), opt_level="O5", verbosity=0)
+    (message,) = warned(model, batch)
+    assert f"got {name!r} of Batched.forward, which torch.bfloat16 rounds by up to 2.7. " in message
+    rules = {"inputs": {name: "off"}}
+    assert f"rules={rules}" in message
+    core.deactivate()
+    model = core.initialize(Batched(), opt_level="O5", verbosity=0, rules=rules)
+    for _ in range(20):
+        assert warned(model, batch) == []
+    assert not session.guard.targets.are_awaited
+    kept = [one for one in tensors_in(model.seen) if one.dtype is torch.float32]
+    assert kept
+    assert all(one is BOXES for one in kept)
+
+
+def test_a_part_that_no_call_has_is_told(amp: ModuleType) -> None:
+    rules = {"inputs": {"batch.pixel": "off"}}
+    model = core.initialize(Batched(), opt_level="O5", verbosity=0, rules=rules)
+    for _ in range(15):
+        assert warned(model, {"image": X, "pixels": X}) == []
+    assert warned(model, {"image": X, "pixels": X}) == [
+        "inputs in rules must be named as what a model is called with; got 'batch.pixel', and no "
+        "training call of Batched.forward so far had it; did you mean 'batch.pixels'? Call "
+        "amp.initialize(..., rules={'inputs': {'batch.pixels': 'off'}})."
+    ]
+
+
+def test_a_part_that_came_once_is_not(amp: ModuleType) -> None:
+    rules = {"inputs": {"batch.boxes": "off"}}
+    model = core.initialize(Batched(), opt_level="O5", verbosity=0, rules=rules)
+    assert warned(model, {"image": X, "boxes": BOXES}) == []
+    for _ in range(20):
+        assert warned(model, {"image": X}) == []
 
 
 class Collecting(Detector):

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
-from types import ModuleType
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
+
+from amp_patch.weights.half_model import cast_floats
+from amp_patch.weights.kept_inputs import has_part, put_back
 
 X = torch.linspace(-1.0, 1.0, 32).view(8, 4)
 #: Coordinates that no half dtype has.
 BOXES = [{"boxes": torch.full((8, 4), 1333.3), "ids": torch.arange(8)}]
 ROUNDED = pytest.mark.filterwarnings(
-    "ignore:a call of a model at opt_level O5 casts float32 target"
+    "ignore:a call of a model at opt_level O5 casts float32 targets"
 )
 STORED = {"O0": torch.float32, "O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 RULES = {"inputs": {"targets": "off", "scale": "off"}}
@@ -125,3 +133,114 @@ def test_a_name_that_no_forward_has_changes_nothing(amp: ModuleType, level: str)
     )
     assert not model._forward_pre_hooks
     assert model.head.weight.dtype is torch.float32
+
+
+class Batched(Detector):
+    def forward(self, batch: Any, **others: Any) -> Tensor:  # type: ignore[override]  # a batch
+        found: Tensor = self.head(X.to(self.head.weight.dtype))
+        self.seen = batch, others
+        return found
+
+
+PART = {"inputs": {"batch.boxes": "off"}}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_part_comes_as_it_is_given(amp: ModuleType, level: str, backend: str | None) -> None:
+    model = amp.initialize(Batched(), opt_level=level, verbosity=0, rules=PART)
+    if backend:
+        model.compile(backend=backend, fullgraph=True)
+    batch = {"image": X, "boxes": BOXES[0]["boxes"], "more": [{"boxes": X}]}
+    for args, kwargs in (((batch,), {}), ((), {"batch": batch})):
+        model(*args, **kwargs)
+        seen = model.seen[0]
+        assert seen["boxes"].dtype is torch.float32
+        torch.testing.assert_close(seen["boxes"], batch["boxes"], rtol=0, atol=0)
+        assert seen["image"].dtype is seen["more"][0]["boxes"].dtype is STORED[level]
+    assert batch["image"] is X
+    assert batch["more"][0]["boxes"] is X
+
+
+def test_parts_of_what_a_registered_method_gets(amp: ModuleType) -> None:
+    amp.register_forward_method(Detector, "loss")
+    rules = {"inputs": {"targets.boxes": "off"}}
+    model = amp.initialize(Detector(), opt_level="O5", verbosity=0, rules=rules)
+    model.loss([{"boxes": BOXES[0]["boxes"], "scores": X}], X)
+    (target,) = model.seen[1]
+    assert target["boxes"] is BOXES[0]["boxes"]
+    assert target["scores"].dtype is model.seen[0].dtype is torch.bfloat16
+
+
+class Point(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+    b: Any
+
+
+def leaves() -> st.SearchStrategy[Tensor]:
+    dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64])
+    return dtypes.map(lambda dtype: torch.full((2,), 3.0).to(dtype))
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    pairs = st.tuples(inner, inner)
+    return st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(st.sampled_from(["a", "b", "a.b"]), inner, max_size=2),
+        pairs,
+        *(pairs.map(lambda two, kind=kind: kind(a=two[0], b=two[1])) for kind in (Point, Frozen)),
+        pairs.map(lambda two: SimpleNamespace(a=two[0], b=two[1])),
+        pairs.map(lambda two: OrderedDict(a=two[0], b=two[1])),
+        pairs.map(lambda two: MappingProxyType({"a": two[0], "b": two[1]})),
+    )
+
+
+def by_path(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the tensors in a value, each with the names that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from by_path(item, (*path, name))
+    elif isinstance(value, (list, tuple)) and not isinstance(value, Point):
+        for item in value:
+            yield from by_path(item, path)
+    else:
+        yield from by_path({"a": value.a, "b": value.b}, path)
+
+
+def leads_to(part: str, path: tuple[str, ...]) -> bool:
+    return any(".".join(path[:count]) == part for count in range(1, len(path) + 1))
+
+
+@given(
+    value=st.recursive(leaves(), containers, max_leaves=8),
+    part=st.sampled_from(["a", "b", "a.b", "b.a", "a.a", "c"]),
+)
+def test_drawn_values_keep_what_a_part_leads_to(value: Any, part: str) -> None:
+    before = [(path, id(tensor)) for path, tensor in by_path(value)]
+    found = put_back(cast_floats(value, torch.float16), value, part)
+    assert type(found) is type(value)
+    assert [(path, id(tensor)) for path, tensor in by_path(value)] == before
+    pairs = [*zip(by_path(value), by_path(found), strict=True)]
+    for (path, was), (same, tensor) in pairs:
+        assert path == same
+        if leads_to(part, path):
+            assert tensor is was
+        else:
+            assert tensor.dtype is (torch.float16 if was.dtype is torch.float32 else was.dtype)
+    assert has_part(value, part) or not any(leads_to(part, path) for (path, _), _ in pairs)
+
+
+@pytest.mark.parametrize(
+    ("part", "there"),
+    [("a", True), ("a.b", True), ("b", False), ("a.c", False), ("shape", False), ("", True)],
+)
+def test_what_is_there(part: str, there: bool) -> None:
+    assert has_part([{"a": Point(None, X)}, X], part) is there
