@@ -126,8 +126,9 @@ def _floats_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
     if isinstance(value, Tensor):
         # torchvision's boxes are of a class of their own, which computes as torch's
         is_torchs = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-        if is_torchs and value.dtype is torch.float32 and value.numel() and not value.is_meta:
-            yield path, value.detach().as_subclass(Tensor)
+        can_be_read = is_torchs and value.layout is torch.strided and not value.is_meta
+        if can_be_read and value.dtype is torch.float32 and value.numel():
+            yield path, value
         return
     for key, item in items_of(value):
         yield from _floats_in(item, path if key is None else (*path, key))
@@ -135,7 +136,8 @@ def _floats_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 def _rounded_by(tensor: Tensor, half: torch.dtype) -> float:
     """Return by how much the number that is rounded most is off; infinite beyond the range."""
-    off = (tensor.to(half).to(torch.float32) - tensor).abs()
+    plain = tensor.detach().as_subclass(Tensor)
+    off = (plain.to(half).to(torch.float32) - plain).abs()
     return float(off.nan_to_num(nan=0.0, posinf=torch.inf).max())  # what was not finite stays so
 
 

@@ -7,6 +7,7 @@ functions; not how the others are cast.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -125,11 +126,13 @@ def _with_item(value: Any, name: str, item: Any) -> Any:
         return type(value)({**value, name: item})  # type: ignore[call-arg]  # MappingProxyType
     if isinstance(value, MutableMapping):
         value[name] = item
-    elif dataclasses.is_dataclass(value):
-        object.__setattr__(value, name, item)  # one that is frozen refuses setattr
+        return value
+    new = copy.copy(value)
+    if dataclasses.is_dataclass(new):
+        object.__setattr__(new, name, item)  # one that is frozen refuses setattr
     else:
-        setattr(value, name, item)
-    return value
+        setattr(new, name, item)
+    return new
 
 
 def _takes(model: nn.Module, name: str) -> bool:

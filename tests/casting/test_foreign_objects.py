@@ -331,6 +331,6 @@ def test_a_rule_leaves_one_feature_of_a_graph(amp: ModuleType) -> None:
     model(graph, data=data)
     seen, features = model.seen
     assert seen.ndata["x"].dtype is features.x.dtype is torch.bfloat16
-    assert seen.ndata["at"].dtype is features.pos.dtype is torch.float32
+    assert seen.ndata["at"].dtype is features["pos"].dtype is torch.float32
     assert data.x.dtype is torch.float32
     assert graph.ndata["x"].dtype is torch.float32

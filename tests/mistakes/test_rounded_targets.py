@@ -67,6 +67,12 @@ def test_what_the_warning_says_mends_it(amp: ModuleType, level: str) -> None:
     assert warned(model, X, BOXES.double()) == []
 
 
+def by_rows(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        return tensor.to_sparse_csr()
+
+
 RIGHT: dict[str, tuple[Any, ...]] = {
     "whole numbers that half has": (X, torch.full((2, 4), 96.0)),
     "probabilities": (X, torch.full((2, 4), 1 / 3)),
@@ -76,6 +82,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "another argument": (X, None, BOXES),
     "an input": (BOXES,),
     "empty": (X, torch.empty(0, 4)),
+    "sparse": (X, BOXES.to_sparse()),
+    "sparse by rows": (X, by_rows(BOXES)),
 }
 
 

@@ -238,6 +238,14 @@ def test_drawn_values_keep_what_a_part_leads_to(value: Any, part: str) -> None:
     assert has_part(value, part) or not any(leads_to(part, path) for (path, _), _ in pairs)
 
 
+def test_a_frozen_dataclass_keeps_a_field() -> None:
+    value = Frozen(X, BOXES[0]["boxes"])
+    found = put_back(cast_floats(value, torch.float16), value, "b")
+    assert found.a.dtype is torch.float16
+    assert found.b is value.b
+    assert value.a is X
+
+
 @pytest.mark.parametrize(
     ("part", "there"),
     [("a", True), ("a.b", True), ("b", False), ("a.c", False), ("shape", False), ("", True)],
