@@ -325,12 +325,12 @@ class Takes(nn.Linear):
 def test_a_rule_leaves_one_feature_of_a_graph(amp: ModuleType) -> None:
     graph = dgl.graph((torch.tensor([0, 1]), torch.tensor([1, 0])))
     graph.ndata["x"], graph.ndata["at"] = torch.ones(2, 4), torch.full((2,), 1333.3)
-    data = torch_geometric.data.Data(x=torch.ones(3, 4), pos=torch.full((3,), 1333.3))
-    rules = {"inputs": {"graph.ndata.at": "off", "data.pos": "off"}}
+    data = torch_geometric.data.Data(x=torch.ones(3, 4), at=torch.full((3,), 1333.3))
+    rules = {"inputs": {"graph.ndata.at": "off", "data.at": "off"}}
     model = amp.initialize(Takes(4, 4), opt_level="O5", verbosity=0, rules=rules)
     model(graph, data=data)
     seen, features = model.seen
     assert seen.ndata["x"].dtype is features.x.dtype is torch.bfloat16
-    assert seen.ndata["at"].dtype is features["pos"].dtype is torch.float32
+    assert seen.ndata["at"].dtype is features["at"].dtype is torch.float32
     assert data.x.dtype is torch.float32
     assert graph.ndata["x"].dtype is torch.float32
