@@ -20,6 +20,7 @@ from benchmarks import (
     host_rows,
     host_steps,
     memory,
+    middle_models,
     norms,
     report,
 )
@@ -81,6 +82,23 @@ def test_host_rows_compare_each_level_with_what_it_must_beat(tmp_path: Path) -> 
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def assert_by_hand_as_in_float32(made: HostModel) -> None:
+    """Check that a model in half has the loss of float32, and gradients of the same weights."""
+    model, loss, bare_loss = made
+    torch.manual_seed(0)
+    exact = loss(model.eval())  # without dropout
+    exact.backward()
+    trained = [param.grad is not None for param in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(0)
+    half = bare_loss(model.bfloat16())
+    half.backward()
+    assert half.dtype is torch.float32
+    assert half.item() == pytest.approx(exact.item(), rel=0.02)
+    assert [param.grad is not None for param in model.parameters()] == trained
+    assert [param.requires_grad for param in model.parameters()] == trained
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_an_architecture_by_hand_has_the_loss_and_the_gradients_of_float32(
@@ -91,17 +109,15 @@ def test_an_architecture_by_hand_has_the_loss_and_the_gradients_of_float32(
     monkeypatch.setattr(nn.Module, "smart_apply", None, raising=False)
     monkeypatch.delattr(nn.Module, "smart_apply")
     torch.manual_seed(0)
-    model, loss, bare_loss = architectures.MODELS[name]()
-    exact = loss(model.eval())  # without dropout
-    exact.backward()
-    trained = [param.grad is not None for param in model.parameters()]
-    model.zero_grad()
-    half = bare_loss(model.bfloat16())
-    half.backward()
-    assert half.dtype is torch.float32
-    assert half.item() == pytest.approx(exact.item(), rel=0.02)
-    assert [param.grad is not None for param in model.parameters()] == trained
-    assert [param.requires_grad for param in model.parameters()] == trained
+    assert_by_hand_as_in_float32(architectures.MODELS[name]())
+
+
+@pytest.mark.parametrize("name", middle_models.MODELS)
+def test_a_model_of_middle_size_by_hand_has_the_loss_of_float32(name: str) -> None:
+    torch.manual_seed(0)
+    made = middle_models.MODELS[name]()
+    assert 280_000 <= sum(map(torch.numel, made.model.parameters())) <= 2_000_000
+    assert_by_hand_as_in_float32(made)
 
 
 def test_a_plot_needs_what_it_draws(

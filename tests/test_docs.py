@@ -363,6 +363,10 @@ GENERATED = {
         DOCS / "benchmarks.md",
         partial(host_rows_table, "host_rows_architectures.json"),
     ),
+    "host-rows-middle": (
+        DOCS / "benchmarks.md",
+        partial(host_rows_table, "host_rows_middle.json"),
+    ),
     "host-rows-sgd": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows_sgd.json")),
     "host-rows-adamw": (DOCS / "benchmarks.md", partial(host_rows_table, "host_rows_adamw.json")),
     "host-in-turn": (DOCS / "benchmarks.md", partial(host_rows_table, "host_in_turn.json")),

@@ -34,13 +34,14 @@ def regression(model: nn.Module, x: Tensor, y: Tensor) -> HostModel:
     """Return a model with the mean squared error of its output for ``x`` against ``y``."""
 
     def bare_loss(half: nn.Module) -> Tensor:
-        return F.mse_loss(half(x.to(_half_dtype(half))).float(), y)
+        return F.mse_loss(half(in_dtype_of(half, x)).float(), y)
 
     return HostModel(model, lambda model: F.mse_loss(model(x), y), bare_loss)
 
 
-def _half_dtype(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
+def in_dtype_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Return an input in the dtype of a model's first weight."""
+    return x.to(next(model.parameters()).dtype)
 
 
 def linears() -> HostModel:
@@ -119,7 +120,7 @@ def gradient_penalty() -> HostModel:
 
     def bare_loss(half: nn.Module) -> Tensor:
         x = points.clone().requires_grad_()
-        return penalized(half(x.to(_half_dtype(half))).float(), x)
+        return penalized(half(in_dtype_of(half, x)).float(), x)
 
     return HostModel(model, loss, bare_loss)
 

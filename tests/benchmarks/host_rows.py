@@ -6,6 +6,7 @@
     python tests/benchmarks/host_rows.py --optimizer SGD
     python tests/benchmarks/host_rows.py --micro-batches 4
     python tests/benchmarks/host_rows.py --architectures --cpu-time
+    python tests/benchmarks/host_rows.py --middle --candidates "autocast bf16" O4 O5
     python tests/benchmarks/host_rows.py --from FILE --plot FILE
 
 Ratios of medians, of steps taken in turn in this one process on one thread. "bare" is written by
@@ -32,7 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import architectures, host_steps, report
+from benchmarks import architectures, host_steps, middle_models, report
 from benchmarks.host_models import MODELS, HostModel, gradient_penalty
 from benchmarks.rounds import Seconds, Spread, interleave, median_time, ratio
 
@@ -180,6 +181,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--architectures", action="store_true", help="models of Hugging Face's transformers instead"
     )
+    parser.add_argument(
+        "--middle", action="store_true", help="models of 0.3 to 2 million parameters instead"
+    )
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=CANDIDATES)
     kinds = list(host_steps.OPTIMIZERS)
     parser.add_argument("--optimizer", choices=kinds, default=kinds[0], help="default: %(default)s")
@@ -196,7 +200,9 @@ def parse_arguments() -> argparse.Namespace:
     if args.plot is not None and (args.out is None) == (args.saved is None):
         parser.error("--plot draws what --out or --from names; give one of them")
     chosen = [word.lower() for word in args.only or [""]]
-    models = architectures.MODELS if args.architectures else MODELS
+    models = MODELS
+    if args.architectures or args.middle:
+        models = architectures.MODELS if args.architectures else middle_models.MODELS
     args.models = {
         name: make
         for name, make in models.items()
