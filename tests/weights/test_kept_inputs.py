@@ -162,6 +162,12 @@ def test_a_part_comes_as_it_is_given(amp: ModuleType, level: str, backend: str |
     assert batch["more"][0]["boxes"] is X
 
 
+def test_a_part_of_an_argument_that_no_forward_has_is_told_with_the_part(amp: ModuleType) -> None:
+    with pytest.raises(ValueError, match="got 'target.boxes'; did you mean 'targets'?") as raised:
+        amp.initialize(Detector(), opt_level="O2", rules={"inputs": {"target.boxes": "off"}})
+    assert str(raised.value).endswith("rules={'inputs': {'targets.boxes': 'off'}}).")
+
+
 def test_parts_of_what_a_registered_method_gets(amp: ModuleType) -> None:
     amp.register_forward_method(Detector, "loss")
     rules = {"inputs": {"targets.boxes": "off"}}
