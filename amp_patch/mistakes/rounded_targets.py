@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from amp_patch.casting.nested import items_of
 from amp_patch.did_you_mean import did_you_mean, meant
 from amp_patch.warn_once import warn_once
-from amp_patch.weights.kept_inputs import by_place, has_part
+from amp_patch.weights.kept_inputs import by_place, forward_of, has_part, names_of
 
 _NAMES = re.compile(
     r"(^|[_.])(targets?|labels?|gt|ground_truth|b?box(es)?|keypoints?|landmarks?|y_true"
@@ -38,7 +38,7 @@ class _Awaited(NamedTuple):
         level: name of its level.
         half: what its inputs are cast to.
         kept: names of arguments, and of parts of them, that are not cast.
-        unseen: those of these parts that have not come.
+        unseen: those of these that have not come, but for arguments that the forward names.
         calls: in which they may still come.
     """
 
@@ -59,6 +59,7 @@ class RoundedTargets:
 
     def __init__(self) -> None:
         self._awaited: weakref.WeakKeyDictionary[nn.Module, _Awaited] = weakref.WeakKeyDictionary()
+        self._seen: set[str] = set()
         self.are_awaited = False
 
     def follow(
@@ -71,8 +72,10 @@ class RoundedTargets:
             level, half: its level, and the dtype that its call casts to.
             kept: arguments, and parts of them, that its call leaves as they are.
         """
-        parts = frozenset(name for name in kept if "." in name)
-        self._awaited[model] = _Awaited(by_place(model.forward), level, half, kept, parts)
+        forward = forward_of(model)
+        sure = names_of(forward)  # others may be collected by it, or be parts that never come
+        unseen = frozenset(name for name in kept if name not in sure)
+        self._awaited[model] = _Awaited(by_place(forward), level, half, kept, unseen)
         self.are_awaited = True
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -85,6 +88,7 @@ class RoundedTargets:
         if any(_is_captured(tensor) for _, tensor in found):
             return
         unseen = frozenset(name for name in awaited.unseen if not has_part(given, name))
+        self._seen |= awaited.unseen - unseen
         if not found and awaited.calls > 1:
             self._awaited[model] = awaited._replace(calls=awaited.calls - 1, unseen=unseen)
             return
@@ -96,7 +100,8 @@ class RoundedTargets:
         for name, most in off.items():
             if most >= _OFF:
                 _warn(model, awaited, name, most)
-        for name in sorted(unseen):
+        elsewhere = self._seen.union(*(other.unseen for other in self._awaited.values()))
+        for name in sorted(unseen - elsewhere):  # a rule holds for all models of a call
             _warn_of_unseen(model, name, given)
 
 

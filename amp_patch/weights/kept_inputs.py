@@ -58,6 +58,18 @@ def places(
     return tuple((at[name], part) for name, _, part in split if name in at)
 
 
+def forward_of(model: nn.Module) -> Callable[..., Any]:
+    """Return the forward whose arguments a call of a model has.
+
+    Another module's where the model is a wrapper of it that hands on what it is called with, as
+    one of `torch.compile` or of an adapter.
+    """
+    kinds = {one.kind for one in _params(model.forward)}
+    children = list(model.children())
+    hands_on = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return forward_of(children[0]) if hands_on and len(children) == 1 else model.forward
+
+
 def by_place(function: Callable[..., Any]) -> list[str]:
     """Return the names of what a function can be given by place, in their order."""
     return [one.name for one in _params(function) if one.kind in _BY_PLACE]
@@ -136,9 +148,10 @@ def _with_item(value: Any, name: str, item: Any) -> Any:
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    if name.partition(".")[0] in names_of(model.forward):
+    forward = forward_of(model)
+    if name.partition(".")[0] in names_of(forward):
         return True
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in _params(model.forward))
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in _params(forward))
 
 
 def _params(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -149,7 +162,7 @@ def _params(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _unknown(name: str, models: Sequence[nn.Module]) -> str:
-    named = [known for model in models for known in names_of(model.forward)]
+    named = [known for model in models for known in names_of(forward_of(model))]
     listed = ", ".join(dict.fromkeys(map(repr, named)))
     argument, dot, part = name.partition(".")
     example = (meant(argument, named) or (named or ["targets"])[-1]) + dot + part

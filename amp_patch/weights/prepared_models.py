@@ -331,7 +331,7 @@ class PreparedModels:
             observe=hooks.observe_casting if level.casts_functions else hooks.observe,
             explain=hooks.explain if level.stores_half or level.casts_functions else None,
             kept=rules.kept_inputs,
-            kept_at=kept_inputs.places(model.forward, rules.kept_inputs),
+            kept_at=kept_inputs.places(kept_inputs.forward_of(model), rules.kept_inputs),
         ).attach(model)
         module_rules.attach(model, rules.precisions, level.cast_model_type)
         self.levels[model] = level

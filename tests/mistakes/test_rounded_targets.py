@@ -183,6 +183,37 @@ def test_a_part_that_came_once_is_not(amp: ModuleType) -> None:
         assert warned(model, {"image": X}) == []
 
 
+class Handing(nn.Module):
+    """Collects what it is called with, and is no wrapper of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = Batched(), nn.Linear(4, 4)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = self.model(*args, **kwargs)
+        return found
+
+
+def test_what_is_collected_by_place_cannot_be_left_alone_which_is_told(amp: ModuleType) -> None:
+    rules = {"inputs": {"batch": "off"}}
+    model = core.initialize(Handing(), opt_level="O5", verbosity=0, rules=rules)
+    messages = [warned(model, X) for _ in range(16)]
+    assert messages[:15] == [[]] * 15
+    assert "got 'batch', and no training call of Handing.forward so far had it. " in messages[15][0]
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_part_that_another_model_gets_is_not(amp: ModuleType, in_turn: bool) -> None:
+    rules = {"inputs": {"batch.pixels": "off"}}
+    models = [Handing(), Batched()]
+    one, other = core.initialize(models, opt_level="O5", verbosity=0, rules=rules)
+    calls = [(one, X), (other, {"pixels": X})] * 20
+    for model, batch in calls if in_turn else sorted(calls, key=lambda call: call[0] is other):
+        assert warned(model, batch) == []
+    assert not session.guard.targets.are_awaited
+
+
 class Collecting(Detector):
     def forward(self, x: Tensor, *others: Any, labels: Any = None) -> Tensor:
         return super().forward(x)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -133,6 +133,36 @@ def test_a_name_that_no_forward_has_changes_nothing(amp: ModuleType, level: str)
     )
     assert not model._forward_pre_hooks
     assert model.head.weight.dtype is torch.float32
+
+
+class Wrapper(nn.Module):
+    """Hands on what it is called with, as an adapter does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = self.model(*args, **kwargs)
+        return found
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, compiled, lambda model: Wrapper(Wrapper(model))])
+def test_a_wrapper_has_the_arguments_of_its_model(
+    amp: ModuleType, wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = Detector()
+    wrapper = amp.initialize(wrap(model), opt_level="O5", verbosity=0, rules=RULES)
+    for args, kwargs in (((X, BOXES), {}), ((X,), {"targets": BOXES})):
+        wrapper(*args, **kwargs)
+        assert model.seen[0].dtype is torch.bfloat16
+        assert model.seen[1][0]["boxes"].dtype is torch.float32
+    with pytest.raises(ValueError, match="got 'target'; did you mean 'targets'?"):
+        amp.initialize(wrap(Detector()), opt_level="O5", rules={"inputs": {"target": "off"}})
 
 
 class Batched(Detector):
