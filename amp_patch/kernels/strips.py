@@ -68,4 +68,6 @@ def cut(tensor: Tensor, length: int) -> Iterator[Tensor]:
         tensor: such as `lie_alike` returns True for.
         length: of each, in elements.
     """
-    yield from tensor.as_strided((tensor.numel(),), (1,)).split(length)
+    elements, offset = tensor.numel(), tensor.storage_offset()
+    for begin in range(0, elements, length):
+        yield tensor.as_strided((min(length, elements - begin),), (1,), offset + begin)

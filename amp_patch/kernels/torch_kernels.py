@@ -236,7 +236,7 @@ def _inverse(scale: float) -> float:
 
 def inverse_of(scale: float) -> Tensor:
     """Return what a gradient of a loss times ``scale`` is multiplied by: fp32, (1,), on the CPU."""
-    return torch.full((1,), _inverse(scale), dtype=torch.float32, device="cpu")
+    return torch.tensor((_inverse(scale),), dtype=torch.float32, device="cpu")
 
 
 @torch.no_grad()

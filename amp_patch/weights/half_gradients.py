@@ -5,6 +5,7 @@ From the backward to the step they stand for fp32 ones, which would take twice t
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
@@ -125,6 +126,10 @@ class LargeInHalf:
         self._large = UnscaledLater([grads[row] for row in large], scale)
         self._scale = scale
 
+    @functools.cached_property
+    def _inverse(self) -> Tensor:
+        return torch_kernels.inverse_of(self._scale)
+
     @property
     def is_clipped(self) -> bool:
         """True where large ones are to be multiplied by a factor when they are unscaled."""
@@ -143,16 +148,16 @@ class LargeInHalf:
         """See `UnscaledLater.make`."""
         places = self._places
         self._large.refuse_written([places[row] for row in rows if row in places])
-        inverse = torch_kernels.inverse_of(self._scale)
         grads = [self._grads[row] for row in rows]
         return [
-            self._unscaled(grad, inverse) if row in places else grad
+            self._unscaled(grad) if row in places else grad
             for row, grad in zip(rows, grads, strict=True)
         ]
 
-    def _unscaled(self, half: Tensor, inverse: Tensor, into: Tensor | None = None) -> Tensor:
+    def _unscaled(self, half: Tensor, into: Tensor | None = None) -> Tensor:
         # The bits of `kernels.Unscale`, in one pass: times one number, not 0-dim, it is fp32.
-        exact = torch.mul(half, inverse.to(half.device), out=into)
+        inverse = self._inverse if half.is_cpu else self._inverse.to(half.device)
+        exact = torch.mul(half, inverse, out=into)
         return exact if self._large.clip is None else exact.mul_(self._large.clip)
 
     def stored(self, row: int) -> Tensor:
@@ -175,9 +180,8 @@ class LargeInHalf:
             return
         self._large.refuse_written([self._places[row]])
         memory = torch.empty(length, dtype=torch.float32, device=grad.device)
-        inverse = torch_kernels.inverse_of(self._scale)
         for half in cut(grad, length):
-            yield self._unscaled(half, inverse, memory[: half.numel()])
+            yield self._unscaled(half, memory[: half.numel()])
 
     def clip(self, factor: Tensor) -> None:
         """Multiply all gradients by a factor, 0-dim fp32; may be called once."""
