@@ -5,6 +5,7 @@ The norm of half gradients is taken in fp32, for their squares would overflow.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -77,6 +78,12 @@ def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 @without_default_device
 def norms_of(grads: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return the norm of each gradient that has elements, 0-dim fp32 or float64."""
+    if not any(map(_IS_SPARSE, grads)):
+        groups = alike([grad for grad in grads if grad.numel() > 0])
+        if len(groups) == 1:  # else they would come in another order
+            (group,) = groups[0]
+            wide = torch.float32 if group[0].dtype in HALVES else None
+            return list(torch._foreach_norm(group, norm_type, dtype=wide))
     return [_norm(grad, norm_type) for grad in grads if values(grad).numel() > 0]
 
 
@@ -97,9 +104,9 @@ def combined(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 @without_default_device
 def _norm_of_norms(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
-    )
+    if not all(map(_IS_CPU, norms)):
+        norms = [norm.to(norms[0].device) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
     return total
 
 
@@ -110,3 +117,7 @@ def _norm(grad: Tensor, norm_type: float) -> Tensor:
         grad = grad.to(dtype).coalesce().values()
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
+
+
+_IS_CPU = operator.attrgetter("is_cpu")
+_IS_SPARSE = operator.attrgetter("is_sparse")
