@@ -17,7 +17,12 @@ from amp_patch.distributed.shards import any_spread, local
 from amp_patch.kernels.graph_capture import captures
 from amp_patch.kernels.tensor_lists import alike
 from amp_patch.kernels.without_grad import without_grad
-from amp_patch.weights.parameter_lists import keeping_versions, look_up, stored_grads
+from amp_patch.weights.parameter_lists import (
+    are_complete,
+    keeping_versions,
+    look_up,
+    stored_grads,
+)
 
 from .param_pairs import ParamPairs
 
@@ -39,7 +44,7 @@ def show(pairs: ParamPairs) -> list[Tensor]:
     halves: list[Any] = look_up(_GRAD, pairs.model)
     own: list[Any] = stored_grads(pairs.master)
     replaced: list[Tensor] = []
-    if not all(map(_is_dense, halves)) or not all(map(_is_dense, own)):
+    if not (_are_dense(halves) and _are_dense(own)):
         for param, half, grad in zip(pairs.model, halves, own, strict=True):
             if half is not None and grad is not None and (half.is_sparse or grad.is_sparse):
                 param.grad = grad.to(half.dtype)
@@ -78,7 +83,12 @@ def write(halves: list[Tensor], values: list[Tensor]) -> None:
 
 _GRAD = operator.attrgetter("grad")
 _IS_CPU = operator.attrgetter("is_cpu")
+_IS_SPARSE = operator.attrgetter("is_sparse")
 _IS_VIEW = Tensor._is_view
+
+
+def _are_dense(grads: list[Any]) -> bool:
+    return are_complete(grads) and not any(map(_IS_SPARSE, grads))
 
 
 def _is_dense(grad: Tensor | None) -> bool:

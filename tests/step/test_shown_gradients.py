@@ -71,6 +71,24 @@ def test_they_are_clipped_with_the_masters(amp: ModuleType, level: str, clip: st
     pair.assert_equal_gradients()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_without_gradients_is_no_matter_of_a_clip(amp: ModuleType, level: str) -> None:
+    model, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    used, unused = model
+    half = used.weight.dtype
+    with amp.scale_loss(used(x.to(half)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    # each of 16 weights has 2 for a gradient, each of 4 biases too
+    assert amp.clip_grad_norm_(optimizer, 0.5).item() == pytest.approx(80**0.5)
+    assert used.weight.grad is not None
+    torch.testing.assert_close(
+        used.weight.grad.float(), torch.full((4, 4), 1 / 80**0.5), rtol=0.01, atol=0
+    )
+    assert unused.weight.grad is None
+
+
 def test_where_layers_are_clipped_alone_each_is_shown_and_no_other(amp: ModuleType) -> None:
     pair = Pair(amp, "O2")
     pair.backward(INPUTS[0])
