@@ -148,8 +148,10 @@ def _with_item(value: Any, name: str, item: Any) -> Any:
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    forward = forward_of(model)
-    if name.partition(".")[0] in names_of(forward):
+    forward, parts = forward_of(model), name.split(".")
+    if not all(parts):  # a dot too many
+        return False
+    if parts[0] in names_of(forward):
         return True
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in _params(forward))
 
@@ -164,8 +166,9 @@ def _params(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def _unknown(name: str, models: Sequence[nn.Module]) -> str:
     named = [known for model in models for known in names_of(forward_of(model))]
     listed = ", ".join(dict.fromkeys(map(repr, named)))
-    argument, dot, part = name.partition(".")
-    example = (meant(argument, named) or (named or ["targets"])[-1]) + dot + part
+    argument, *parts = name.split(".")
+    first = meant(argument, named) or (named or ["targets"])[-1]
+    example = ".".join([first, *filter(None, parts)])
     return (
         f"inputs in rules must be named as arguments of the model's forward ({listed or 'none'}); "
         f"got {name!r}{did_you_mean(argument, named)} Call amp.initialize(..., "

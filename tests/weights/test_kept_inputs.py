@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -196,6 +197,14 @@ def test_a_part_of_an_argument_that_no_forward_has_is_told_with_the_part(amp: Mo
     with pytest.raises(ValueError, match="got 'target.boxes'; did you mean 'targets'?") as raised:
         amp.initialize(Detector(), opt_level="O2", rules={"inputs": {"target.boxes": "off"}})
     assert str(raised.value).endswith("rules={'inputs': {'targets.boxes': 'off'}}).")
+
+
+@pytest.mark.parametrize("name", ["", ".", "targets.", "targets..", ".targets"])
+def test_a_name_with_a_dot_too_many_is_none(amp: ModuleType, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"got {name!r}")) as raised:
+        amp.initialize(Detector(), opt_level="O2", rules={"inputs": {name: "off"}})
+    example = str(raised.value).partition("{'inputs': {")[2].removesuffix(": 'off'}}).")
+    assert example in {"'targets'", "'scale'", "'scale.targets'"}
 
 
 def test_parts_of_what_a_registered_method_gets(amp: ModuleType) -> None:
