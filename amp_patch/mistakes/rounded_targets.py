@@ -28,6 +28,8 @@ _NAMES = re.compile(
 _OFF = 0.25
 #: In so many training calls targets are waited for.
 _CALLS = 16
+#: In so many of any kind: a teacher, or a target network, is never trained.
+_LOOKS = 4096
 
 
 class _Awaited(NamedTuple):
@@ -60,6 +62,7 @@ class RoundedTargets:
     def __init__(self) -> None:
         self._awaited: weakref.WeakKeyDictionary[nn.Module, _Awaited] = weakref.WeakKeyDictionary()
         self._seen: set[str] = set()
+        self._looks_left = _LOOKS
         self.are_awaited = False
 
     def follow(
@@ -76,14 +79,22 @@ class RoundedTargets:
         sure = names_of(forward)  # others may be collected by it, or be parts that never come
         unseen = frozenset(name for name in kept if name not in sure)
         self._awaited[model] = _Awaited(by_place(forward), level, half, kept, unseen)
-        self.are_awaited = True
+        self.are_awaited, self._looks_left = True, _LOOKS
 
     def look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at a call, and warn of targets that it rounds by much, and of parts that are not."""
+        self._looks_left -= 1
+        if self._looks_left < 0:
+            self._awaited.clear()
         awaited = self._awaited.get(model)
-        if awaited is None or not (model.training and torch.is_grad_enabled()) or _is_traced():
-            return
-        given = {**dict(zip(awaited.names, args, strict=False)), **kwargs}
+        if awaited is not None and model.training and torch.is_grad_enabled() and not _is_traced():
+            self._look_at(
+                model, awaited, {**dict(zip(awaited.names, args, strict=False)), **kwargs}
+            )
+        self.are_awaited = bool(self._awaited)
+
+    def _look_at(self, model: nn.Module, awaited: _Awaited, given: Mapping[str, Any]) -> None:
+        """Look at what a training call was given, by the names of the arguments."""
         found = [*_targets_in(given, awaited.kept)]
         if any(_is_captured(tensor) for _, tensor in found):
             return
@@ -93,7 +104,6 @@ class RoundedTargets:
             self._awaited[model] = awaited._replace(calls=awaited.calls - 1, unseen=unseen)
             return
         del self._awaited[model]
-        self.are_awaited = bool(self._awaited)
         off: dict[str, float] = {}
         for name, tensor in found:
             off[name] = max(off.get(name, 0.0), _rounded_by(tensor, awaited.half))

@@ -241,6 +241,16 @@ def test_nobody_waits_for_long(amp: ModuleType) -> None:
     assert not session.guard.targets.are_awaited
 
 
+def test_a_model_that_is_never_trained_is_not_waited_for_without_end(amp: ModuleType) -> None:
+    model = amp.initialize(Detector().eval(), opt_level="O5", verbosity=0)
+    with torch.no_grad():
+        for _ in range(4096):
+            assert session.guard.targets.are_awaited
+            model(X)
+        model(X)
+    assert not session.guard.targets.are_awaited
+
+
 def test_places_of_another_method_are_its_own(amp: ModuleType) -> None:
     core.register_forward_method(Detector, "loss")
     model = amp.initialize(Detector(), opt_level="O5", verbosity=0)

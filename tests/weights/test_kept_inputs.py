@@ -162,7 +162,7 @@ def test_a_wrapper_has_the_arguments_of_its_model(
         wrapper(*args, **kwargs)
         assert model.seen[0].dtype is torch.bfloat16
         assert model.seen[1][0]["boxes"].dtype is torch.float32
-    with pytest.raises(ValueError, match="got 'target'; did you mean 'targets'?"):
+    with pytest.raises(ValueError, match="got 'target'; did you mean 'targets'\\?"):
         amp.initialize(wrap(Detector()), opt_level="O5", rules={"inputs": {"target": "off"}})
 
 
@@ -194,7 +194,7 @@ def test_a_part_comes_as_it_is_given(amp: ModuleType, level: str, backend: str |
 
 
 def test_a_part_of_an_argument_that_no_forward_has_is_told_with_the_part(amp: ModuleType) -> None:
-    with pytest.raises(ValueError, match="got 'target.boxes'; did you mean 'targets'?") as raised:
+    with pytest.raises(ValueError, match="got 'target.boxes'; did you mean 'targets'\\?") as raised:
         amp.initialize(Detector(), opt_level="O2", rules={"inputs": {"target.boxes": "off"}})
     assert str(raised.value).endswith("rules={'inputs': {'targets.boxes': 'off'}}).")
 
