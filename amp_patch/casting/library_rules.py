@@ -246,6 +246,7 @@ RULES = {
         "mm": ("half", "cpu", "sparse"),
     },
     "torch.linalg": {
+        "cross": ("joined", "never", "one dtype"),
         "matmul": ("product", "never", "one dtype"),
         "multi_dot": ("products", "never", "one dtype"),
         "vecdot": ("product", "never", "one dtype"),

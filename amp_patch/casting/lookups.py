@@ -25,16 +25,22 @@ from .shared_casts import is_recorded
 #: Of so few lookups in all, and for each row of a small table, even equal gradients add up in
 #: bfloat16 without much loss: 10 and 4 %.
 _FEW, _FEW_OF_A_ROW = 256, 64
+#: Where ``per_sample_weights`` is among the arguments of ``torch.embedding_bag``, as torch's own
+#: layers and functions call it.
+_FACTORS = 6
 
 
 def looking_up(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``torch.embedding`` or ``torch.embedding_bag`` with gradients added up in float32."""
-    run = _embedding if function.__name__ == "embedding" else _embedding_bag
+    is_bag = function.__name__ == "embedding_bag"
+    run = _embedding_bag if is_bag else _embedding
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             args, kwargs = used(args, kwargs)
+        if is_bag and len(args) > _FACTORS:
+            args = _of_one_dtype(*args)
         if len(args) > 1 and _loses_in_half(args[0], args[1]):
             return run(function, *args, **kwargs)
         return function(*args, **kwargs)
@@ -43,6 +49,19 @@ def looking_up(function: Callable[..., Any]) -> Callable[..., Any]:
     wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]  # our own
     wrapper.stands_for = function  # type: ignore[attr-defined]  # for `installation`
     return wrapper
+
+
+def _of_one_dtype(weight: Any, *others: Any) -> tuple[Any, ...]:
+    """Return what ``torch.embedding_bag`` takes, with factors in the dtype of a half table.
+
+    Factors that the model makes itself, as ``torch.ones`` does, are float32, which torch refuses.
+    """
+    factors = others[_FACTORS - 1]
+    if not (isinstance(weight, Tensor) and isinstance(factors, Tensor)):
+        return weight, *others
+    if weight.dtype in HALVES and factors.dtype is torch.float32:
+        others = (*others[: _FACTORS - 1], factors.to(weight.dtype), *others[_FACTORS:])
+    return weight, *others
 
 
 def _loses_in_half(weight: Any, ids: Any) -> bool:

@@ -134,7 +134,8 @@ PROMOTE = (
 BANNED = ("binary_cross_entropy",)
 
 # Operators that run listed ones inside C++, where no patch of the inner name reaches them, other
-# names of listed operators, and products of matrices that torch's lists do not have yet.
+# names of listed operators, products of matrices that torch's lists do not have yet, and what takes
+# one dtype.
 COMPOSITES = {
     "_grouped_mm": "half",
     "arccos": "float",
@@ -144,10 +145,13 @@ COMPOSITES = {
     "cross_entropy_loss": "float",
     "cumulative_trapezoid": "float",
     "dsmm": "half",
+    "embedding_bag": "promote",
     "grid_sample": "promote",
     "grouped_mm": "half",
     "gru": "half",
     "inner": "promote",
+    "lerp": "promote",
+    "linalg_cross": "promote",
     "linalg_matmul": "half",
     "linalg_norm": "float_dtype",
     "linear_cross_entropy": "promote",
@@ -334,7 +338,10 @@ DIFFERENCES = {
     "cross_entropy": "its log_softmax is float32 too; autocast's has the input's dtype",
     "cumulative_trapezoid": "its differences are float32 too; autocast's are half",
     "inner": "a number as a tensor counts as well; autocast lets the other operand's dtype rule",
+    "embedding_bag": "promotes, as a table and its per_sample_weights; autocast leaves it to fail",
     "ldexp": "stays half; before torch 2.11 autocast runs the pow inside in float32",
+    "lerp": "promotes; autocast leaves it to fail",
+    "linalg_cross": "promotes, as cross; autocast leaves it to fail",
     "linalg_matrix_power": "stays float32; a negative power inverts, which has no half kernel",
     "linalg_matrix_sqrth": "float32; before torch 2.14 autocast leaves it alone",
     "linear_cross_entropy": "as cross_entropy, which it calls",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_an_embedding_bag_s_gradient(
     is_near(weight.grad, wide[0].grad)
     if weighted:
         is_near(weights.grad, wide[1].grad)
+
+
+class Bags(nn.EmbeddingBag):
+    """Makes the factors of its rows itself, in float32."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]  # makes the others
+        self.factors = torch.linspace(0.5, 2.0, ids.numel()).view(ids.shape).requires_grad_()
+        return super().forward(ids, per_sample_weights=self.factors)
+
+
+@pytest.mark.parametrize("count", [4, 300])
+@pytest.mark.parametrize("level", LEVELS)
+def test_float32_factors_meet_a_half_table(amp: ModuleType, level: str, count: int) -> None:
+    torch.manual_seed(0)
+    plain, ids = Bags(ROWS, WIDTH, mode="sum"), torch.randint(ROWS, (2, count))
+    model = amp.initialize(copy.deepcopy(plain), opt_level=level, verbosity=0)
+    for bags in (model, plain):
+        bags(ids).sum().backward()
+    half = LEVELS[level]
+    assert model.weight.dtype is half
+    for found, expected in ((model.factors, plain.factors), (model.weight, plain.weight)):
+        is_near(found.grad.to(half), expected.grad.double())
 
 
 @pytest.mark.parametrize(("rows", "count"), [(1, 65), (2, 129)])

@@ -63,6 +63,7 @@ JOINED: dict[str, Call] = {
     ),
     "group_norm": lambda a, b: F.group_norm(a, 2, b[0], b[1]),
     "inner": torch.inner,
+    "linalg.cross": lambda a, b: torch.linalg.cross(a[:, :3], b[:, :3]),
     "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0], b[1]),
     "layer_norm by name": lambda a, b: F.layer_norm(a, (4,), weight=b[0], bias=b[1]),
     "tensordot": lambda a, b: torch.tensordot(a, b, 1),

@@ -26,10 +26,9 @@ CUDNN_ONLY = {"cudnn_convolution", "cudnn_convolution_transpose"}
 # No rule touches these; the CPU refuses a call that the fake CUDA device accepts.
 REFUSED_ON_CPU = {
     "__rand__", "__ror__", "__rxor__", "batch_norm", "bitwise_and", "bitwise_left_shift",
-    "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "embedding_bag", "gcd",
-    "grid_sampler_3d", "heaviside", "index_add", "index_copy", "index_reduce", "lcm",
-    "linalg_cross", "native_group_norm", "put", "torch_ops_aten__efficient_attention_forward",
-    "torch_ops_aten__flash_attention_forward",
+    "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "gcd", "grid_sampler_3d",
+    "heaviside", "index_add", "index_copy", "index_reduce", "lcm", "native_group_norm", "put",
+    "torch_ops_aten__efficient_attention_forward", "torch_ops_aten__flash_attention_forward",
 }  # fmt: skip
 # The same, of which older builds for CPUs refuse the call on the fake CUDA device too, or lack it.
 if torch.__version__ >= (2, 14) or torch.backends.cuda.is_built():
