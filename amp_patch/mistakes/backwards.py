@@ -222,6 +222,8 @@ def _refuse(
 def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
     """Return whether a backward is that of the scaled loss of one of these blocks.
 
+    Not where the script has written to it: behind ``scaled_loss += penalty`` it is another loss.
+
     Raises:
         RuntimeError: of one that has unscaled.
     """
@@ -229,7 +231,7 @@ def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
         if block.loss() is tensors:
             if block.node is None:
                 refuse_late_backward()
-            return True
+            return tensors.grad_fn is block.node
     return False
 
 

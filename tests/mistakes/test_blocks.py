@@ -96,6 +96,11 @@ def with_penalty(model: Any, scaled_loss: Any) -> None:
     (scaled_loss + sum(param.float().square().sum() for param in model.parameters())).backward()
 
 
+def with_penalty_in_place(model: Any, scaled_loss: Any) -> None:
+    scaled_loss += sum(param.float().square().sum() for param in model.parameters())
+    scaled_loss.backward()
+
+
 def beside_penalty(model: Any, scaled_loss: Any) -> None:
     scaled_loss.backward()
     torch.autograd.backward([param.float().square().sum() for param in model.parameters()])
@@ -136,6 +141,7 @@ ANOTHER, LATE = "must be that of the loss it yields", "must run inside of its sc
 REFUSED: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
     "clip before backward": (with_scaled(clip_before_backward), "Move it behind", LEVELS),
     "an unscaled term": (with_scaled(with_penalty), ANOTHER, ("O1", "O2")),
+    "an unscaled term in place": (with_scaled(with_penalty_in_place), ANOTHER, ("O1", "O2")),
     "an unscaled loss beside": (with_scaled(beside_penalty), ANOTHER, ("O1", "O2")),
     "backward behind clip": (with_scaled(again_behind_clip), LATE, ("O1", "O2")),
     "loss.backward() late": (late_with_auxiliary, ANOTHER, ("O1", "O2")),
@@ -401,6 +407,9 @@ def test_backwards_of_other_things_in_a_block_are_not_refused(amp: ModuleType, l
         (scaled_loss / 2 + other(INPUTS).sum()).backward(retain_graph=True)
         for part in (scaled_loss / 64, scaled_loss * 3, scaled_loss * scaled_loss.detach()):
             part.backward(retain_graph=True)
+        scaled_loss += other(INPUTS).sum()
+        scaled_loss /= 2
+        scaled_loss.backward()
     assert all(param.grad is not None for param in model.parameters())
 
 
