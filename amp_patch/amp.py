@@ -34,6 +34,7 @@ from .requested_level import Resolved
 from .scaling import loss_scaler
 from .session import session
 from .step.scaled_loss import ScaledLoss, UnscaledLoss
+from .step.watched_backward import tell_of_leaf
 from .user_functions import (
     bfloat16_function,
     float_function,
@@ -278,6 +279,8 @@ def scale_loss(
     if steps is None:
         return contextlib.nullcontext(loss)
     loss = arguments.loss_of(loss)
+    if loss.grad_fn is None and loss.requires_grad:
+        tell_of_leaf(loss)
     may_be_plain = not delay_unscale and not delay_overflow_check
     scaling = session.passes.no_scaling(steps, loss_id, loss.device) if may_be_plain else None
     if scaling is not None:

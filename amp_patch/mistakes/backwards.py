@@ -231,7 +231,7 @@ def _is_of_one(blocks: Iterable[_Block], tensors: Any) -> bool:
         if block.loss() is tensors:
             if block.node is None:
                 refuse_late_backward()
-            return tensors.grad_fn is block.node
+            return getattr(tensors, "grad_fn", None) is block.node
     return False
 
 

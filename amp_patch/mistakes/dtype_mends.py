@@ -122,7 +122,7 @@ _MEND_OF_AUTOCAST = (
 )
 MEND_WHERE_FUNCTIONS_CAST = (
     "Some functions return half numbers and others float32, and this one takes one dtype, as "
-    "out.lerp(y, weight) does: write y.to(out.dtype), or compute this part in "
+    "out.lerp_(y, weight) does: write y.to(out.dtype), or compute this part in "
     "`with amp.float_region():`."
 )
 

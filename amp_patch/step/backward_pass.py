@@ -115,7 +115,7 @@ class BackwardPass:
         scaled_loss = self.multiply(loss)
         if self._scaling.is_on and scaled_loss.grad_fn is not None:
             if self._optimizers[0].zeroing.is_watched:
-                self._watched = WatchedBackward(self._optimizers)
+                self._watched = WatchedBackward(self._optimizers, loss)
                 scaled_loss.grad_fn.register_prehook(self._watched)
             if self._open_block is not None:
                 self._close_block = self._open_block(scaled_loss, self._params)
@@ -198,7 +198,9 @@ class BackwardPass:
             for _, pairs in self._received:
                 pairs.refuse_resized()
             raise
-        if self._watched is not None and self._watched.has_run and not any(p for _, p in found):
+        watched = self._watched
+        is_of_model = watched is not None and watched.has_run and not watched.is_of_leaf
+        if is_of_model and not any(params for _, params in found):
             tell_of_strays(self._optimizers)
         if is_on and any(map(_GROUPS, self._optimizers)):
             self._agree(found)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from amp_patch.distributed.process_groups import has_others
 from amp_patch.warn_once import warn, warn_once
@@ -26,11 +27,18 @@ class WatchedBackward:
 
     Args:
         optimizers: of the pass; held weakly.
+        loss: that is scaled.
+
+    Attributes:
+        has_run: whether it has.
+        is_over: whether its block is.
+        is_of_leaf: whether the loss is none that a model has computed.
     """
 
-    def __init__(self, optimizers: Iterable[OptimizerBackward]) -> None:
+    def __init__(self, optimizers: Iterable[OptimizerBackward], loss: Tensor) -> None:
         self._optimizers = [*map(weakref.ref, optimizers)]
         self.has_run = self.is_over = False
+        self.is_of_leaf = loss.grad_fn is None
 
     def __call__(self, grads: tuple[Tensor, ...]) -> None:
         self.has_run = True
@@ -64,6 +72,22 @@ def tell_of_strays(optimizers: Sequence[OptimizerBackward]) -> None:
             "it, and pass the optimizer of that model to amp.scale_loss(). What "
             "torch.autograd.grad() returned of parameters, assign to .grad inside the block; of an "
             "input alone, as adversarial training needs it, nothing is amiss."
+        )
+
+
+def tell_of_leaf(loss: Tensor) -> None:
+    """Warn, once, of a loss that is none of a model's results, but a tensor of the script's own.
+
+    Args:
+        loss: without a graph, and requires grad.
+    """
+    if not isinstance(loss, Parameter):
+        warn_once(
+            "the loss of scale_loss() must be what the criterion returned, for its backward goes "
+            "back to the weights; got a tensor without a graph that requires grad, as torch.tensor("
+            "loss.item(), requires_grad=True) and loss.detach().requires_grad_() make one, which "
+            "trains nothing. Call amp.scale_loss(criterion(model(inputs), targets), optimizer), "
+            "and add up losses as tensors, without .item(), .data or .detach()."
         )
 
 

@@ -75,7 +75,7 @@ def test_the_levels_that_it_names_hold_that_number(amp: ModuleType, level: str) 
 
 #: What takes one dtype, each in words of its own; methods that write to a tensor are given a cast.
 OF_ONE_DTYPE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "expected dtype .* for `end`": lambda out, at, y: out.lerp(y, 0.5),
+    "expected dtype .* for `end`": lambda out, at, y: out.lerp_(y, 0.5),
     "Index put requires": lambda out, at, y: torch.index_put_(out, (at,), y),
 }
 
@@ -151,7 +151,7 @@ def test_a_result_that_numpy_cannot_take(amp: ModuleType) -> None:
 @pytest.mark.parametrize("level", CASTING)
 def test_a_method_but_forward_where_functions_cast(amp: ModuleType, level: str) -> None:
     """As the `log_prob` of a flow: a note comes where the script ends."""
-    model = Then(lambda half: half.lerp(X, 0.5))
+    model = Then(lambda half: half.lerp_(X, 0.5))
     amp.initialize(model, opt_level=level, verbosity=0)
     note = fail(lambda: model.forward(X), ends_script=True)
     assert "write y.to(out.dtype), or compute this part in `with amp.float_region():`" in note

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from training import LEVELS, batches, loss_of, prepared
 
 HAS_MASTERS = ("O2", "O5")
@@ -122,3 +122,42 @@ def test_a_loss_that_reaches_no_parameter_of_its_optimizer(
         for inputs in batches():
             backward(amp, twin, optimizer, inputs)
             optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize(
+    "make_leaf",
+    [
+        lambda loss: torch.tensor(loss.item(), requires_grad=True),
+        lambda loss: loss.detach().requires_grad_(),
+        lambda loss: torch.autograd.Variable(loss.data, requires_grad=True),
+    ],
+    ids=["item", "detach", "Variable"],
+)
+def test_a_loss_that_the_script_has_made_anew(
+    amp: ModuleType, level: str, make_leaf: Callable[[Tensor], Tensor]
+) -> None:
+    model, optimizer = prepared(amp, level)
+    with telling("must be what the criterion returned", 1):
+        for inputs in batches():
+            with amp.scale_loss(make_leaf(loss_of(model, inputs)), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+
+def test_a_parameter_may_be_the_loss(amp: ModuleType) -> None:
+    class Height(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.height = nn.Parameter(torch.ones(()))
+
+        def forward(self) -> Tensor:
+            return self.height
+
+    model = Height()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(model(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert model.height.item() == 0.5
